@@ -1,0 +1,33 @@
+"""Blockwise quantization for wires: encode, decode and the fused steps between two hops.
+
+The package depends on jax alone (on CUDA it uses jax-triton where that is installed) and knows
+nothing of zerojax. `pallas_kernels.reference` is the specification.
+"""
+
+from pallas_kernels.backends import backend_report
+from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, nbytes
+from pallas_kernels.front import (
+    decode,
+    decode_add,
+    decode_sum,
+    decode_sum_encode,
+    encode,
+    encode_delta,
+    encode_reordered,
+)
+
+__all__ = [
+    "BITS",
+    "FORMATS",
+    "QMAX",
+    "QUANTIZED",
+    "backend_report",
+    "decode",
+    "decode_add",
+    "decode_sum",
+    "decode_sum_encode",
+    "encode",
+    "encode_delta",
+    "encode_reordered",
+    "nbytes",
+]

@@ -1,0 +1,277 @@
+"""The public functions: arguments checked, then the implementation of the chip at hand.
+
+All of them may be called inside `jit` and inside `shard_map(check_vma=False)`, and eagerly. None
+is differentiable. `seed` is a uint32 scalar array and is required by stochastic rounding.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels import reference
+from pallas_kernels.backends import cuda_implementation
+from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes
+
+ROUNDINGS = ("nearest", "stochastic")
+
+
+def _dispatch(name: str, *arrays: jax.Array | None, **static) -> jax.Array:
+    """Run `name` on the target's implementation; only that one is lowered."""
+    default = partial(getattr(reference, name), **static)
+    kernel = cuda_implementation(name)
+    if kernel is None:
+        return default(*arrays)
+    branches: dict[str, Callable] = {"cuda": partial(kernel, **static), "default": default}
+    return lax.platform_dependent(*arrays, **branches)
+
+
+def _check_array(name: str, array: jax.Array, ndim: int) -> None:
+    if array.ndim != ndim:
+        raise ValueError(f"{name} has shape {array.shape}: expected {ndim} dimensions")
+
+
+def _check_float(name: str, array: jax.Array) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {array.dtype}: expected a floating-point array")
+
+
+def _check_payload(payload: jax.Array, width: int) -> None:
+    _check_array("payload", payload, 2)
+    if payload.dtype != jnp.uint8:
+        raise TypeError(f"payload has dtype {payload.dtype}: expected uint8")
+    if payload.shape[1] != width:
+        raise ValueError(f"payload rows have {payload.shape[1]} bytes: this format needs {width}")
+
+
+def _check_rotation(n: int, rotation: int) -> None:
+    if rotation not in (0, ROTATION):
+        raise ValueError(f"rotation {rotation}: choose 0 (none) or {ROTATION}")
+    if rotation and n % rotation:
+        raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}")
+
+
+def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> jax.Array | None:
+    """The seed if this encoder draws random bits, else None."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}")
+    if rounding == "nearest" or fmt not in QUANTIZED:
+        return None
+    if seed is None:
+        raise ValueError("stochastic rounding needs a seed: pass a uint32 scalar array")
+    seed = jnp.asarray(seed)
+    if seed.shape != () or seed.dtype != jnp.uint32:
+        raise TypeError(f"seed is {seed.dtype}{list(seed.shape)}: expected a uint32 scalar")
+    return seed
+
+
+@partial(jax.jit, static_argnames=("fmt", "block", "rounding", "rotation"))
+def encode(
+    x: jax.Array,
+    fmt: str,
+    *,
+    block: int | None = None,
+    rounding: str = "nearest",
+    rotation: int = 0,
+    seed: jax.Array | None = None,
+) -> jax.Array:
+    """Encode rows of floating-point numbers.
+
+    Args:
+        x: [rows, n], any floating-point dtype.
+        fmt: one of FORMATS.
+        block: elements that share a scale; see `nbytes`.
+        rounding: "nearest" or "stochastic". The plain formats always round to nearest.
+        rotation: 32 to multiply every 32 neighbours by a Hadamard matrix first, or 0.
+        seed: uint32 scalar, for stochastic rounding.
+
+    Returns:
+        uint8[rows, nbytes(fmt, n, block)].
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+    """
+    _check_array("x", x, 2)
+    _check_float("x", x)
+    check_block(fmt, x.shape[1], block)
+    _check_rotation(x.shape[1], rotation)
+    seed = _check_rounding(fmt, rounding, seed)
+    if seed is None:
+        rounding = "nearest"
+    static = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+    return _dispatch("encode", x, seed, **static)
+
+
+@partial(jax.jit, static_argnames=("fmt", "block", "rounding"))
+def encode_delta(
+    w: jax.Array,
+    base: jax.Array,
+    fmt: str,
+    *,
+    block: int | None = None,
+    rounding: str = "nearest",
+    seed: jax.Array | None = None,
+) -> jax.Array:
+    """Encode w - base, both [rows, n]; the difference is taken in fp32.
+
+    Returns uint8[rows, nbytes(fmt, n, block)]; arguments and errors as for `encode`. The encoded
+    difference of ZeRO-3 weights is SDP4Bit's (arXiv:2410.15526, section 3.1).
+    """
+    _check_array("w", w, 2)
+    _check_float("w", w)
+    _check_float("base", base)
+    if base.shape != w.shape:
+        raise ValueError(f"base has shape {base.shape}, w has {w.shape}: they must agree")
+    check_block(fmt, w.shape[1], block)
+    seed = _check_rounding(fmt, rounding, seed)
+    if seed is None:
+        rounding = "nearest"
+    return _dispatch("encode_delta", w, base, seed, fmt=fmt, block=block, rounding=rounding)
+
+
+@partial(jax.jit, static_argnames=("fmt", "local", "nodes", "chunks", "block", "rounding", "rotation"))
+def encode_reordered(
+    g: jax.Array,
+    fmt: str,
+    *,
+    local: int,
+    nodes: int,
+    chunks: int = 1,
+    block: int | None = None,
+    rounding: str = "nearest",
+    rotation: int = 0,
+    seed: jax.Array | None = None,
+) -> jax.Array:
+    """Encode a padded gradient leaf in the order in which its pieces travel.
+
+    The flat leaf is viewed as [local, nodes, chunks, q]; chunk c holds, for each local peer, the
+    q elements of every node, so that the hop inside the node leaves what the hop between nodes
+    needs in one piece (ZeRO++, arXiv:2306.10209, algorithm 2).
+
+    Args:
+        g: [local * nodes * chunks * q], any floating-point dtype, q a multiple of `block`.
+        fmt, block, rounding, rotation, seed: as for `encode`; random bits belong to an element's
+            place in g.
+        local, nodes, chunks: the view's leading dimensions.
+
+    Returns:
+        uint8[chunks, local, nbytes(fmt, nodes * q, block)].
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+    """
+    _check_array("g", g, 1)
+    _check_float("g", g)
+    pieces = local * nodes * chunks
+    if min(local, nodes, chunks) < 1 or g.size % pieces:
+        raise ValueError(
+            f"{g.size} elements do not divide into local={local} * nodes={nodes} * chunks={chunks}"
+        )
+    q = g.size // pieces
+    check_block(fmt, q, block)
+    _check_rotation(q, rotation)
+    seed = _check_rounding(fmt, rounding, seed)
+    if seed is None:
+        rounding = "nearest"
+    static = {"fmt": fmt, "local": local, "nodes": nodes, "chunks": chunks, "block": block}
+    return _dispatch("encode_reordered", g, seed, rounding=rounding, rotation=rotation, **static)
+
+
+@partial(jax.jit, static_argnames=("fmt", "n", "block", "dtype"))
+def decode(
+    payload: jax.Array,
+    fmt: str,
+    n: int,
+    *,
+    block: int | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> jax.Array:
+    """Decode uint8[rows, nbytes(fmt, n, block)] into dtype[rows, n].
+
+    Raises ValueError or TypeError when the payload is not one of rows of n elements in `fmt`.
+    """
+    _check_payload(payload, nbytes(fmt, n, block))
+    return _dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnames=("fmt", "block"))
+def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | None = None) -> jax.Array:
+    """Add decoded rows to `base`, [rows, n], in fp32; the result has base's dtype.
+
+    Raises ValueError or TypeError when the payload does not hold rows like base's.
+    """
+    _check_array("base", base, 2)
+    _check_float("base", base)
+    _check_payload(payload, nbytes(fmt, base.shape[1], block))
+    if payload.shape[0] != base.shape[0]:
+        raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}")
+    return _dispatch("decode_add", payload, base, fmt=fmt, block=block)
+
+
+@partial(jax.jit, static_argnames=("fmt", "n", "block", "rotation", "scale"))
+def decode_sum(
+    payload: jax.Array,
+    fmt: str,
+    n: int,
+    *,
+    block: int | None = None,
+    rotation: int = 0,
+    scale: float = 1.0,
+) -> jax.Array:
+    """Decode uint8[peers, nbytes(fmt, n, block)] and add the rows up, in row order.
+
+    Args:
+        payload: one row a peer.
+        fmt, n, block: as for `decode`.
+        rotation: what the rows were encoded with; it is undone after the sum.
+        scale: a Python number the result is multiplied by, 1/peers for a mean.
+
+    Returns:
+        fp32[n].
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+    """
+    _check_payload(payload, nbytes(fmt, n, block))
+    _check_rotation(n, rotation)
+    static = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": float(scale)}
+    return _dispatch("decode_sum", payload, **static)
+
+
+@partial(jax.jit, static_argnames=("fmt_in", "fmt_out", "rows_out", "n", "block", "rounding"))
+def decode_sum_encode(
+    payload: jax.Array,
+    fmt_in: str,
+    fmt_out: str,
+    rows_out: int,
+    n: int,
+    *,
+    block: int | None = None,
+    rounding: str = "nearest",
+    seed: jax.Array | None = None,
+) -> jax.Array:
+    """Between two hops: decode the peers' rows, add them up in fp32, encode the sum.
+
+    Args:
+        payload: uint8[peers, nbytes(fmt_in, rows_out * n, block)].
+        fmt_in, fmt_out: the wire formats of the hop before and the hop after.
+        rows_out, n: shape of the sum as the next hop sends it.
+        block, rounding, seed: as for `encode`. A rotation survives the sum: it is undone by the
+            last `decode_sum` only.
+
+    Returns:
+        uint8[rows_out, nbytes(fmt_out, n, block)].
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+    """
+    _check_payload(payload, nbytes(fmt_in, rows_out * n, block))
+    check_block(fmt_out, n, block)
+    seed = _check_rounding(fmt_out, rounding, seed)
+    if seed is None:
+        rounding = "nearest"
+    static = {"fmt_in": fmt_in, "fmt_out": fmt_out, "rows_out": rows_out, "n": n, "block": block}
+    return _dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)

@@ -1,0 +1,343 @@
+"""The codec's specification, executable: `jax.numpy` code that every kernel equals bit for bit.
+
+It is also the implementation on CPU, and on any device without kernels of its own.
+
+**Payload.** A row of n elements becomes `nbytes(fmt, n, block)` bytes: the codes of the whole
+row, then one bf16 scale (little endian) for each block of `block` consecutive elements.
+
+**Scale.** m is the block's largest magnitude in fp32, and s = m * r with r the fp32 nearest to
+1/qmax, or to 1/(qmax * sqrt(32)) with rotation. Under "nearest" rounding s is rounded to the
+nearest bf16 (ties to even), under "stochastic" it is rounded up. Then
+
+- s < 2**-80: the block is flushed to zero. The scale is 0 and so are all codes. The threshold
+  lies so high that no subnormal number can influence a code: results do not depend on whether
+  a chip flushes subnormals.
+- m not finite, or s > 2**126 (its reciprocal would be subnormal; only int2 gets there): the
+  scale is the quiet NaN 0x7FC0, all codes are 0, and the whole block decodes to NaN.
+
+**Code.** y = x * inv in fp32. inv = 1/scale correctly rounded to fp32, then made 8 ulps smaller
+under stochastic rounding, then, with rotation, multiplied by the fp32 nearest to 1/sqrt(32).
+Integer formats: q = rint(y), half to even, kept as two's complement of 8, 4 or 2 bits.
+Small floats (fp8 = e4m3, fp6 = e3m2): y rounded to the nearest representable value, half to
+even, subnormals included, as sign | exponent | mantissa; the sign of a zero is kept.
+qmax is reached from both sides and nothing needs clipping: rounding the scale to nearest moves a
+block maximum to at most qmax * (1 + 2**-8), which rounds back to qmax in every format; the 8 ulps
+pay for the fp32 roundings on the way, so that under stochastic rounding |y| <= qmax.
+
+**Stochastic rounding.** With quantum 1 for integers, or the spacing of the format's values around
+y for small floats: t = rint(|y| / quantum * 2**15), with y's own sign for integers, and
+q = (t + u) >> 15 with u uniform in [0, 2**15). The expectation of q is t / 2**15 exactly.
+u belongs to the element's index i (row-major in the encoder's input, modulo 2**33) and the seed:
+two neighbours share a 32-bit hash, `pair_hash(seed, i >> 1)`; the even one takes its low 15 bits,
+the odd one its high 15.
+
+**Order of codes.** int8, fp8: one byte an element. int4: element 2j in the low half of byte j,
+2j + 1 in the high half. int2: elements 4j..4j+3 in byte j, from the low bits up. fp6: two planes,
+first the low four bits of every code of the row, packed as int4, then the high two bits
+of every code, packed as int2 (together 4 codes in 3 bytes).
+
+**Rotation.** With rotation=32 every 32 consecutive elements are multiplied by the normalised
+Hadamard matrix before encoding: butterflies (a + b, a - b) of stride 1, 2, 4, 8, 16, in arithmetic
+that flushes subnormal operands and results to zeros of their sign. The norm 1/sqrt(32) goes into
+s and inv as said above; the plain formats are multiplied by it. The matrix is its own inverse;
+`decode_sum` applies it again after the last sum and multiplies by fp32(scale) * fp32(1/sqrt(32)).
+
+**Sums.** Peers are added in row order in fp32, starting with the first row's value. Every product
+below is exact, so a fused multiply-add changes nothing. Small floats: sum of value * scale.
+Integers are summed with a bias, which spares the kernels a subtraction for each code: let h be half
+the format's range (8 for int4) and 2**e the largest power of two in the scales that the peers have
+for a block; the sum is 2**e * (sum of (q + h) * (scale * 2**-e) - h * sum of scale * 2**-e). Codes
+that are all 0 still sum to an exact 0, and what a bias of h costs is one bit of fp32's 24.
+
+References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order of the hops;
+SDP4Bit (arXiv:2410.15526) for the rotation and the encoded difference.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.formats import MINIFLOAT, QMAX, QUANTIZED, ROTATION, code_bytes
+
+MIN_SCALE_BITS = (127 - 80) << 23
+MAX_SCALE_BITS = (127 + 126) << 23
+INF_BITS = 0x7F800000
+NAN_SCALE = 0x7FC0
+RANDOM_BITS = 15
+STOCHASTIC_MARGIN = 8
+HALF_RANGE = {"int8": 128, "int4": 8, "int2": 2}
+ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2**exponent in fp32, for int32 exponents from -126 to 127."""
+    return _float((exponent + 127) << 23)
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """A bijective 32-bit hash (Wellons' lowbias32) of a uint32 array."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def pair_hash(seed: jax.Array, pair: jax.Array) -> jax.Array:
+    """32 random bits for the pair of neighbours 2*pair, 2*pair + 1 (uint32 arrays).
+
+    A Weyl sequence and half of a finalizer: cheap, and white enough for dither (correlations at
+    lags up to 1024 and a chi-square over pairs of neighbours are at the level of noise).
+    """
+    first = mix(seed)
+    second = mix(first + jnp.uint32(0x9E3779B9))
+    x = pair * jnp.uint32(0x9E3779B9) + first
+    x = (x ^ (x >> 17)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16) ^ second
+
+
+def _uniform(seed: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """15 random bits an element, int32; `index` holds the uint32 index of each pair."""
+    words = pair_hash(seed, index)
+    halves = jnp.stack([words & 0x7FFF, words >> 17], axis=-1)
+    return halves.astype(jnp.int32).reshape(shape)
+
+
+def _flush(x: jax.Array) -> jax.Array:
+    """Subnormal numbers as zeros of their sign, on every chip."""
+    bits = _bits(x)
+    return _float(jnp.where(bits & INF_BITS == 0, bits & ~0x7FFFFFFF, bits))
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """The butterflies of the 32-wide Hadamard matrix along the last axis, not yet normalised."""
+    shape = x.shape
+    for stride in (1, 2, 4, 8, 16):
+        pairs = _flush(x).reshape(-1, ROTATION // (2 * stride), 2, stride)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        x = jnp.stack([a + b, a - b], axis=2).reshape(shape)
+    return _flush(x)
+
+
+def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[jax.Array, jax.Array]:
+    """Scale bits (uint16) and inverse scales (fp32, 0 for zero and NaN blocks) of [..., block]."""
+    norm = np.sqrt(rotation or 1)
+    top = jnp.max(_bits(blocks) & 0x7FFFFFFF, axis=-1)
+    exact = _bits(_float(top) * np.float32(1 / (QMAX[fmt] * norm)))
+    bad = (top >= INF_BITS) | (exact > MAX_SCALE_BITS)
+    zero = exact < MIN_SCALE_BITS
+    carry = 0xFFFF if rounding == "stochastic" else 0x7FFF + ((exact >> 16) & 1)
+    rounded = jnp.where(bad | zero, 127 << 23, exact + carry) >> 16
+    scale = jnp.where(bad, NAN_SCALE, jnp.where(zero, 0, rounded)).astype(jnp.uint16)
+    # The reciprocal in integers: XLA's division on GPU is off by an ulp or two. scale = m * 2**k
+    # with an 8-bit m, and 2**31 / m is never a tie.
+    mantissa = ((rounded & 0x7F) | 0x80).astype(jnp.uint32)
+    quotient = (jnp.uint32(1 << 31) + (mantissa >> 1)) // mantissa
+    inverse = (quotient.astype(jnp.float32) * np.float32(2.0**-24)) * _power_of_two(127 - (rounded >> 7))
+    if rounding == "stochastic":
+        inverse = _float(_bits(inverse) - STOCHASTIC_MARGIN)
+    if rotation:
+        inverse = inverse * ROTATION_NORM
+    return scale, jnp.where(bad | zero, np.float32(0), inverse)
+
+
+def _round(y: jax.Array, random: jax.Array | None) -> jax.Array:
+    """int32 nearest to y, half to even; or y's neighbours at random, given 15 random bits."""
+    if random is None:
+        return jnp.round(y).astype(jnp.int32)
+    fixed = jnp.round(y * np.float32(1 << RANDOM_BITS)).astype(jnp.int32)
+    return (fixed + random) >> RANDOM_BITS
+
+
+def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
+    """int32 codes of scaled values y, not yet cut to the format's bits."""
+    if fmt not in MINIFLOAT:
+        return _round(y, random)
+    mantissa, bias = MINIFLOAT[fmt]
+    smallest = 127 + 1 - bias
+    exponent = jnp.maximum(_bits(jnp.abs(y)) >> 23, smallest)
+    steps = _round(jnp.abs(y) * _power_of_two(127 + mantissa - exponent), random)
+    magnitude = ((exponent - smallest) << mantissa) + steps
+    sign = (_bits(y) < 0).astype(jnp.int32)
+    return magnitude | sign << (8 if fmt == "fp8" else 6) - 1
+
+
+def _join(codes: jax.Array, bits: int) -> jax.Array:
+    """Pack int32 codes of `bits` bits into bytes, [..., n] -> uint8[..., n * bits / 8]."""
+    count = 8 // bits
+    groups = codes.reshape(*codes.shape[:-1], -1, count) & ((1 << bits) - 1)
+    shifts = jnp.arange(count, dtype=jnp.int32) * bits
+    return jnp.sum(groups << shifts, axis=-1).astype(jnp.uint8)
+
+
+def _part(packed: jax.Array, bits: int) -> jax.Array:
+    """Undo `_join`: uint8[..., k] -> int32[..., k * 8 / bits]."""
+    count = 8 // bits
+    shifts = jnp.arange(count, dtype=jnp.int32) * bits
+    groups = (packed.astype(jnp.int32)[..., None] >> shifts) & ((1 << bits) - 1)
+    return groups.reshape(*packed.shape[:-1], -1)
+
+
+def _pack(codes: jax.Array, fmt: str) -> jax.Array:
+    if fmt == "fp6":
+        return jnp.concatenate([_join(codes, 4), _join(codes >> 4, 2)], axis=-1)
+    return _join(codes, {"fp8": 8, "int8": 8, "int4": 4, "int2": 2}[fmt])
+
+
+def _values(packed: jax.Array, fmt: str) -> jax.Array:
+    """fp32 values of packed codes, before the scale."""
+    if fmt in MINIFLOAT:
+        mantissa, bias = MINIFLOAT[fmt]
+        if fmt == "fp8":
+            codes, sign = _part(packed, 8), 0x80
+        else:
+            low = packed.shape[-1] * 2 // 3
+            codes = _part(packed[..., :low], 4) | _part(packed[..., low:], 2) << 4
+            sign = 0x20
+        magnitude = codes & (sign - 1)
+        exponent = magnitude >> mantissa
+        steps = (magnitude & ((1 << mantissa) - 1)) | (exponent > 0).astype(jnp.int32) << mantissa
+        spacing = _power_of_two(jnp.maximum(exponent, 1) - bias - mantissa)
+        value = steps.astype(jnp.float32) * spacing
+        return jnp.where(codes & sign != 0, -value, value)
+    bits = {"int8": 8, "int4": 4, "int2": 2}[fmt]
+    half = 1 << (bits - 1)
+    return ((_part(packed, bits) ^ half) - half).astype(jnp.float32)
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    """The little-endian bytes of [..., n], as uint8[..., n * itemsize]."""
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+
+
+def _from_bytes(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    groups = payload.reshape(*payload.shape[:-1], -1, jnp.dtype(dtype).itemsize)
+    return lax.bitcast_convert_type(groups, dtype)
+
+
+def _plain(fmt: str) -> jnp.dtype:
+    return jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[fmt])
+
+
+def _pairs(rows: int, n: int) -> jax.Array:
+    """uint32[rows, n / 2]: the row-major index of each pair of neighbours."""
+    return jnp.arange(rows * n // 2, dtype=jnp.uint32).reshape(rows, n // 2)
+
+
+def _encode(x, index, fmt, block, rounding, rotation, seed):
+    """Encode fp32[..., n], whose pairs have the given indices, into uint8[..., nbytes]."""
+    if rotation:
+        x = rotate(x)
+    if fmt not in QUANTIZED:
+        return _bytes((x * ROTATION_NORM if rotation else x).astype(_plain(fmt)))
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scale, inverse = _scales(blocks, fmt, rounding, rotation)
+    inverse = inverse[..., None]
+    y = blocks * inverse
+    random = _uniform(seed, index, blocks.shape) if rounding == "stochastic" else None
+    # A dead block holds NaN or Inf times zero: replace it before the conversion to an integer.
+    dead = inverse == 0
+    codes = jnp.where(dead, 0, _codes(jnp.where(dead, 0, y), fmt, random))
+    return jnp.concatenate([_pack(codes.reshape(x.shape), fmt), _bytes(scale)], axis=-1)
+
+
+def encode(x, seed, *, fmt, block, rounding, rotation):
+    """See `pallas_kernels.encode`."""
+    index = _pairs(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
+    return _encode(x.astype(jnp.float32), index, fmt, block, rounding, rotation, seed)
+
+
+def encode_delta(w, base, seed, *, fmt, block, rounding):
+    """See `pallas_kernels.encode_delta`."""
+    delta = w.astype(jnp.float32) - base.astype(jnp.float32)
+    return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
+
+
+def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
+    """See `pallas_kernels.encode_reordered`."""
+
+    def reorder(flat):
+        pieces = flat.reshape(local, nodes, chunks, -1)
+        return pieces.transpose(2, 0, 1, 3).reshape(chunks, local, -1)
+
+    stochastic = rounding == "stochastic" and fmt in QUANTIZED
+    index = reorder(jnp.arange(g.size // 2, dtype=jnp.uint32)) if stochastic else None
+    return _encode(reorder(g.astype(jnp.float32)), index, fmt, block, rounding, rotation, seed)
+
+
+def _decode(payload, fmt, n, block):
+    """fp32[..., n] of uint8[..., nbytes]."""
+    if fmt not in QUANTIZED:
+        return _from_bytes(payload, _plain(fmt)).astype(jnp.float32)
+    values, scale = _split(payload, fmt, n, block)
+    return (values * scale).reshape(*payload.shape[:-1], n)
+
+
+def decode(payload, *, fmt, n, block, dtype):
+    """See `pallas_kernels.decode`."""
+    return _decode(payload, fmt, n, block).astype(dtype)
+
+
+def decode_add(payload, base, *, fmt, block):
+    """See `pallas_kernels.decode_add`."""
+    total = base.astype(jnp.float32) + _decode(payload, fmt, base.shape[-1], block)
+    # Not every chip keeps subnormals: none may, or two copies of one weight would differ.
+    total = jnp.where(jnp.abs(total) < np.finfo(np.float32).tiny, 0, total)
+    return total.astype(base.dtype)
+
+
+def _split(payload, fmt, n, block):
+    """Unscaled values and scales of payload rows, fp32[..., n / block, block] and [..., n / block, 1]."""
+    codes = code_bytes(fmt, n)
+    scale = _from_bytes(payload[..., codes:], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
+    values = _values(payload[..., :codes], fmt).reshape(*payload.shape[:-1], -1, block)
+    return values, scale[..., None]
+
+
+def _fold_rows(term, rows):
+    """The sum of term(row) over the rows, in order, one row at a time to bound the memory."""
+    return lax.fori_loop(1, rows, lambda row, total: total + term(row), term(0))
+
+
+def _sum_rows(payload, fmt, n, block):
+    """fp32[n]: the decoded rows added up in row order."""
+    rows = payload.shape[0]
+    if fmt not in HALF_RANGE:
+        return _fold_rows(lambda row: _decode(payload[row], fmt, n, block), rows)
+    half = np.float32(HALF_RANGE[fmt])
+    scales = _from_bytes(payload[:, code_bytes(fmt, n) :], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
+    exponent = jnp.minimum(jnp.max(_bits(scales), axis=0) >> 23, 253)[:, None]
+    down = _float((254 - exponent) << 23)
+
+    def term(row):
+        values, scale = _split(payload[row], fmt, n, block)
+        return (values + half) * (scale * down)
+
+    def bias(row):
+        return half * (scales[row][:, None] * down)
+
+    total = _fold_rows(term, rows) - _fold_rows(bias, rows)
+    return (total * _float(exponent << 23)).reshape(n)
+
+
+def decode_sum(payload, *, fmt, n, block, rotation, scale):
+    """See `pallas_kernels.decode_sum`."""
+    total = _sum_rows(payload, fmt, n, block)
+    factor = np.float32(scale)
+    if rotation:
+        total = rotate(total)
+        factor = factor * ROTATION_NORM
+    return total if factor == 1 else total * factor
+
+
+def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
+    """See `pallas_kernels.decode_sum_encode`."""
+    total = _sum_rows(payload, fmt_in, rows_out * n, block).reshape(rows_out, n)
+    return encode(total, seed, fmt=fmt_out, block=block, rounding=rounding, rotation=0)

@@ -1,0 +1,313 @@
+"""Measure every kernel of pallas_kernels on this GPU against a device copy and against XLA.
+
+    python scripts/bench_kernels.py                      # the roofline table, 256 MB
+    python scripts/bench_kernels.py --megabytes 1 4 256 2048 --out bench_kernels
+
+GB/s count the bytes that must move: what a kernel has to read and write once. Prints a table and
+writes OUT.json and OUT.png. The copy is measured again between kernels, and a ratio is taken with
+the mean of the copies before and after.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from pallas_kernels import reference
+
+BLOCK = 256
+PEERS = (4, 8)
+LOCAL, NODES, CHUNKS = 8, 2, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one kind of data: what to run, on what, and the bytes that must move."""
+
+    kernel: str
+    fmt: str
+    run: Callable
+    xla: Callable
+    inputs: Callable
+    bytes_moved: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured case; times in seconds, rates in GB/s, the spread relative to the median."""
+
+    kernel: str
+    fmt: str
+    megabytes: int
+    gb_per_s: float
+    of_copy: float
+    spread: float
+    xla_gb_per_s: float | None
+    copy_gb_per_s: float
+
+
+def data(index: int, n: int) -> jax.Array:
+    """bf16[1, n] of normal numbers, another for each index."""
+    return jax.random.normal(jax.random.key(index), (1, n), jnp.bfloat16)
+
+
+def payload(index: int, fmt: str, peers: int, n: int) -> jax.Array:
+    """A random payload uint8[peers, ...] with scales near 0.01."""
+    codes = jax.random.bits(
+        jax.random.key(index), (peers, pk.nbytes(fmt, n, BLOCK) - 2 * (n // BLOCK)), jnp.uint8
+    )
+    scales = jnp.full((peers, n // BLOCK), 0.0117, jnp.bfloat16)
+    raw = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(peers, -1)
+    # 0x7f and 0xff are no codes of fp8.
+    return jnp.concatenate([codes & 0xF7 if fmt == "fp8" else codes, raw], axis=1)
+
+
+def encode_cases(n: int) -> list[Case]:
+    """Encoders of n bf16 elements, plain, reordered, and with their options."""
+    seed = jnp.uint32(1)
+    cases = []
+
+    def add(name, fmt, rounding="nearest", rotation=0):
+        options = {"block": BLOCK, "rounding": rounding, "rotation": rotation}
+        draws = seed if rounding == "stochastic" else None
+        cases.append(
+            Case(
+                name,
+                fmt,
+                lambda x: pk.encode(x, fmt, seed=draws, **options),
+                lambda x: reference.encode(x, draws, fmt=fmt, **options),
+                lambda i: (data(i, n),),
+                2 * n + pk.nbytes(fmt, n, BLOCK),
+            )
+        )
+
+    for fmt in pk.QUANTIZED:
+        add("encode", fmt)
+    for fmt in pk.QUANTIZED:
+        order = {"local": LOCAL, "nodes": NODES, "chunks": CHUNKS, "block": BLOCK}
+        cases.append(
+            Case(
+                "reorder + encode",
+                fmt,
+                lambda x, fmt=fmt, order=order: pk.encode_reordered(x[0], fmt, **order),
+                lambda x, fmt=fmt, order=order: reference.encode_reordered(
+                    x[0], None, fmt=fmt, rounding="nearest", rotation=0, **order
+                ),
+                lambda i: (data(i, n),),
+                2 * n + pk.nbytes(fmt, n, BLOCK),
+            )
+        )
+    for fmt in pk.QUANTIZED:
+        add("encode, stochastic", fmt, "stochastic")
+        add("encode, rotated", fmt, "nearest", 32)
+        add("encode, both", fmt, "stochastic", 32)
+        cases.append(
+            Case(
+                "subtract + encode",
+                fmt,
+                lambda w, b, fmt=fmt: pk.encode_delta(w, b, fmt, block=BLOCK),
+                lambda w, b, fmt=fmt: reference.encode_delta(
+                    w, b, None, fmt=fmt, block=BLOCK, rounding="nearest"
+                ),
+                lambda i: (data(i, n).astype(jnp.float32), data(i + 1, n)),
+                6 * n + pk.nbytes(fmt, n, BLOCK),
+            )
+        )
+    return cases
+
+
+def decode_cases(n: int) -> list[Case]:
+    """Decoders of n elements."""
+    cases = []
+    for fmt in pk.QUANTIZED:
+        for dtype in (jnp.bfloat16, jnp.float32):
+            options = {"fmt": fmt, "n": n, "block": BLOCK, "dtype": jnp.dtype(dtype)}
+            cases.append(
+                Case(
+                    f"decode to {jnp.dtype(dtype).name}",
+                    fmt,
+                    lambda p, options=options: pk.decode(p, **options),
+                    lambda p, options=options: reference.decode(p, **options),
+                    lambda i, fmt=fmt: (payload(i, fmt, 1, n),),
+                    jnp.dtype(dtype).itemsize * n + pk.nbytes(fmt, n, BLOCK),
+                )
+            )
+        cases.append(
+            Case(
+                "decode + add",
+                fmt,
+                lambda p, b, fmt=fmt: pk.decode_add(p, b, fmt, block=BLOCK),
+                lambda p, b, fmt=fmt: reference.decode_add(p, b, fmt=fmt, block=BLOCK),
+                lambda i, fmt=fmt: (payload(i, fmt, 1, n), data(i, n)),
+                4 * n + pk.nbytes(fmt, n, BLOCK),
+            )
+        )
+    return cases
+
+
+def sum_cases(n: int) -> list[Case]:
+    """The fused reductions; their payloads together are as large as n bf16 elements."""
+    cases = []
+    pairs = [(fmt, fmt) for fmt in pk.QUANTIZED] + [("int8", "int4")]
+    for peers in PEERS:
+        for fmt, out in pairs:
+            m = 2 * n * 8 // (pk.BITS[fmt] * peers)
+            width = m // (NODES * BLOCK) * BLOCK
+            args = (fmt, out, NODES, width)
+            cases.append(
+                Case(
+                    f"decode + sum of {peers} + encode",
+                    fmt if fmt == out else f"{fmt} to {out}",
+                    lambda p, args=args: pk.decode_sum_encode(p, *args, block=BLOCK),
+                    lambda p, fmt=fmt, out=out, width=width: reference.decode_sum_encode(
+                        p,
+                        None,
+                        fmt_in=fmt,
+                        fmt_out=out,
+                        rows_out=NODES,
+                        n=width,
+                        block=BLOCK,
+                        rounding="nearest",
+                    ),
+                    lambda i, fmt=fmt, peers=peers, total=NODES * width: (payload(i, fmt, peers, total),),
+                    peers * pk.nbytes(fmt, NODES * width, BLOCK) + NODES * pk.nbytes(out, width, BLOCK),
+                )
+            )
+    for rotation in (0, 32):
+        for fmt in pk.QUANTIZED:
+            m = 2 * n * 8 // (pk.BITS[fmt] * 8) // BLOCK * BLOCK
+            options = {"fmt": fmt, "n": m, "block": BLOCK, "rotation": rotation, "scale": 0.125}
+            cases.append(
+                Case(
+                    "decode + sum of 8" + (", rotated" if rotation else ""),
+                    fmt,
+                    lambda p, options=options: pk.decode_sum(p, **options),
+                    lambda p, options=options: reference.decode_sum(p, **options),
+                    lambda i, fmt=fmt, m=m: (payload(i, fmt, 8, m),),
+                    8 * pk.nbytes(fmt, m, BLOCK) + 4 * m,
+                )
+            )
+    return cases
+
+
+def program(fn: Callable, sets: list[tuple]) -> Callable:
+    """The compiled program that applies `fn` to each of several argument tuples."""
+    return jax.jit(lambda sets: [fn(*args) for args in sets]).lower(sets).compile()
+
+
+def seconds(compiled: Callable, sets: list[tuple], rounds: int = 7) -> tuple[float, float]:
+    """Median time of one call of a compiled program's function, and (max - min) / median."""
+    jax.block_until_ready(compiled(sets))
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(sets))
+    repeats = max(1, int(0.02 / (time.perf_counter() - start)))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        results = [compiled(sets) for _ in range(repeats)]
+        jax.block_until_ready(results[-1])
+        times.append((time.perf_counter() - start) / repeats / len(sets))
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median
+
+
+@cache
+def copy_program(n: int) -> tuple[Callable, list[tuple]]:
+    """A compiled device copy of n bf16 elements, and what it copies."""
+    sets = [(data(i, n),) for i in range(copies(2 * n))]
+    return program(jnp.copy, sets), sets
+
+
+def copy_rate(n: int) -> float:
+    """Bytes per second, read and written, of a device copy of n bf16 elements."""
+    return 4 * n / seconds(*copy_program(n))[0]
+
+
+def copies(size: int) -> int:
+    """How many inputs of `size` bytes to rotate among, so that no call finds its own in the cache."""
+    return max(3, min(32, (256 << 20) // size))
+
+
+def measure(case: Case, n: int, megabytes: int, with_xla: bool) -> Result:
+    """Run one case next to the copy and, if asked, to XLA's code for the reference."""
+    sets = [case.inputs(i) for i in range(copies(2 * n))]
+    before = copy_rate(n)
+    time_kernel, spread = seconds(program(case.run, sets), sets)
+    after = copy_rate(n)
+    xla = None
+    if with_xla:
+        xla = case.bytes_moved / seconds(program(case.xla, sets), sets, rounds=3)[0] / 1e9
+    rate, copy = case.bytes_moved / time_kernel, (before + after) / 2
+    return Result(case.kernel, case.fmt, megabytes, rate / 1e9, rate / copy, spread, xla, copy / 1e9)
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Bars of every kernel's share of the copy rate, at the largest size measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = max(result.megabytes for result in results)
+    rows = [result for result in results if result.megabytes == size]
+    figure, axes = pyplot.subplots(figsize=(8, 0.22 * len(rows) + 1), layout="constrained")
+    places = range(len(rows))
+    axes.barh(places, [100 * row.of_copy for row in rows], label="kernel")
+    shares = [100 * (row.xla_gb_per_s or 0) / row.copy_gb_per_s for row in rows]
+    axes.barh(places, shares, height=0.4, label="XLA")
+    axes.set_yticks(places, [f"{row.kernel}, {row.fmt}" for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(100, color="black", linewidth=0.8)
+    axes.set_xlabel(f"% of the copy rate, {size} MB")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Parse the command line, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="bf16 bytes of the data")
+    parser.add_argument("--only", nargs="+", help="these kernels alone, named as in the table")
+    parser.add_argument("--formats", nargs="+", default=[*pk.QUANTIZED, "int8 to int4"])
+    parser.add_argument("--no-xla", action="store_true", help="do not measure XLA's version")
+    parser.add_argument("--out", type=Path, default=Path("bench_kernels"))
+    options = parser.parse_args()
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit("this measures CUDA kernels: run it on a machine with a GPU")
+    print(f"{device.device_kind}, jax {jax.__version__}, {pk.backend_report()['cuda']}")
+    results = []
+    for megabytes in options.megabytes:
+        n = megabytes << 19
+        copy_program.cache_clear()
+        for case in [*encode_cases(n), *decode_cases(n), *sum_cases(n)]:
+            if (options.only and case.kernel not in options.only) or case.fmt not in options.formats:
+                continue
+            result = measure(case, n, megabytes, not options.no_xla)
+            results.append(result)
+            xla = f"{result.xla_gb_per_s:6.0f}" if result.xla_gb_per_s else "     -"
+            print(
+                f"{megabytes:5d} MB  {result.kernel:28s} {result.fmt:12s} {result.gb_per_s:6.0f} GB/s"
+                f"  {100 * result.of_copy:5.1f}% of copy {result.copy_gb_per_s:5.0f}"
+                f"  XLA {xla}  spread {100 * result.spread:.1f}%",
+                flush=True,
+            )
+    report = {"device": device.device_kind, "jax": jax.__version__, "block": BLOCK}
+    report["results"] = [asdict(result) for result in results]
+    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1))
+    draw(results, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Time training steps of one model on one mesh under several ways of sharding, in one run.
+
+    scripts/bench_train.py --nodes 1 --local 8 --sequences 4
+    scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
+        scripts/bench_train.py --nodes 2 --local 4 --variants zero3 zero++ delta
+
+The model is a stack of pre-norm GPT blocks without embeddings, fed random bf16 activations: what is
+measured is the blocks and their communication. Peers run the same stack (scripts/bench_peers.py).
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import zerojax
+from zerojax.distributed import initialize
+from zerojax.models import Block, GPTConfig
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "zero3": {"preset": "zero3"},
+    "qwz": {"preset": "zero3", "weights": "int8"},
+    "hpz": {"preset": "zero3", "hpz": True},
+    "qgz": {"preset": "zero3", "grads": ("int4", "int4")},
+    "zero++": {"preset": "zero++"},
+    "delta": {"preset": "delta"},
+    "zero3-x8": {"preset": "zero3", "accumulate": 8},
+    "zero++-x8": {"preset": "zero++", "accumulate": 8},
+    "delta-x8": {"preset": "delta", "accumulate": 8},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant's figures.
+
+    Attributes:
+        milliseconds: median, minimum and maximum of a step.
+        tokens_per_second: of the world, at the median.
+        mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
+            where the chip's peak is not known.
+        peak_gib: the most memory that device 0 held.
+    """
+
+    variant: str
+    milliseconds: tuple[float, float, float]
+    tokens_per_second: float
+    mfu: float | None
+    peak_gib: float | None
+    loss: float
+    grad_norm: float
+    compile_seconds: float
+
+
+class BlockStack(nnx.Module):
+    """The model: blocks and nothing else."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        """Draw the weights."""
+        self.blocks = zerojax.Stack(partial(Block, config), config.layers, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Activations in, activations out."""
+        return self.blocks(x)
+
+
+def loss_fn(model: BlockStack, batch: dict[str, jax.Array]) -> jax.Array:
+    """The mean square distance to a target, in fp32."""
+    out = model(batch["x"]).astype(jnp.float32)
+    return jnp.mean(jnp.square(out - batch["y"].astype(jnp.float32)))
+
+
+def main() -> None:
+    """Parse the command line, run the variants, print the table, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--local", type=int, required=True)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
+    parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after three untimed ones")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["zero3", "zero++", "delta"])
+    parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--profile", type=Path, help="write traces of three steps here")
+    options = parser.parse_args()
+    initialize()
+    rows = []
+    for variant in options.variants:
+        rows.append(measure(variant, options))
+        if jax.process_index() == 0:
+            print(line(rows[-1]), flush=True)
+    if options.json and jax.process_index() == 0:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+def measure(variant: str, options: argparse.Namespace) -> Row:
+    """Compile and time one variant."""
+    config = GPTConfig(
+        vocab_size=256,
+        layers=options.layers,
+        d_model=options.d_model,
+        heads=options.d_model // 128,
+        max_seq_len=options.seq,
+        biases=False,
+    )
+    fields = dict(VARIANTS[variant])
+    zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
+    mesh = zerojax.make_mesh(options.nodes, options.local)
+    model = lambda rngs: BlockStack(config, rngs=rngs)  # noqa: E731  (named by what it makes)
+    state = zerojax.TrainState.create(model, optax.adamw(1e-4), loss_fn, mesh=mesh, zero=zero)
+    batch = make_batch(options, zero.accumulate)
+    begun = time.perf_counter()
+    state, metrics = zerojax.train_step(state, batch)
+    jax.block_until_ready(metrics)
+    compile_seconds = time.perf_counter() - begun
+    for _ in range(2):
+        state, metrics = zerojax.train_step(state, batch)
+    jax.block_until_ready((state, metrics))
+    seconds = []
+    for _ in range(options.steps):
+        begun = time.perf_counter()
+        state, metrics = zerojax.train_step(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - begun)
+    if options.profile:
+        with jax.profiler.trace(str(options.profile / variant)):
+            for _ in range(3):
+                state, metrics = zerojax.train_step(state, batch)
+            jax.block_until_ready((state, metrics))
+    tokens = options.seq * options.sequences * zero.accumulate * options.nodes * options.local
+    median = statistics.median(seconds)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    parameters = sum(leaf.count for leaf in state.program.leaves)
+    flops = tokens * (6 * parameters + 6 * options.layers * options.d_model * options.seq)
+    peak = options.peak_tflops and options.peak_tflops * 1e12 * options.nodes * options.local
+    row = Row(
+        variant=variant,
+        milliseconds=(1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)),
+        tokens_per_second=tokens / median,
+        mfu=flops / median / peak if peak else None,
+        peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
+        loss=float(metrics["loss"]),
+        grad_norm=float(metrics["grad_norm"]),
+        compile_seconds=compile_seconds,
+    )
+    del state
+    return row
+
+
+def make_batch(options: argparse.Namespace, accumulate: int) -> dict[str, jax.Array | np.ndarray]:
+    """Random activations and targets; the same in every run."""
+    rng = np.random.default_rng(jax.process_index())
+    rows = options.sequences * accumulate * len(jax.local_devices())
+    shape = (rows, options.seq, options.d_model)
+    draw = lambda: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)  # noqa: E731
+    batch = {"x": draw(), "y": draw()}
+    mesh = zerojax.make_mesh(options.nodes, options.local)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "local")))
+    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    median, least, most = row.milliseconds
+    mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
+    peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
+    return (
+        f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
+        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  peak {peak} GiB"
+        f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

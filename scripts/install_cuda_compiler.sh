@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Install XLA's CUDA compiler next to a CPU installation of JAX, for zerojax.aot. No GPU is needed.
+#
+#   scripts/install_cuda_compiler.sh [DIR]
+#
+# DIR is where zerojax looks: $ZEROJAX_CUDA_COMPILER, or ~/.cache/zerojax/cuda-compiler-<JAX version>.
+# The packages stay out of the environment's site-packages on purpose: JAX loads every plugin it
+# finds there in every process, and without a GPU each of those prints warnings.
+# PYTHON chooses the interpreter (default: python); its JAX decides the version. What is there stays.
+set -euo pipefail
+
+python=${PYTHON:-python}
+version=$("$python" -c 'import jax; print(jax.__version__)')
+dir=${1:-$("$python" -c 'from zerojax import aot; print(aot.compiler_dir())')}
+if [ -e "$dir/complete" ]; then
+  exit 0
+fi
+
+# jax-cuda12-pjrt is the compiler, jax-cuda12-plugin its glue for this JAX, and nvcc's wheel brings
+# ptxas and libdevice. Their dependencies (cuDNN, cuBLAS, NCCL: 3 GB) only matter at run time.
+"$python" -m pip install --quiet --no-deps --upgrade --target "$dir" \
+  "jax-cuda12-pjrt==$version" "jax-cuda12-plugin==$version" "nvidia-cuda-nvcc-cu12>=12.6.85,<13"
+touch "$dir/complete"
+echo "CUDA compiler for JAX $version: $dir ($(du -sh "$dir" | cut -f1))"

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Make .venv and install zerojax into it: scripts/setup.sh [EXTRA]
+# Needs Python 3.12 or newer with pip. Choose another interpreter by PYTHON=/path/to/python.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+    echo "zerojax needs Python 3.12 or newer, and '$python' is $("$python" --version 2>&1 || true)." >&2
+    echo "Install one, and name it: PYTHON=python3.12 $0" >&2
+    exit 1
+fi
+if ! [ -x .venv/bin/python ]; then
+    "$python" -m venv .venv
+fi
+# Installed before from the same pyproject.toml: nothing to do.
+extra=${1:-}
+stamp=.venv/installed-${extra:-base}
+if ! cmp -s pyproject.toml "$stamp"; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+    cp pyproject.toml "$stamp"
+fi

@@ -1,0 +1,52 @@
+"""Programs compiled for CUDA clusters on this CPU, and how a test asks for one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import aot
+
+EVERYWHERE = P(("node", "local"))
+Compile = Callable[..., jax.stages.Compiled]
+
+
+@pytest.fixture(scope="session")
+def cuda_mesh() -> Callable[[int, int], Mesh]:
+    """(nodes, local) -> a mesh of described H100s; skips where the compiler is not installed."""
+
+    def make(nodes: int, local: int) -> Mesh:
+        try:
+            devices = aot.topology(nodes, local, gpu="h100")
+        except aot.CompilerMissingError as error:
+            pytest.skip(str(error))
+        grid = np.array(devices).reshape(nodes, local)
+        return Mesh(grid, ("node", "local"), axis_types=(AxisType.Auto,) * 2)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def compile_spmd(cuda_mesh: Callable[[int, int], Mesh]) -> Compile:
+    """Compile a shard_map program whose arguments are all sharded over every device."""
+
+    def compile_(
+        function: Callable[..., Any],
+        *shapes: tuple[tuple[int, ...], Any],
+        nodes: int,
+        local: int,
+        **options: bool | int | str,
+    ) -> jax.stages.Compiled:
+        mesh = cuda_mesh(nodes, local)
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=EVERYWHERE, out_specs=EVERYWHERE, check_vma=False
+        )
+        sharding = NamedSharding(mesh, EVERYWHERE)
+        arguments = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in shapes]
+        return jax.jit(mapped).lower(*arguments).compile({**aot.COMPILER_OPTIONS, **options})
+
+    return compile_

@@ -1,0 +1,136 @@
+"""Optimizers that are right on shards give what they give on whole leaves; the others are refused."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from core_models import CASES
+from optax import contrib
+from plain_loop import by_path, distance, masters, plain_loop, plain_model
+
+import zerojax
+from zerojax.layout import make_leaf
+from zerojax.mesh import World
+from zerojax.shardable import check_shardable
+
+ROWS = 24
+
+
+def leaves() -> tuple[Any, ...]:
+    """A vector, a matrix, and a stacked matrix."""
+    zero, world = zerojax.ZeroConfig(), World(2, 4)
+    shapes = [(("norm", "scale"), (200,), None), (("up", "kernel"), (200, 300), None)]
+    shapes += [(("blocks", "kernel"), (200, 130), 3), (("gain",), (), None)]
+    return tuple(
+        make_leaf(path, shape, "float32", layers, number=i, world=world, zero=zero)
+        for i, (path, shape, layers) in enumerate(shapes)
+    )
+
+
+def label(params: Any) -> Any:
+    """ "frozen" for kernels, "free" for the rest."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if "kernel" in jax.tree_util.keystr(path) else "free", params
+    )
+
+
+GOOD = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.adamw(1e-2),
+    "adamw, masked decay": lambda: optax.adamw(
+        1e-2, mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1)
+    ),
+    "lion": lambda: optax.lion(1e-3),
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
+    "lars": lambda: optax.lars(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+    "adagrad": lambda: optax.adagrad(1e-2),
+    "radam": lambda: optax.radam(1e-2),
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "multi_transform": lambda: optax.multi_transform(
+        {"free": optax.adam(1e-2), "frozen": optax.set_to_zero()}, label
+    ),
+    "masked": lambda: optax.masked(optax.adam(1e-2), functools.partial(jax.tree.map, lambda x: x.ndim > 1)),
+    "multi steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "ema": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+BAD = {
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "factored": lambda: optax.chain(optax.scale_by_factored_rms(), optax.scale(-1e-2)),
+    "muon": lambda: contrib.muon(1e-2),
+    "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+    "centralized": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "sm3": lambda: optax.sm3(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_works_leaf_by_leaf_is_taken(name):
+    check_shardable(GOOD[name](), leaves())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_depends_on_a_leafs_shape_is_refused(name):
+    with pytest.raises(
+        zerojax.ZeroError, match=r"(depends on the leaf's shape|can't work on sharded leaves)"
+    ) as e:
+        check_shardable(BAD[name](), leaves()[:3])
+    assert "Use a transform that works element by element" in str(e.value).replace("\n", " ")
+
+
+def test_refused_before_anything_is_made():
+    with pytest.raises(zerojax.ZeroError, match=r"'.*(kernel|scale|bias)' depends on the leaf's shape"):
+        zerojax.TrainState.abstract(
+            CASES["nnx"].model,
+            contrib.muon(1e-2),
+            CASES["nnx"].loss,
+            mesh=zerojax.make_mesh(2, 2),
+            zero=zerojax.ZeroConfig(units=CASES["nnx"].units),
+        )
+
+
+@pytest.mark.parametrize("name", ["lamb", "lion", "multi_transform", "multi steps", "injected"])
+def test_sharded_steps_equal_whole_ones(name):
+    case, tx = CASES["nnx"], GOOD[name]()
+    batches = case.batches(ROWS, 5)
+    plain = plain_model("nnx")
+    losses, wanted = plain_loop(plain, tx, batches)
+    state = case.start(tx, plain.weights, nodes=3, local=2)
+    found = []
+    for batch in batches:
+        state, metrics = zerojax.train_step(state, batch)
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert distance(masters(state), wanted) < 1e-4
+
+
+def test_frozen_parameters_keep_their_bits_and_carry_no_moments():
+    case = CASES["nnx"]
+    state = case.create(GOOD["multi_transform"](), nodes=2, local=2)
+    before = by_path(zerojax.gather_params(state))
+    for batch in case.batches(ROWS, 2):
+        state, _ = zerojax.train_step(state, batch)
+    for path, after in by_path(zerojax.gather_params(state)).items():
+        assert np.array_equal(after, before[path]) == ("kernel" in path), path
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    free = [path for path in before if "kernel" not in path]
+    assert len(moments) == 2 * len(free)
+
+
+def test_moments_live_where_their_parameters_live():
+    state = CASES["nnx"].create(optax.adamw(1e-3), nodes=2, local=4)
+    shards = {x.sharding for x in jax.tree.leaves(state.params) if x.ndim == 1}
+    assert len(shards) == 1
+    for x in jax.tree.leaves(state.opt_state):
+        if x.ndim:
+            assert x.addressable_shards[0].data.size * 8 == x.size
+        else:
+            assert x.sharding.is_fully_replicated

@@ -1,0 +1,106 @@
+"""The Triton kernels on a CPU: Triton's interpreter, with the few PTX instructions they name in numpy.
+
+Import it in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported. `install`
+makes `pallas_kernels.cuda.calls` run its kernels here, on concrete arrays.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+F32 = np.float32
+
+
+def _flush(x):
+    return np.where(np.abs(x) < np.finfo(F32).tiny, np.copysign(F32(0), x), x)
+
+
+def _e4m3(x):
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def _reciprocal(x):
+    # The instruction is good to an ulp: be wrong by one, to see that the kernel corrects it.
+    exact = (F32(1) / x).astype(F32)
+    return np.nextafter(exact, np.where(np.arange(exact.size) % 2 == 0, F32(np.inf), F32(0)))
+
+
+def _bf16_pair(a, b):
+    low, high = (v.astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32) for v in (a, b))
+    return low | high << 16
+
+
+def _from_e4m3(pair):
+    return tuple(
+        byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(F32) for byte in (pair & 255, pair >> 8)
+    )
+
+
+INSTRUCTIONS = {
+    "add.ftz.f32": lambda a, b: _flush(_flush(a) + _flush(b)),
+    "sub.ftz.f32": lambda a, b: _flush(_flush(a) - _flush(b)),
+    "rcp.approx.ftz.f32": _reciprocal,
+    "lop3.b32": lambda a, b, c: (a & np.uint32(b)) ^ np.uint32(c),
+    "cvt.rn.bf16x2.f32": _bf16_pair,
+    "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: _e4m3(a).astype(np.uint16) | _e4m3(b).astype(np.uint16) << 8,
+    "cvt.rn.f16x2.e4m3x2": _from_e4m3,
+}
+
+
+def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
+    name = next(name for name in INSTRUCTIONS if name in asm)
+    values = [a.handle.data if hasattr(a, "handle") else getattr(a, "value", a) for a in args]
+    result = INSTRUCTIONS[name](*values)
+
+    def tensor(data, kind):
+        block = tl.block_type(kind, list(data.shape)) if data.shape else kind
+        return tl.tensor(interpreter.TensorHandle(data, kind), block)
+
+    if isinstance(dtype, tuple | list | tl.tuple):
+        return tuple(tensor(data, kind) for data, kind in zip(result, dtype, strict=True))
+    return tensor(result, dtype)
+
+
+class _Array:
+    """What the interpreter asks of an array: its address and its type."""
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = {"bfloat16": "bf16", "float32": "fp32", "uint8": "u8", "uint32": "u32"}[array.dtype.name]
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+
+def _triton_call(*arrays, kernel, grid, **options):
+    out = options["out_type"] if "out_type" in options else options["out_shape"]
+    result = np.full(out.shape, 0xAB, out.dtype)  # poison: all of it must be written
+    inputs = [_Array(np.array(a)) for a in arrays]
+    names = set(kernel.arg_names)
+    with np.errstate(all="ignore"):
+        kernel[grid](*inputs, _Array(result), **{k: v for k, v in options.items() if k in names})
+    return jnp.asarray(result)
+
+
+def _fma(self, x, y, z):
+    # The interpreter rounds the product; in double precision it is exact.
+    exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+    return interpreter.TensorHandle(exact.astype(F32), x.dtype.scalar)
+
+
+def install(calls):
+    """Make the calls module run interpreted kernels."""
+    calls.jax_triton.triton_call = _triton_call
+    tl.inline_asm_elementwise = _inline_asm
+    interpreter.InterpreterBuilder.create_fma = _fma
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
+    executor._restore_args_dev = lambda self, *args: None
+    mangle = triton.runtime.jit.mangle_type
+    triton.runtime.jit.mangle_type = lambda a, *rest: (
+        "*" + a.dtype if isinstance(a, _Array) else mangle(a, *rest)
+    )

@@ -1,0 +1,73 @@
+"""Interpreted kernels against the reference; run by test_interpreted.py with TRITON_INTERPRET=1."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import interpreted
+import jax.numpy as jnp
+import numpy as np
+from kernel_cases import CASES, case
+
+from pallas_kernels import QUANTIZED, reference
+from pallas_kernels.cuda import calls
+
+SEED = jnp.uint32(9)
+SHAPES = ((64, 3, 704), (256, 2, 4096))
+
+
+def check(name, *arrays, **options):
+    """Compare a kernel with the reference; NaNs may differ in their payload."""
+    got = np.asarray(getattr(calls, name)(*arrays, **options))
+    want = np.asarray(getattr(reference, name)(*arrays, **options))
+    assert got.shape == want.shape, (name, options)
+    assert got.dtype == want.dtype, (name, options)
+    if want.dtype != np.uint8:
+        got, want = got.astype(np.float32), want.astype(np.float32)
+        same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
+    else:
+        same = got == want
+    assert same.all(), (name, options, int((~same).sum()), np.argwhere(~same)[:5].tolist())
+
+
+def check_format(fmt):
+    """Every kernel in one format."""
+    for block, rows, n in SHAPES:
+        shared = {"fmt": fmt, "block": block}
+        inputs = [jnp.asarray(case(name, rows, n)) for name in CASES if name != "half"]
+        for rounding in ("nearest", "stochastic"):
+            seed = SEED if rounding == "stochastic" else None
+            for rotation in (0, 32):
+                for x in inputs:
+                    check("encode", x, seed, rounding=rounding, rotation=rotation, **shared)
+            check("encode_delta", inputs[0], inputs[1], seed, rounding=rounding, **shared)
+            check("encode_delta", inputs[6], inputs[0], seed, rounding=rounding, **shared)
+        order = {"local": 2, "nodes": 2, "chunks": 2, "rounding": "stochastic", "rotation": 32}
+        check("encode_reordered", inputs[1].reshape(-1)[: 8 * block], SEED, **order, **shared)
+        for name in ("normal", "broken", "ladder"):
+            x = jnp.asarray(case(name, 5, n))
+            payload = reference.encode(x, None, rounding="nearest", rotation=0, **shared)
+            for dtype in (jnp.bfloat16, jnp.float32):
+                check("decode", payload, n=n, dtype=jnp.dtype(dtype), **shared)
+                check("decode_add", payload, x.astype(dtype), **shared)
+            for rotation in (0, 32):
+                check("decode_sum", payload, n=n, rotation=rotation, scale=0.2, **shared)
+        out = {"rows_out": 2, "n": n // 2 // block * block, "block": block, "rounding": "stochastic"}
+        total = out["rows_out"] * out["n"]
+        x = jnp.asarray(case("normal", 4, total))
+        payload = reference.encode(x, None, rounding="nearest", rotation=0, **shared)
+        for fmt_out in ("int4", fmt):
+            check("decode_sum_encode", payload, SEED, fmt_in=fmt, fmt_out=fmt_out, **out)
+
+
+def main():
+    """Check the formats named on the command line, or all."""
+    interpreted.install(calls)
+    for fmt in sys.argv[1:] or QUANTIZED:
+        check_format(fmt)
+        print(fmt, "agrees", flush=True)
+
+
+if __name__ == "__main__":
+    main()

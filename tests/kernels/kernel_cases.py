@@ -1,0 +1,40 @@
+"""Inputs that codecs get wrong."""
+
+import ml_dtypes
+import numpy as np
+
+CASES = ("normal", "bf16", "half", "sparse", "tiny", "threshold", "huge", "broken", "ties", "ladder")
+
+
+def case(name: str, rows: int, n: int) -> np.ndarray:
+    """An array [rows, n] of the named kind; every kind is deterministic."""
+    rng = np.random.default_rng(CASES.index(name))
+    x = rng.normal(size=(rows, n)).astype(np.float32)
+    match name:
+        case "bf16":
+            return x.astype(ml_dtypes.bfloat16)
+        case "half":
+            return x.astype(np.float16)
+        case "sparse":
+            return np.where(rng.random((rows, n)) < 0.005, x, np.float32(0))
+        case "tiny":
+            return x * np.float32(2.0**-140)
+        case "threshold":
+            # Block maxima on both sides of the magnitude below which blocks are flushed.
+            return x * np.exp2(rng.uniform(-86, -70, size=(rows, n)).round()).astype(np.float32)
+        case "huge":
+            return np.clip(x, -3, 3) * np.float32(2.0**126)
+        case "broken":
+            x[:, ::97] = np.nan
+            x[:, 1 :: n // 3] = np.inf
+            x[:, 200:330] = -0.0
+            return x
+        case "ties":
+            # The maximum makes the scale 1 in every integer format: quotients are exact halves.
+            x = (rng.integers(-14, 15, size=(rows, n)) / 2).astype(np.float32)
+            x[:, ::64] = 7
+            return x
+        case "ladder":
+            return np.exp2(rng.uniform(-40, 40, size=(rows, n))).astype(np.float32) * np.sign(x)
+        case _:
+            return x

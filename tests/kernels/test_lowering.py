@@ -1,0 +1,124 @@
+"""Every kernel lowers for CUDA on a machine without a GPU, for the chip that is asked for."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import pallas_kernels as pk
+from pallas_kernels import backends
+from pallas_kernels.chips import compute_capability
+
+N, BLOCK = 2048, 256
+CALL = "triton_kernel_call"
+
+
+def _can_lower() -> bool:
+    if importlib.util.find_spec("jax_triton") is None:
+        return False
+    from jax._src.lib import gpu_triton  # pyright: ignore[reportPrivateImportUsage]  (jax-triton's own way)
+
+    return hasattr(gpu_triton, "TritonKernel")
+
+
+needs_triton = pytest.mark.skipif(
+    not _can_lower(), reason="needs jax-triton and a JAX CUDA plugin (no GPU), which are not installed"
+)
+
+
+def lowered(call, *shapes, kind="NVIDIA H100") -> str:
+    """The CUDA program of call, with a described GPU and no real one."""
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("d",), abstract_device=device)
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def rows(fmt, count, n=N):
+    return (count, pk.nbytes(fmt, n, BLOCK)), jnp.uint8
+
+
+SEED = ((), jnp.uint32)
+CALLS = {
+    "encode": lambda f: (
+        lambda x, s: pk.encode(x, f, block=BLOCK, rounding="stochastic", seed=s),
+        ((2, N), jnp.bfloat16),
+        SEED,
+    ),
+    "encode rotated": lambda f: (
+        lambda x: pk.encode(x, f, block=BLOCK, rotation=32),
+        ((2, N), jnp.float32),
+    ),
+    "encode_delta": lambda f: (
+        lambda w, b: pk.encode_delta(w, b, f, block=BLOCK),
+        ((2, N), jnp.float32),
+        ((2, N), jnp.bfloat16),
+    ),
+    "encode_reordered": lambda f: (
+        lambda g: pk.encode_reordered(g, f, local=2, nodes=2, chunks=2, block=BLOCK),
+        ((8 * N,), jnp.bfloat16),
+    ),
+    "decode": lambda f: (lambda p: pk.decode(p, f, N, block=BLOCK), rows(f, 2)),
+    "decode_add": lambda f: (
+        lambda p, b: pk.decode_add(p, b, f, block=BLOCK),
+        rows(f, 2),
+        ((2, N), jnp.bfloat16),
+    ),
+    "decode_sum": lambda f: (
+        lambda p: pk.decode_sum(p, f, N, block=BLOCK, rotation=32, scale=0.25),
+        rows(f, 4),
+    ),
+    "decode_sum_encode": lambda f: (
+        lambda p: pk.decode_sum_encode(p, f, "int4", 2, N // 2, block=BLOCK),
+        rows(f, 4),
+    ),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("fmt", pk.QUANTIZED)
+@pytest.mark.parametrize("name", CALLS)
+def test_kernel_lowers_without_a_gpu(name, fmt):
+    call, *shapes = CALLS[name](fmt)
+    assert lowered(call, *shapes).count(CALL) >= 1
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA B200"])
+@pytest.mark.parametrize("name", ["encode rotated", "decode", "decode_sum_encode"])
+def test_kernel_lowers_for_other_chips(name, kind):
+    call, *shapes = CALLS[name]("int4")
+    assert CALL in lowered(call, *shapes, kind=kind)
+
+
+@needs_triton
+def test_fp8_is_left_to_xla_before_ada():
+    call, *shapes = CALLS["decode"]("fp8")
+    assert CALL not in lowered(call, *shapes, kind="NVIDIA A100")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_cpu_program_holds_no_kernel(name):
+    call, *shapes = CALLS[name]("int4")
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    assert CALL not in jax.jit(call).trace(*arguments).lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"), [("NVIDIA A100", 80), ("NVIDIA H200", 90), ("NVIDIA B200", 100), ("other", 90)]
+)
+def test_described_chip_decides_the_capability(kind, capability):
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("d",), abstract_device=device)):
+        assert compute_capability() == capability
+
+
+def test_report_says_what_runs_where(monkeypatch):
+    report = pk.backend_report()
+    assert set(report) == {"cpu", "cuda"}
+    monkeypatch.setattr(backends, "_triton_module", lambda: None)
+    assert "need jax-triton" in pk.backend_report()["cuda"]
+    assert backends.cuda_implementation("encode") is None

@@ -1,0 +1,98 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.models.attention import apply_rope, causal_attention, rope_table
+
+
+def heads(key, batch=2, time=6, count=4, dim=8):
+    return jax.random.normal(jax.random.key(key), (batch, time, count, dim))
+
+
+def plain_attention(q, k, v):
+    """Numpy, one head and one position at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        scores = k[b, : t + 1, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights @ v[b, : t + 1, h // group] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_is_the_plain_formula(kv_heads):
+    q, k, v = heads(0), heads(1, count=kv_heads), heads(2, count=kv_heads)
+    np.testing.assert_allclose(causal_attention(q, k, v), plain_attention(q, k, v), atol=1e-5)
+
+
+def test_grouped_attention_equals_repeated_heads():
+    q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
+    repeated = causal_attention(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
+    np.testing.assert_allclose(causal_attention(q, k, v), repeated, atol=1e-6)
+
+
+def test_rope_scores_depend_on_distance_alone():
+    q, k = heads(0, time=1), heads(1, time=1)
+
+    def score(at, to):
+        turned = (apply_rope(x, rope_table(jnp.array([p]), 8, 10000.0)) for x, p in ((q, at), (k, to)))
+        return jnp.einsum("bthd,bthd->bth", *turned)
+
+    np.testing.assert_allclose(score(5, 2), score(105, 102), atol=1e-4)
+    assert float(jnp.max(jnp.abs(score(5, 2) - score(5, 3)))) > 1e-2
+
+
+def test_rope_turns_pairs_of_halves():
+    x = jnp.zeros((1, 3, 1, 4)).at[..., 1].set(1.0)
+    turned = apply_rope(x, rope_table(jnp.arange(3), 4, 100.0))
+    angles = np.arange(3) / 10.0  # the second of two frequencies: 100^(-2/4)
+    np.testing.assert_allclose(turned[0, :, 0, 1], np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(turned[0, :, 0, 3], np.sin(angles), atol=1e-6)
+    assert apply_rope(x.astype(jnp.bfloat16), rope_table(jnp.arange(3), 4, 100.0)).dtype == jnp.bfloat16
+
+
+def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(monkeypatch):
+    # Traced only: neither cuDNN nor a GPU is needed for the program's text.
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+
+    def layer(weight, x):
+        q = (x @ weight).reshape(2, 128, 4, 64)
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "cudnn")
+        return jnp.sin(out.reshape(2, 128, 256) @ weight)
+
+    def kernels(policy):
+        step = jax.grad(lambda w, x: jnp.sum(jax.checkpoint(layer, policy=policy)(w, x)).astype(jnp.float32))
+        shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 256), (2, 128, 256)))
+        text = str(jax.make_jaxpr(step)(*shapes))
+        return [text.count(f"dot_product_attention_{way}_wrapper[") for way in ("fwd", "bwd")]
+
+    assert kernels(None) == [2, 1]
+    assert kernels(jax.checkpoint_policies.save_only_these_names("attention")) == [1, 1]
+
+
+def test_auto_picks_xla_without_a_gpu():
+    q = heads(0).astype(jnp.bfloat16)
+    text = str(jax.make_jaxpr(lambda q: causal_attention(q, q, q))(q))
+    assert "dot_product_attention_fwd" not in text
+    assert "name=attention" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
+def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32():
+    def loss(kernel, q, k, v):
+        weights = jnp.cos(jnp.arange(64.0))
+        return jnp.sum(causal_attention(q, k, v, kernel).astype(jnp.float32) * weights)
+
+    inputs = [heads(i, time=256, count=count, dim=64) for i, count in enumerate((8, 2, 2))]
+    half = [x.astype(jnp.bfloat16) for x in inputs]
+    gradients = jax.grad(partial(loss, "cudnn"), argnums=(0, 1, 2))(*half)
+    expected = jax.grad(partial(loss, "xla"), argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in half))
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        assert float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) < 0.01

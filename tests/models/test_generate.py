@@ -1,0 +1,122 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, GPTConfig, Sampling, generate
+from zerojax.models.generation import _extend, sample
+
+SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
+LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
+GREEDY = Sampling(temperature=0)
+KEY = jax.random.key(0)
+
+
+def make(**settings: Any) -> GPT:
+    return GPT(GPTConfig(**(SMALL | settings)), rngs=nnx.Rngs(3))
+
+
+def draw_prompt(length, batch=2):
+    return jax.random.randint(jax.random.key(7), (batch, length), 0, SMALL["vocab_size"])
+
+
+@pytest.mark.parametrize("settings", [{}, LLAMA, {"scan": False}], ids=["gpt2", "llama", "list"])
+@pytest.mark.parametrize("length", [1, 6, 17])
+def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):
+    model, prompt = make(**settings), draw_prompt(length)
+    new = generate(model, prompt, 8, key=KEY, how=GREEDY)
+    # If every token is the likeliest after those before it, the whole text is the greedy one.
+    scores = nnx.jit(GPT.__call__)(model, jnp.concatenate([prompt, new[:, :-1]], axis=1))
+    np.testing.assert_array_equal(new, jnp.argmax(scores[:, length - 1 :], axis=-1))
+
+
+def test_text_goes_on_when_the_context_is_full():
+    model, prompt = make(), draw_prompt(20)
+    text = generate(model, prompt, 40, key=KEY, how=GREEDY)
+    assert text.shape == (2, 40)
+    # 5 tokens fill the context of 24 (the last is not fed back); the next sees the last 12.
+    window = jnp.concatenate([prompt, text[:, :5]], axis=1)[:, -12:]
+    np.testing.assert_array_equal(text[:, 5], jnp.argmax(model(window)[:, -1], axis=-1))
+
+
+def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):
+    model = make(d_model=8)  # a shape that no other test compiles
+    traced = []
+
+    def counting(*args):
+        traced.append(args[1].shape)
+        return _extend(*args)
+
+    monkeypatch.setattr("zerojax.models.generation._extend", counting)
+    for length, count in ((3, 2), (5, 7), (9, 3)):
+        generate(model, draw_prompt(length), count, key=KEY)
+    assert sorted(set(traced)) == [(2, 1), (2, 16)]
+    once = len(traced)
+    generate(model, draw_prompt(2), 11, key=KEY)
+    assert len(traced) == once
+
+
+def test_the_same_key_gives_the_same_text():
+    model, prompt = make(init_std=0.05), draw_prompt(4)
+    first, again = (generate(model, prompt, 12, key=jax.random.key(1)) for _ in range(2))
+    other = generate(model, prompt, 12, key=jax.random.key(2))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_a_stopped_row_stays_stopped_and_the_other_goes_on():
+    model, prompt = make(init_std=0.05), draw_prompt(4)
+    free = np.asarray(generate(model, prompt, 60, key=KEY))
+    stop = int(free[0, 3])
+    text = np.asarray(generate(model, prompt, 60, key=KEY, stop=stop))
+    ends = [int(np.argmax(row == stop)) for row in text]
+    assert min(ends) <= 3
+    for row, unstopped, end in zip(text, free, ends, strict=True):
+        np.testing.assert_array_equal(row[:end], unstopped[:end])
+        assert np.all(row[end:] == stop)
+
+
+def draws(scores, how, count=2000):
+    rows = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (count, len(scores)))
+    return np.bincount(np.asarray(sample(rows, KEY, how)), minlength=len(scores)) / count
+
+
+def test_sampling_follows_the_distribution():
+    scores = np.log([0.5, 0.3, 0.15, 0.05])
+    np.testing.assert_allclose(draws(scores, Sampling()), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+    squared = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
+    np.testing.assert_allclose(draws(scores, Sampling(temperature=0.5)), squared / squared.sum(), atol=0.04)
+    np.testing.assert_allclose(draws(scores, Sampling(top_k=2)), [0.625, 0.375, 0, 0], atol=0.04)
+    # 0.5 + 0.3 does not reach 0.85, so the third is needed and the fourth is not.
+    np.testing.assert_allclose(draws(scores, Sampling(top_p=0.85)), [0.526, 0.316, 0.158, 0], atol=0.04)
+    np.testing.assert_allclose(draws(scores, Sampling(top_p=0.01)), [1, 0, 0, 0])
+    np.testing.assert_allclose(draws(scores, Sampling(top_k=9)), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+    np.testing.assert_allclose(draws(scores, GREEDY), [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_no_distribution_is_refused(settings, message):
+    with pytest.raises(ZeroError, match=message):
+        Sampling(**settings)
+
+
+def test_wrong_prompts_are_refused():
+    model = make()
+    with pytest.raises(ZeroError, match="prompt has shape"):
+        generate(model, jnp.zeros((1, 0), int), 3, key=KEY)
+    with pytest.raises(ZeroError, match="prompt has shape"):
+        generate(model, jnp.zeros(4, int), 3, key=KEY)
+    with pytest.raises(ZeroError, match="new_tokens = 0"):
+        generate(model, draw_prompt(3), 0, key=KEY)

@@ -1,0 +1,126 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, GPTConfig, lm_loss
+
+SMALL = {"vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2}
+LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
+OPT = {"mlp": "relu"}
+FAMILIES = pytest.mark.parametrize("family", [{}, OPT, LLAMA], ids=["gpt2", "opt", "llama"])
+
+
+def make(**settings: Any) -> Any:
+    return GPT(GPTConfig(**(SMALL | settings)), rngs=nnx.Rngs(0))
+
+
+def draw_tokens(batch=2, time=12):
+    return jax.random.randint(jax.random.key(1), (batch, time), 0, SMALL["vocab_size"])
+
+
+@FAMILIES
+def test_logits_are_fp32_of_the_natural_shape(family):
+    model = make(**family)
+    logits = model(draw_tokens())
+    assert logits.shape == (2, 12, 37)
+    assert logits.dtype == jnp.float32
+    assert bool(jnp.all(jnp.isfinite(logits)))
+
+
+@FAMILIES
+def test_future_tokens_do_not_change_past_logits(family):
+    model, tokens = make(**family), draw_tokens()
+    changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % 37)
+    before, after = model(tokens), model(changed)
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert not np.allclose(before[:, 7:], after[:, 7:])
+
+
+@FAMILIES
+def test_a_scanned_stack_computes_what_a_list_of_blocks_computes(family):
+    scanned, listed = make(**family), make(**family, scan=False)
+    stacked = nnx.state(scanned.blocks.block, nnx.Param)
+    for i, block in enumerate(listed.blocks):
+        nnx.update(block, jax.tree.map(lambda x, i=i: x[i], stacked))
+    for name in {"embed", "position", "norm", "head"} & set(vars(scanned)):
+        nnx.update(getattr(listed, name), nnx.state(getattr(scanned, name)))
+    np.testing.assert_allclose(listed(draw_tokens()), scanned(draw_tokens()), atol=2e-5)
+
+
+@FAMILIES
+def test_half_precision_weights_compute_in_half_precision(family):
+    model, tokens = make(**family), draw_tokens()
+    graph, params = nnx.split(model)
+    half = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    assert half.hidden(tokens).dtype == jnp.bfloat16
+    assert half(tokens).dtype == jnp.float32
+    exact = model(tokens)
+    assert float(jnp.max(jnp.abs(half(tokens) - exact))) < 0.05 * float(jnp.max(jnp.abs(exact)))
+
+
+def test_a_tied_embedding_gets_both_gradients():
+    tied, untied = make(), make(tied=False)
+    # The same numbers, once in one matrix and once in two.
+    for name in ("embed", "position", "blocks", "norm"):
+        nnx.update(getattr(untied, name), nnx.state(getattr(tied, name)))
+    nnx.update(untied.head, nnx.state(tied.embed))
+    batch = {"tokens": draw_tokens(time=13)}
+
+    def gradients(model):
+        return nnx.grad(lambda m: lm_loss(m, batch)[0])(model)
+
+    one, two = gradients(tied), gradients(untied)
+    total = two["embed"]["embedding"][...] + two["head"]["embedding"][...]
+    np.testing.assert_allclose(one["embed"]["embedding"][...], total, atol=1e-6)
+    assert float(jnp.linalg.norm(two["embed"]["embedding"][...])) > 1e-3
+    assert float(jnp.linalg.norm(two["head"]["embedding"][...])) > 1e-3
+
+
+def test_embedding_gradients_of_bf16_weights_are_summed_in_fp32():
+    # 1000 equal tokens: a bf16 sum of ones stops growing at 256.
+    model = make(positions="rope", max_seq_len=1000)
+    graph, params = nnx.split(model)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def total(params):
+        x, _ = nnx.merge(graph, params).embed_tokens(jnp.full((1, 1000), 5), jnp.arange(1000))
+        return jnp.sum(x)
+
+    gradient = jax.grad(total)(params)["embed"]["embedding"][...]
+    np.testing.assert_array_equal(np.asarray(gradient[5], np.float32), 1000.0)
+    assert float(jnp.sum(jnp.abs(gradient[6]))) == 0
+
+
+def test_dropout_is_off_without_rngs_and_differs_between_layers_and_steps():
+    model, tokens = make(dropout=0.5), draw_tokens()
+    np.testing.assert_array_equal(model(tokens), model(tokens))
+    first, again, other = (model(tokens, rngs=nnx.Rngs(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other)
+    model.eval()
+    np.testing.assert_array_equal(model(tokens, rngs=nnx.Rngs(1)), model(tokens))
+    assert len(set(np.asarray(model.blocks.block.salt[...]).tolist())) == 3
+    # With all weights of the blocks but the output biases gone, each branch adds exactly 1 or 0 / keep.
+    probe = make(dropout=0.5, layers=1)
+    nnx.update(probe.blocks, jax.tree.map(jnp.zeros_like, nnx.state(probe.blocks, nnx.Param)))
+    probe.blocks.block.attention.out.bias[...] = jnp.ones((1, 16))
+    x = probe.blocks(jnp.zeros((64, 12, 16)), None, jax.random.key(0))
+    assert set(np.unique(x)) == {0.0, 2.0}
+    assert abs(float(jnp.mean(x)) - 1) < 0.05
+
+
+def test_a_sequence_longer_than_the_model_is_refused():
+    with pytest.raises(ZeroError, match="13 tokens, but max_seq_len = 12"):
+        make()(draw_tokens(time=13))
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    model = make(init_std=0.02)
+    loss, aux = lm_loss(model, {"tokens": draw_tokens(time=13)})
+    assert float(loss) == pytest.approx(np.log(37), abs=0.05)
+    assert float(aux["tokens"]) == 24

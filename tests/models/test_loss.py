@@ -1,0 +1,130 @@
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, GPTConfig, cross_entropy, lm_loss
+
+TOKENS, WIDTH, VOCAB = 50, 8, 23
+
+
+def case(dtype=jnp.float32):
+    rows, weight, labels = (jax.random.key(i) for i in range(3))
+    return (
+        jax.random.normal(rows, (TOKENS, WIDTH), dtype),
+        jax.random.normal(weight, (VOCAB, WIDTH), dtype),
+        jax.random.randint(labels, (TOKENS,), 0, VOCAB).at[jnp.array([0, 17, 49])].set(-1),
+    )
+
+
+def plain(hidden, unembedding, labels):
+    logits = hidden.astype(jnp.float32) @ unembedding.astype(jnp.float32).T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    return jnp.sum(losses * (labels >= 0)) / jnp.sum(labels >= 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 25, 50, 64])
+def test_value_and_gradients_are_the_plain_ones(chunk):
+    hidden, unembedding, labels = case()
+    (loss, count), gradients = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)(
+        hidden, unembedding, labels, chunk=chunk
+    )
+    expected, expected_gradients = jax.value_and_grad(plain, argnums=(0, 1))(hidden, unembedding, labels)
+    assert float(count) == 47
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-6
+    # Without a gradient another path computes the value.
+    np.testing.assert_allclose(
+        cross_entropy(hidden, unembedding, labels, chunk=chunk)[0], expected, rtol=1e-6
+    )
+
+
+def test_bf16_operands_keep_their_dtype_and_accumulate_in_fp32():
+    hidden, unembedding, labels = case(jnp.bfloat16)
+    (loss, _), gradients = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)(
+        hidden, unembedding, labels, chunk=16
+    )
+    exact, exact_gradients = jax.value_and_grad(plain, argnums=(0, 1))(
+        hidden.astype(jnp.float32), unembedding.astype(jnp.float32), labels
+    )
+    assert loss.dtype == jnp.float32
+    assert float(loss) == pytest.approx(float(exact), rel=1e-5)
+    for ours, theirs in zip(gradients, exact_gradients, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        assert float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) < 1e-2
+
+
+def test_huge_logits_do_not_overflow():
+    hidden, unembedding, labels = case()
+    loss, _ = cross_entropy(1000 * hidden, unembedding, labels)
+    np.testing.assert_allclose(loss, plain(1000 * hidden, unembedding, labels), rtol=1e-6)
+
+
+def test_no_counted_token_is_a_loss_of_zero():
+    hidden, unembedding, labels = case()
+    (loss, count), gradient = jax.value_and_grad(cross_entropy, has_aux=True)(
+        hidden, unembedding, jnp.full_like(labels, -1)
+    )
+    assert (float(loss), float(count)) == (0, 0)
+    assert not np.any(gradient)
+
+
+def test_a_label_outside_the_vocabulary_is_nan():
+    hidden, unembedding, labels = case()
+    assert np.isnan(cross_entropy(hidden, unembedding, labels.at[3].set(VOCAB))[0])
+
+
+def widest_fp32(function, *args):
+    """Most elements of any fp32 value that the program holds."""
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (v.aval.size for v in equation.outvars if v.aval.dtype == jnp.float32)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from sizes(inner)
+
+    return max(sizes(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def test_logits_exist_for_one_chunk_only():
+    tokens, width, vocab, chunk = 512, 4, 64, 32
+    args = jnp.zeros((tokens, width)), jnp.zeros((vocab, width)), jnp.zeros(tokens, jnp.int32)
+
+    def loss(hidden, unembedding, labels):
+        return cross_entropy(hidden, unembedding, labels, chunk=chunk)[0]
+
+    assert widest_fp32(jax.grad(loss, argnums=(0, 1)), *args) == chunk * vocab
+    assert widest_fp32(jax.grad(plain, argnums=(0, 1)), *args) == tokens * vocab
+
+
+def test_wrong_shapes_are_refused():
+    hidden, unembedding, labels = case()
+    with pytest.raises(ZeroError, match="chunk = 0"):
+        cross_entropy(hidden, unembedding, labels, chunk=0)
+    with pytest.raises(ZeroError, match="expected"):
+        cross_entropy(hidden, unembedding, labels[:-1])
+    with pytest.raises(ZeroError, match="expected"):
+        cross_entropy(hidden[:, :-1], unembedding, labels)
+
+
+def test_lm_loss_is_that_of_the_models_logits():
+    config = GPTConfig(vocab_size=VOCAB, layers=1, d_model=8, heads=2, max_seq_len=6, loss_chunk=5)
+    model = GPT(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCAB).at[1, 4:].set(-1)
+    loss, aux = lm_loss(model, {"tokens": tokens})
+    scores = jax.nn.log_softmax(model(jnp.maximum(tokens[:, :-1], 0)))
+    picked = [scores[b, t, tokens[b, t + 1]] for b in range(3) for t in range(6) if tokens[b, t + 1] >= 0]
+    assert float(aux["tokens"]) == len(picked) == 15
+    assert float(loss) == pytest.approx(-float(np.mean(picked)), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch", [{}, {"tokens": jnp.zeros((2, 1), int)}, {"tokens": jnp.zeros(5, int)}])
+def test_a_batch_without_token_rows_is_refused(batch):
+    model = GPT(GPTConfig(vocab_size=4, layers=1, d_model=4, heads=1), rngs=nnx.Rngs(0))
+    with pytest.raises(ZeroError, match="tokens"):
+        lm_loss(model, batch)

@@ -1,0 +1,66 @@
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, GPTConfig, flops_per_token, parameter_count
+
+SMALL: dict[str, Any] = {"vocab_size": 37, "layers": 3, "d_model": 24, "heads": 4, "max_seq_len": 11}
+LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 5}, "d_model = 24 does not divide into heads = 5"),
+        ({"kv_heads": 3}, "heads = 4 is not a multiple of kv_heads = 3"),
+        ({"layers": 0}, "layers = 0: at least 1"),
+        ({"ffn": 0}, "ffn = 0"),
+        ({"norm": "batch"}, "norm = 'batch': one of layer, rms"),
+        ({"mlp": "tanh"}, "one of gelu, relu, swiglu"),
+        ({"attention": "flash"}, "one of auto, cudnn, xla"),
+        ({"dropout": 1.0}, "dropout = 1.0"),
+        ({"rope_theta": 0.0}, "rope_theta = 0.0"),
+        ({"heads": 8, "positions": "rope"}, "3 wide"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ZeroError, match=message):
+        GPTConfig(**(SMALL | settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"biases": False},
+        {"tied": False, "mlp": "relu", "scan": False},
+        LLAMA,
+        LLAMA | {"kv_heads": 2, "ffn": 50, "scan": False},
+        {"norm": "rms", "mlp": "swiglu", "kv_heads": 1},
+        {"dropout": 0.1},
+    ],
+)
+def test_parameter_count_is_that_of_the_model(settings):
+    config = GPTConfig(**(SMALL | settings))
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    assert parameter_count(config) == sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def test_parameter_counts_of_published_models():
+    gpt2 = GPTConfig(vocab_size=50257)
+    assert parameter_count(gpt2) == 124_439_808
+    llama2_7b = GPTConfig(vocab_size=32000, layers=32, d_model=4096, heads=32, max_seq_len=4096, **LLAMA)
+    assert llama2_7b.ffn_width == 11008
+    assert parameter_count(llama2_7b) == 6_738_415_616
+
+
+def test_flops_per_token_counts_what_is_multiplied():
+    config = GPTConfig(**SMALL)
+    qkv_and_out, mlp, head = 24 * 72 + 24 * 24, 2 * 24 * 96, 37 * 24
+    scores_and_values = 12 * 3 * 24 * 10
+    assert flops_per_token(config, 10) == 6 * (3 * (qkv_and_out + mlp) + head) + scores_and_values
+    with pytest.raises(ZeroError, match="seq_len = 12"):
+        flops_per_token(config, 12)

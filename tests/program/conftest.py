@@ -1,0 +1,36 @@
+"""Fixtures of the program's tests."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from program.micro_run import micro_config
+
+from zerojax.run_folder import RunFolder
+from zerojax.trainer import Trainer
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of thirty documents."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that was trained to its end; not to be written to."""
+    folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
+    config = micro_config(text, log={"tensorboard": True}, checkpoint={"keep": 2})
+    with Trainer.open(config, folder) as trainer:
+        trainer.train()
+    return folder
+
+
+@pytest.fixture
+def finished_copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
+    """A copy of that run, to go on with."""
+    shutil.copytree(finished.path, tmp_path / "copy")
+    return RunFolder(tmp_path / "copy")

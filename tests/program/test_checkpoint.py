@@ -1,0 +1,148 @@
+"""Checkpoints: natural shapes, any mesh, complete or not there."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.checkpoint import Checkpoints
+from zerojax.errors import ZeroError
+from zerojax.natural import abstract_natural, to_natural
+from zerojax.state import TrainState
+from zerojax.zero import ZeroConfig
+
+BATCH = np.linspace(-1, 1, 8 * 13, dtype=np.float32).reshape(8, 13)
+
+
+class Awkward(nnx.Module):
+    """Sizes that divide nothing, a scalar, an empty leaf, a stack, a counter that is no parameter."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 7) -> None:
+        self.first = nnx.Linear(13, width, rngs=rngs)
+        self.blocks = zerojax.Stack(lambda rngs: nnx.Linear(width, width, rngs=rngs), 3, rngs=rngs)
+        self.wide = nnx.Linear(width, 24, rngs=rngs)
+        self.scale = nnx.Param(jnp.float32(1.5))
+        self.empty = nnx.Param(jnp.zeros((0, 4)))
+        self.calls = nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.wide(self.blocks(self.first(x))) * self.scale[...] + self.empty[...].sum()
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return (model(batch) ** 2).mean()
+
+
+def make(nodes: int, local: int, model: Any = Awkward, *, abstract: bool = False, **zero: Any) -> Any:
+    mesh, settings = zerojax.make_mesh(nodes, local), ZeroConfig(compute_dtype="float32", **zero)
+    create = TrainState.abstract if abstract else TrainState.create
+    return create(model, optax.adamw(1e-2), loss, mesh=mesh, zero=settings)
+
+
+def host(tree: Any) -> dict[str, np.ndarray]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
+
+
+DELTA = {"weights": "int8", "weights_delta": True, "hpz": True}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """Three steps on 2 x 4 with delta weights."""
+    state = make(2, 4, **DELTA)
+    for _ in range(3):
+        state, _ = zerojax.train_step(state, BATCH)
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, trained, {"position": {"next_index": 3}})
+    return folder
+
+
+def test_natural_shapes(trained: Any) -> None:
+    tree = to_natural(trained)
+    assert tree["params"]["first"]["kernel"].shape == (13, 7)
+    assert tree["params"]["blocks"]["block"]["kernel"].shape == (3, 7, 7)
+    assert tree["params"]["scale"].shape == ()
+    assert "empty" not in tree["params"]
+    assert tree["optimizer"]["0"]["mu"]["first"]["kernel"].shape == (13, 7)
+    assert tree["optimizer"]["0"]["count"].shape == ()
+    assert float(tree["other"]["calls"]) == 3.0
+    whole = zerojax.gather_params(trained)
+    np.testing.assert_array_equal(tree["params"]["wide"]["kernel"], whole["wide"]["kernel"])
+    described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), abstract_natural(trained))
+    assert described == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "zero"),
+    [(2, 4, DELTA), (4, 2, DELTA), (3, 2, {}), (1, 5, {"stage": 1}), (1, 1, {"stage": 0})],
+)
+def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: int, zero: Any) -> None:
+    with Checkpoints(saved) as checkpoints:
+        assert checkpoints.latest == 3
+        assert checkpoints.record(3) == {"position": {"next_index": 3}}
+        state = checkpoints.restore(3, make(nodes, local, abstract=True, **zero))
+    expected, found = host(to_natural(trained)), host(to_natural(state))
+    if not zero.get("weights_delta"):
+        expected = {name: x for name, x in expected.items() if "secondary" not in name}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_goes_on_where_it_stopped(saved: Path, trained: Any) -> None:
+    with Checkpoints(saved) as checkpoints:
+        state = checkpoints.restore(3, make(2, 4, abstract=True, **DELTA))
+    copy = jax.tree.map(jnp.copy, trained)
+    for _ in range(2):
+        state, metrics = zerojax.train_step(state, BATCH)
+        copy, expected = zerojax.train_step(copy, BATCH)
+        np.testing.assert_array_equal(metrics["loss"], expected["loss"])
+
+
+def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
+    exact = make(2, 4)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, exact, {})
+    wanted = {**DELTA, "grads": ("int8", "int8"), "grad_sync": "step", "error_feedback": True}
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.restore(1, make(2, 4, abstract=True, **wanted))
+    params, copies = zerojax.gather_params(state), to_natural(state)["secondary"]
+    np.testing.assert_array_equal(copies["first"]["kernel"], params["first"]["kernel"])
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
+    _, metrics = zerojax.train_step(state, BATCH)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_refuses_another_model(saved: Path) -> None:
+    other = make(2, 4, lambda rngs: Awkward(rngs, width=8), abstract=True)
+    with (
+        Checkpoints(saved) as checkpoints,
+        pytest.raises(ZeroError, match=r"3 does not fit this run: .*float32\[3, 7\], not float32\[3, 8\]"),
+    ):
+        checkpoints.restore(3, other)
+
+
+def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (3, 6, 9):
+            checkpoints.save(step, trained, {"step": step})
+    torn = tmp_path / "12.orbax-checkpoint-tmp"
+    torn.mkdir()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest == 9
+        assert checkpoints.record(6) == {"step": 6}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "9"]

@@ -1,0 +1,103 @@
+"""Optimizers and schedules, against formulas written out in numpy."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax.config import OptimizerSection
+from zerojax.optimizer import decay_mask, make_optimizer, make_schedule
+
+
+def curve(steps: int, **settings: Any) -> np.ndarray:
+    schedule = make_schedule(OptimizerSection(learning_rate=2.0, **settings), steps)
+    return np.asarray(jax.vmap(schedule)(jnp.arange(steps)))
+
+
+def test_warmup_cosine() -> None:
+    got = curve(100, schedule="warmup-cosine", warmup_steps=10, final_fraction=0.1)
+    for i in range(100):
+        if i < 10:
+            want = 0.2 + 1.8 * i / 10
+        else:
+            want = 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (i - 10) / 90)))
+        assert got[i] == pytest.approx(want, rel=1e-5)
+
+
+def test_wsd() -> None:
+    got = curve(100, schedule="wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.2)
+    np.testing.assert_allclose(got[10:81], 2.0)
+    np.testing.assert_allclose(got[80:], 2.0 * (1 - np.arange(20) / 20), rtol=1e-5)
+
+
+def test_linear() -> None:
+    got = curve(100, schedule="linear", warmup_steps=0, final_fraction=0.5)
+    np.testing.assert_allclose(got, 2.0 - np.arange(100) / 100, rtol=1e-5)
+
+
+def test_constant_and_short_run() -> None:
+    got = curve(4, schedule="constant", warmup_steps=100)
+    np.testing.assert_allclose(got, [1.0, 1.5, 2.0, 2.0])
+
+
+PARAMS = {
+    "embed": {"embedding": jnp.full((3, 2), 2.0)},
+    "blocks": {
+        "norm": {"scale": jnp.full((4, 2), 3.0)},
+        "linear": {"kernel": jnp.full((4, 2, 2), -1.5), "bias": jnp.full((4, 2), 5.0)},
+    },
+}
+
+
+def test_decay_mask_goes_by_name() -> None:
+    assert decay_mask(PARAMS) == {
+        "embed": {"embedding": True},
+        "blocks": {"norm": {"scale": False}, "linear": {"kernel": True, "bias": False}},
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_updates_equal_optax(name: Any) -> None:
+    settings = OptimizerSection(
+        name=name,
+        learning_rate=0.01,
+        schedule="constant",
+        warmup_steps=0,
+        weight_decay=0.1,
+    )
+    rule = {
+        "adamw": optax.adamw(0.01, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=decay_mask),
+        "lion": optax.lion(0.01, 0.9, 0.95, weight_decay=0.1, mask=decay_mask),
+        "sgd": optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1, decay_mask), optax.scale(-0.01)),
+    }[name]
+    reference = optax.chain(optax.clip_by_global_norm(1.0), rule)
+    ours, theirs = PARAMS, PARAMS
+    tx = make_optimizer(settings, 10)
+    our_state, their_state = tx.init(ours), reference.init(theirs)
+    for step in range(5):
+        grads = jax.tree.map(lambda p, s=step: jnp.sin(p + s), PARAMS)
+        updates, our_state = tx.update(grads, our_state, ours)
+        ours = optax.apply_updates(ours, updates)
+        updates, their_state = reference.update(grads, their_state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
+
+
+def test_no_clip_no_decay() -> None:
+    settings = OptimizerSection(
+        name="sgd",
+        learning_rate=1.0,
+        schedule="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        clip_norm=0.0,
+        beta1=0.0,
+    )
+    tx = make_optimizer(settings, 10)
+    grads = jax.tree.map(lambda p: p * 100, PARAMS)
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g), updates, grads)

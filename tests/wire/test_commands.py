@@ -1,0 +1,35 @@
+"""`zerojax plan` and `zerojax comm`."""
+
+import json
+
+import pytest
+
+from zerojax.cli import main
+
+TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--zero.preset", "zero++"]
+
+
+def test_both_name_the_same_bytes(capsys):
+    assert main(["plan", *TINY, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main(["comm", *TINY, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    sums = report["phases"].pop("metrics")
+    assert plan["node_bytes"] == report["node_bytes"] - sums["node_bytes"] > 0
+    assert plan["local_bytes"] == report["local_bytes"] - sums["local_bytes"] > 0
+    assert plan["memory"]["kinds"]["parameters"] == pytest.approx(4 * report["parameters"] / 8, rel=0.01)
+
+
+def test_tables_for_people(capsys):
+    assert main(["plan", *TINY]) == 0
+    assert "hpZ: each node keeps a copy" in capsys.readouterr().out
+    assert main(["comm", *TINY]) == 0
+    assert "between nodes, per node and step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "comm"])
+def test_a_config_without_a_mesh_is_refused(command, capsys):
+    assert main([command, "gpt2-124m"]) == 2
+    assert "--mesh.nodes" in capsys.readouterr().err
+    assert main([command]) == 2
+    assert "name a config first" in capsys.readouterr().err

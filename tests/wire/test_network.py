@@ -1,0 +1,46 @@
+"""The report against the network card: real processes, each on a link of its own, training."""
+
+import io
+
+import pytest
+
+from zerojax import cluster
+
+pytestmark = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
+
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.chdir(request.config.rootpath)
+
+
+@pytest.mark.parametrize(
+    ("preset", "nodes", "local", "width", "settings", "share"),
+    [
+        # XLA:CPU widens bf16 collectives to fp32, so the exact path is measured in fp32: twice the bytes.
+        ("zero3", 2, 2, 256, {"compute_dtype": "float32"}, (1.7, 2.0)),
+        ("zero++", 3, 1, 512, {}, (0.25, 0.27)),
+        ("delta", 2, 2, 480, {"accumulate": 2, "rotation": 0, "rounding": "nearest"}, (1 / 6, 0.175)),
+    ],
+)
+def test_a_node_sends_what_the_report_says(preset, nodes, local, width, settings, share):
+    """20 steps; the counters of every node's interface agree within 5%."""
+    output = io.BytesIO()
+    try:
+        measured = cluster.measure_bytes(
+            "tests.wire.wire_models:train",
+            {"preset": preset, "steps": STEPS, "width": width, **settings},
+            nodes=nodes, devices_per_node=local, timeout=240, output=output,
+        )  # fmt: skip
+    except (RuntimeError, TimeoutError) as error:
+        raise AssertionError(output.getvalue().decode()) from error
+    for node in measured:
+        expected = node.result["expected"]
+        assert expected > 50e6
+        assert node.link.sent == pytest.approx(expected, rel=0.05)
+        assert node.link.received == pytest.approx(expected, rel=0.05)
+        assert share[0] <= expected / node.result["zero3"] <= share[1], "of what ZeRO-3 sends"
+        assert node.result["losses"] == measured[0].result["losses"]
+        assert node.result["losses"][-1] < node.result["losses"][0]

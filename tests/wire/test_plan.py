@@ -1,0 +1,120 @@
+"""The plan's formulas against the count of the traced step: two accounts that share no arithmetic."""
+
+import json
+
+import jax
+import optax
+import pytest
+from wire_models import abstract_state, batch_of
+
+import zerojax
+from zerojax.plan import describe, plan_state
+from zerojax.wire import comm_report
+
+MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
+SETTINGS = {
+    "zero3": {},
+    "qwZ": {"weights": "int8"},
+    "hpZ": {"hpz": True},
+    "qgZ": {"grads": ("int4", "int4")},
+    "zero++": {"weights": "int8", "hpz": True, "grads": ("int4", "int4")},
+    "delta": {"preset": "delta"},
+    "delta with accumulation": {"preset": "delta", "accumulate": 2},
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1, "weights": "int8", "grads": ("int8", "int4")},
+    "stage 2": {"stage": 2, "accumulate": 2, "grads": ("int8", "int4")},
+    "zero3 with accumulation": {"accumulate": 2},
+    "resync": {"preset": "delta", "delta_resync": 4},
+    "quantized local": {"weights": "int4", "local_weights": "fp8", "hpz": True, "grads": ("fp6", "bf16")},
+    "one hop": {"grads": ("int8", "int8"), "grads_hops": 1},
+    "chunks": {"grads": ("int4", "int4"), "chunks": 2, "block_size": 64},
+    "stage 2, one node hop": {"stage": 2, "accumulate": 2, "grad_sync": "step"},
+}
+
+
+def config(preset: str = "zero3", **settings) -> zerojax.ZeroConfig:
+    return zerojax.ZeroConfig.preset(preset, **settings)
+
+
+def check(style: str, zero: zerojax.ZeroConfig, nodes: int, local: int) -> None:
+    state = abstract_state(style, zerojax.make_mesh(nodes, local), zero)
+    report = comm_report(state, batch_of(nodes * local * zero.accumulate))
+    plan = plan_state(state)
+    counted = {phase: sent for phase, sent in report.phases().items() if phase != "metrics" and any(sent)}
+    assert plan.phases() == counted
+    seldom = sum(c.node_bytes for c in report.collectives if not c.usual)
+    assert sum(hop.node_bytes for hop in plan.hops if not hop.usual) == seldom
+    assert plan.parameters == report.parameters
+    if nodes == 1:
+        assert plan.between_nodes == report.between_nodes == 0
+        assert "one node" in plan.summary()
+        assert any("no hop over node" in line for line in plan.settings)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plan_and_report_agree_to_the_byte(name):
+    check("stacked", config(**SETTINGS[name]), *MESHES[0])
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+@pytest.mark.parametrize("name", list(SETTINGS)[:10])
+def test_they_agree_on_every_mesh(name, mesh):
+    check("stacked", config(**SETTINGS[name]), *mesh)
+
+
+@pytest.mark.parametrize("style", ["listed", "linen"])
+@pytest.mark.parametrize("name", ["zero3", "zero++", "delta with accumulation", "stage 2"])
+def test_they_agree_for_lists_of_blocks_and_for_linen(style, name):
+    check(style, config(**SETTINGS[name]), 2, 4)
+
+
+def test_awkward_sizes():
+    state = abstract_state("stacked", zerojax.make_mesh(3, 2), config("zero++"), width=7, hidden=13, layers=1)
+    report = comm_report(state, batch_of(6))
+    counted = {phase: sent for phase, sent in report.phases().items() if phase != "metrics"}
+    assert plan_state(state).phases() == counted
+
+
+def test_settings_without_effect_are_named():
+    state = abstract_state("stacked", zerojax.make_mesh(1, 8), config("zero++"))
+    text = describe(state)
+    assert "one node: there is no hop over node; weights='int8', grads[1]='int4' without effect" in text
+    state = abstract_state("stacked", zerojax.make_mesh(8, 1), config("zero++"))
+    assert "one device per node: there is no hop over local; grads[0]='int4' without effect" in describe(
+        state
+    )
+
+
+def test_the_table_shows_units_leaves_formats_and_sizes():
+    state = abstract_state("listed", zerojax.make_mesh(2, 4), config("zero++"))
+    plan = plan_state(state)
+    blocks, rest = plan.units
+    assert (blocks.name, blocks.copies) == ("blocks/*", 3)
+    assert blocks.elements == 24 * 40 + 40 + 40 * 24
+    kernel = next(leaf for leaf in blocks.leaves if leaf.name == "blocks/*/up/kernel")
+    assert (kernel.shape, kernel.copies) == ((24, 40), 3)
+    assert (kernel.weights, kernel.grads) == (("int8", "bf16"), ("int4", "int4"))
+    bias = next(leaf for leaf in blocks.leaves if leaf.name == "blocks/*/up/bias")
+    assert (bias.weights, bias.grads) == (("bf16", "bf16"), ("bf16", "bf16"))
+    assert rest.name is None
+    for word in ("up/kernel", "24 x 40", "int8", "(outside units)", "hpZ", "secondary", "= 1.056 M"):
+        assert word in str(plan)
+    assert json.loads(json.dumps(plan.to_dict()))["between_nodes"] == plan.between_nodes
+
+
+def test_lasting_memory_is_what_the_state_holds():
+    for zero in (config(stage=0), config(stage=1), config(), config("delta", error_feedback=True)):
+        state = abstract_state("stacked", zerojax.make_mesh(2, 4), zero, tx=optax.adam(1e-3))
+        memory = plan_state(state).memory
+        held = sum(
+            x.dtype.itemsize * x.size * _copies(x) // len(x.sharding.device_set)
+            for x in jax.tree.leaves((state.params, state.opt_state, state.residual, state.other))
+        )
+        assert memory.lasting == held
+
+
+def _copies(x: jax.ShapeDtypeStruct) -> int:
+    """How many devices hold the same part."""
+    assert x.sharding is not None
+    parts = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
+    return len(x.sharding.device_set) // len(parts)

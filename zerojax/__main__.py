@@ -1,0 +1,7 @@
+"""`python -m zerojax` is `zerojax`."""
+
+import sys
+
+from zerojax.cli import main
+
+sys.exit(main())

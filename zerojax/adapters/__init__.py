@@ -1,0 +1,41 @@
+"""From a Flax model to its parameters and units, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen, nnx
+
+from zerojax.adapters.base import Adapter, Bound, LossFn, Other, Parameter, call_loss
+from zerojax.adapters.from_linen import LinenAdapter
+from zerojax.adapters.from_nnx import NNXAdapter
+from zerojax.errors import ZeroError
+
+Model = Callable[[nnx.Rngs], nnx.Module] | linen.Module
+
+__all__ = ["Adapter", "Bound", "LossFn", "Model", "Other", "Parameter", "adapt", "call_loss"]
+
+
+def adapt(model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: Any) -> Adapter:
+    """The adapter for a model.
+
+    Args:
+        model: a callable ``rngs -> nnx.Module``, or a Linen module.
+        units: the classes that gather their own weights.
+        loss_fn: how the model is called.
+        sample_batch: a batch of the right shapes: Linen learns its parameters' shapes from it.
+
+    Raises:
+        ZeroError: neither kind of model; a Linen module without a sample batch, or the reverse.
+    """
+    if isinstance(model, linen.Module):
+        if sample_batch is None:
+            raise ZeroError("a Linen module has no parameters before it is called: pass sample_batch=.")
+        return LinenAdapter(model, units, loss_fn, sample_batch)
+    if isinstance(model, nnx.Module) or not callable(model):
+        raise ZeroError(
+            f"model is a {type(model).__name__}: pass a callable that takes nnx.Rngs and returns the "
+            "nnx.Module (so that its parameters are born sharded), or a Linen module."
+        )
+    if sample_batch is not None:
+        raise ZeroError("sample_batch is for Linen modules: an NNX model knows its shapes.")
+    return NNXAdapter(model, units)

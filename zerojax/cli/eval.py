@@ -1,0 +1,49 @@
+"""`zerojax eval RUN`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zerojax.cli.cluster import join_cluster
+from zerojax.cli.trained import open_trained
+from zerojax.config import MeshSection
+from zerojax.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure the validation loss of a run's latest checkpoint.
+
+    Attributes:
+        run: The run's folder.
+        mesh: Devices to use; by default as in the run.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    mesh: MeshSection = field(default_factory=MeshSection)
+
+
+def run(arguments: list[str]) -> None:
+    """Restore and evaluate."""
+    mesh = MeshSection()
+    if arguments and not arguments[0].startswith("-"):
+        mesh = RunFolder(Path(arguments[0])).read_config().mesh
+    default = Options(run=tyro.MISSING, mesh=mesh)
+    options = tyro.cli(Options, default=default, args=arguments, prog="zerojax eval")
+    folder = RunFolder(options.run)
+    config = folder.read_config()
+    join_cluster(options.mesh)
+    trained = open_trained(folder, config, options.mesh)
+
+    from zerojax.parts import evaluate, make_batches
+
+    batches, validation = make_batches(trained.config, trained.data)
+    batches.close()
+    loss = float(evaluate(trained.state, validation))
+    header = trained.data.validation.header
+    print(
+        f"step {trained.step}: validation loss {loss:.6f} nats per token, "
+        f"{loss * header.tokens / header.text_bytes:.6f} per byte"
+    )

@@ -1,0 +1,63 @@
+"""`zerojax sample RUN --prompt "..."`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zerojax.cli.trained import open_trained
+from zerojax.config import MeshSection, ZeroSection
+from zerojax.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Options:
+    """Let a run's latest checkpoint write text, on one device.
+
+    Attributes:
+        run: The run's folder.
+        prompt: What the text begins with; without one, it begins as a document does.
+        tokens: How many tokens to write, unless the text ends before.
+        temperature: What the logits are divided by; 0 always takes the likeliest token.
+        top_k: Draw from this many likeliest tokens only.
+        top_p: Draw from the fewest likeliest tokens that have this probability together.
+        seed: The same seed writes the same text.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    prompt: str = ""
+    tokens: int = 300
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+def run(arguments: list[str]) -> None:
+    """Restore, generate, print."""
+    options = tyro.cli(Options, args=arguments, prog="zerojax sample")
+    folder = RunFolder(options.run)
+    config = folder.read_config()
+    # One device computes with the master weights: how they travelled in training does not matter.
+    config = replace(config, zero=ZeroSection())
+    trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
+
+    import jax
+    import jax.numpy as jnp
+
+    from zerojax import gather_model
+    from zerojax.models import Sampling, generate
+
+    tokenizer = trained.data.tokenizer
+    prompt = tokenizer.encode(options.prompt.encode())
+    start = jnp.asarray([tokenizer.end_of_text, *prompt.tolist()], jnp.int32)
+    new = generate(
+        gather_model(trained.state),
+        start[None, :],
+        options.tokens,
+        key=jax.random.key(options.seed),
+        how=Sampling(options.temperature, options.top_k, options.top_p),
+        stop=tokenizer.end_of_text,
+    )
+    print(tokenizer.decode([*prompt.tolist(), *new[0].tolist()]))

@@ -1,0 +1,64 @@
+"""The state of a config that is not going to be trained: what `zerojax plan` and `zerojax comm` look at."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from zerojax.cli.cluster import join_cluster
+from zerojax.config import ConfigError, RunConfig, find_config, load_config
+from zerojax.errors import ZeroError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a command that looks at a config.
+
+    Attributes:
+        config: A TOML file, or the name of one in configs/, such as gpt-tiny. Comes first.
+        json: Print JSON instead of tables.
+    """
+
+    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
+    json: bool = False
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def parse(command: str, description: str, arguments: list[str]) -> Options:
+    """Read the command line on top of the config that it names.
+
+    Raises:
+        ConfigError: no config is named, or it cannot be read.
+        SystemExit: wrong options (code 2), or after --help (code 0).
+    """
+    settings = RunConfig()
+    if arguments and not arguments[0].startswith("-"):
+        settings = load_config(find_config(arguments[0]))
+    elif not {"-h", "--help"} & set(arguments):
+        raise ConfigError(f"{command}: name a config first: zerojax {command} CONFIG [options]")
+    default = Options(config=tyro.MISSING, settings=settings)
+    return tyro.cli(
+        Options, default=default, args=arguments, prog=f"zerojax {command}", description=description
+    )
+
+
+def abstract_run(config: RunConfig) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    """A run's state and batch without values, on emulated CPU devices: as many as its mesh asks for.
+
+    Raises:
+        ZeroError: the config does not say how large the mesh is, or its settings contradict each other.
+    """
+    mesh = config.mesh
+    if not (mesh.nodes and mesh.local):
+        raise ZeroError("which cluster? Give --mesh.nodes and --mesh.local; no device has to be there")
+    jax.config.update("jax_platforms", "cpu")
+    emulated = dataclasses.replace(mesh, emulate=True)
+    join_cluster(emulated)
+
+    from zerojax.trainer import abstract_state
+
+    state = abstract_state(dataclasses.replace(config, mesh=emulated))
+    shape = (config.train.batch_size, config.train.sequence_length + 1)
+    return state, {"tokens": jax.ShapeDtypeStruct(shape, jax.numpy.int32)}

@@ -1,0 +1,95 @@
+"""Run a command as the only thing on an emulated host.
+
+    python inside.py NAMESPACE_FD HOSTNAME HOSTS COMMAND...
+
+Enters the network namespace, with a host name, /etc/hosts (of the text HOSTS) and process ids of its
+own, and runs the command there. Its exit code is the command's (128 + n when signal n ended it).
+Signals sent to this process group reach the command's once. When the command ends, or whoever started
+this program does, everything the command has started goes with it: the kernel ends a process id
+namespace with its init.
+
+Needs the standard library only and is started by its path, so that a node costs no JAX import.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_MS_BIND, _MS_REC, _MS_PRIVATE, _PR_SET_PDEATHSIG = 4096, 16384, 1 << 18, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    """mount(2).
+
+    Raises:
+      OSError: it failed.
+    """
+    kind_bytes = kind.encode() if kind else None
+    if _libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), None):
+        number = ctypes.get_errno()
+        raise OSError(number, f"mounting {target}: {os.strerror(number)}")
+
+
+def main(arguments: list[str]) -> int:
+    """Enter the namespace, run the command, return its exit code."""
+    namespace, hostname, hosts, *command = arguments
+    os.setns(int(namespace), os.CLONE_NEWNET)
+    os.close(int(namespace))
+    os.unshare(os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWPID)
+    socket.sethostname(hostname)
+    mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    with tempfile.NamedTemporaryFile("w") as file:  # its name can go once it is mounted
+        file.write(hosts)
+        file.flush()
+        os.fchmod(file.fileno(), 0o644)
+        mount(file.name, "/etc/hosts", None, _MS_BIND)
+    init = os.fork()
+    if init == 0:
+        os._exit(_init(command))
+    for number in FORWARDED:  # init is in the same process group and hears them itself
+        signal.signal(number, lambda *_: None)
+    return _exit_code(os.waitpid(init, 0)[1])
+
+
+def _init(command: list[str]) -> int:
+    """Process 1 of the node: start the command, hand signals on, reap, and end when it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    mount("proc", "/proc", "proc", 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            os._exit(127)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: _signal_group(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return _exit_code(status)
+
+
+def _signal_group(leader: int, number: int) -> None:
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:  # not yet a group of its own, or gone
+        os.kill(leader, number)
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

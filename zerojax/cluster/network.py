@@ -1,0 +1,240 @@
+"""A network of emulated hosts: one namespace and one rate-limited link each, on a common switch.
+
+Nothing has a name outside. The namespaces, the switch's too, are held by nothing but this process's
+file descriptors and the programs inside, so the kernel takes everything down when those are gone,
+however they went: there are no leftovers to find after a kill -9.
+
+    node 0: wire0 10.77.0.1 ---- port0 \\
+    node 1: wire0 10.77.0.2 ---- port1  switch (a bridge)
+    node 2: wire0 10.77.0.3 ---- port2 /
+
+Both ends of each link have their own token bucket: the node's end limits what the node sends, the
+switch's end what it receives, so that a link is full duplex and incast queues as on a real switch.
+The nodes reach each other and nothing else.
+"""
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+
+#: The interface of a node, named as no host's is: /sys still shows the real ones.
+INTERFACE = "wire0"
+_RATE = re.compile(r"([\d.]+)\s*([kmg])bit", re.IGNORECASE)
+_TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
+
+
+class ClusterError(RuntimeError):
+    """An emulated cluster cannot be set up here."""
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """A node's traffic, by its interface's counters: bytes on the link, headers included."""
+
+    sent: int
+    received: int
+
+    def __sub__(self, before: "LinkBytes") -> "LinkBytes":
+        """What has come since an earlier reading."""
+        return LinkBytes(self.sent - before.sent, self.received - before.received)
+
+
+def bytes_per_second(rate: str) -> int:
+    """``"10gbit"`` -> 1250000000.
+
+    Raises:
+      ValueError: it is not a number with the unit kbit, mbit or gbit.
+    """
+    found = _RATE.fullmatch(rate.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{rate!r} is no rate: say for instance 10gbit, 2.5gbit or 400mbit")
+    return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()] / 8)
+
+
+def microseconds(time: str) -> int:
+    """``"50us"`` -> 50.
+
+    Raises:
+      ValueError: it is not a number with the unit us, ms or s.
+    """
+    found = _TIME.fullmatch(time.strip())
+    if found is None:
+        raise ValueError(f"{time!r} is no latency: say for instance 50us or 1ms")
+    return round(float(found[1]) * {"us": 1, "ms": 1e3, "s": 1e6}[found[2]])
+
+
+def unavailable() -> str | None:
+    """Why an emulated cluster cannot be set up here, or None if it can."""
+    if sys.platform != "linux":
+        return "emulated clusters are made of Linux network namespaces; this is not Linux"
+    if os.geteuid() != 0:
+        return "network namespaces and their links need root (sudo, or a privileged container)"
+    try:
+        import pyroute2  # noqa: F401  (a probe)
+    except ImportError:
+        return "pyroute2 is not installed: pip install 'zerojax[cluster]'"
+    try:
+        os.close(_new_namespace())
+    except OSError as error:
+        return f"this machine does not permit network namespaces ({error.strerror})"
+    return None
+
+
+def link_bytes() -> LinkBytes:
+    """What the node that this process runs in has sent and received so far.
+
+    Raises:
+      ClusterError: the process does not run in a node of an emulated cluster.
+    """
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            fields = counters.split()
+            return LinkBytes(sent=int(fields[8]), received=int(fields[0]))
+    raise ClusterError(f"no interface {INTERFACE}: this is not a node of an emulated cluster")
+
+
+class Network:
+    """Namespaces and links; see the module. `close` it, or let the process end."""
+
+    def __init__(self, nodes: int, rate: str | None, latency: str | None):
+        """Set up the links of `nodes` nodes.
+
+        Args:
+          nodes: how many, 1 to 65534.
+          rate: of each link and direction, as for `bytes_per_second`; None: as fast as the machine.
+          latency: added one-way delay between two nodes, as for `microseconds`; None: none.
+
+        Raises:
+          ValueError: an argument that cannot be read.
+          ClusterError: the machine cannot do it; the message says why.
+        """
+        if not 1 <= nodes <= 65534:
+            raise ValueError(f"a cluster has 1 to 65534 nodes, not {nodes}")
+        self._limit = bytes_per_second(rate) if rate else None
+        self._delay = microseconds(latency) if latency else 0
+        if reason := unavailable():
+            raise ClusterError(reason)
+        self._switch = _new_namespace()
+        self.namespaces = [_new_namespace() for _ in range(nodes)]
+        try:
+            self._inside(self._switch, self._build_switch)
+            for node, namespace in enumerate(self.namespaces):
+                self._inside(namespace, lambda ip, node=node: self._build_node(ip, node))
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, node: int) -> str:
+        """The IPv4 address of a node."""
+        return f"10.77.{(node + 1) >> 8}.{(node + 1) & 255}"
+
+    def bytes(self) -> list[LinkBytes]:
+        """The counters of every node's link."""
+
+        def read(ip: "IPRoute") -> LinkBytes:
+            (link,) = ip.get_links(_index(ip, INTERFACE))
+            counters = link.get_attr("IFLA_STATS64")
+            return LinkBytes(sent=counters["tx_bytes"], received=counters["rx_bytes"])
+
+        return [self._inside(namespace, read) for namespace in self.namespaces]
+
+    def close(self) -> None:
+        """Let go of the namespaces; programs still inside keep theirs until they end."""
+        for namespace in (self._switch, *self.namespaces):
+            os.close(namespace)
+        self.namespaces = []
+
+    def _build_switch(self, ip: "IPRoute") -> None:
+        ip.link("add", ifname="switch", kind="bridge")
+        bridge = _index(ip, "switch")
+        ip.link("set", index=bridge, state="up")
+        for node, namespace in enumerate(self.namespaces):
+            peer = {"ifname": INTERFACE, "net_ns_fd": namespace}
+            ip.link("add", ifname=f"port{node}", kind="veth", peer=peer)
+            port = _index(ip, f"port{node}")
+            ip.link("set", index=port, master=bridge, state="up")
+            self._shape(ip, port, delay=0)
+
+    def _build_node(self, ip: "IPRoute", node: int) -> None:
+        ip.link("set", index=_index(ip, "lo"), state="up")
+        wire = _index(ip, INTERFACE)
+        ip.addr("add", index=wire, address=self.address(node), prefixlen=16)
+        ip.link("set", index=wire, state="up")
+        self._shape(ip, wire, delay=self._delay)
+
+    def _shape(self, ip: "IPRoute", index: int, delay: int) -> None:
+        """Limit what leaves an interface; delay it, too."""
+        parent: dict[str, Any] = {}
+        if self._limit:
+            # An HTB with one class is a token bucket. (pyroute2's tbf ends at 34 Gb/s: its rates have
+            # 32 bits.) The bucket holds a millisecond, and at least two of TCP's 64 KB segments.
+            burst = max(1 << 17, self._limit // 1000)
+            ip.tc("add", "htb", index=index, handle="1:", default=1)
+            ip.tc("add-class", "htb", index=index, handle="1:1", parent="1:",
+                  rate=self._limit, burst=burst, cburst=burst, quantum=60000)  # fmt: skip
+            parent = {"parent": "1:1"}
+        if delay:
+            from pyroute2.netlink.exceptions import NetlinkError
+
+            try:
+                ip.tc("add", "netem", index=index, handle="2:", delay=delay, limit=100000, **parent)
+            except NetlinkError as error:
+                raise ClusterError(
+                    "this kernel cannot delay packets, as a latency needs: it has no netem "
+                    f"queueing discipline ({error.args[-1]})"
+                ) from error
+
+    def _inside[T](self, namespace: int, work: Callable[["IPRoute"], T]) -> T:
+        from pyroute2 import IPRoute
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        def go() -> T:
+            with IPRoute() as ip:
+                return work(ip)
+
+        try:
+            return _in_thread(namespace, go)
+        except NetlinkError as error:
+            raise ClusterError(f"the kernel refused to build the network: {error}") from error
+
+
+def _index(ip: "IPRoute", name: str) -> int:
+    (index,) = ip.link_lookup(ifname=name)
+    return index
+
+
+def _new_namespace() -> int:
+    """A file descriptor that keeps a new network namespace alive."""
+    return _in_thread(None, lambda: os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+
+
+def _in_thread[T](namespace: int | None, work: Callable[[], T]) -> T:
+    """Do something in a namespace (None: a new one) and leave this thread where it is."""
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def go() -> None:
+        try:
+            if namespace is None:
+                os.unshare(os.CLONE_NEWNET)
+            else:
+                os.setns(namespace, os.CLONE_NEWNET)
+            result.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]

@@ -1,0 +1,37 @@
+"""A run's settings: frozen dataclasses, read from TOML, never executed."""
+
+from zerojax.config.sections import (
+    CheckpointSection,
+    DataSection,
+    LogSection,
+    MeshSection,
+    OptimizerSection,
+    RunConfig,
+    TrainSection,
+    ZeroSection,
+)
+from zerojax.config.toml import (
+    ConfigError,
+    config_from_dict,
+    config_to_dict,
+    dump_config,
+    find_config,
+    load_config,
+)
+
+__all__ = [
+    "CheckpointSection",
+    "ConfigError",
+    "DataSection",
+    "LogSection",
+    "MeshSection",
+    "OptimizerSection",
+    "RunConfig",
+    "TrainSection",
+    "ZeroSection",
+    "config_from_dict",
+    "config_to_dict",
+    "dump_config",
+    "find_config",
+    "load_config",
+]

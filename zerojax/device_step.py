@@ -1,0 +1,305 @@
+"""One device's part of a step, inside ``shard_map``: sources, forward and backward, the last hops.
+
+The order of a training step:
+
+1. ``sources``: weights are brought to the level at which units find them: delta's copies get what changed,
+   stages 0 to 2 gather everything, stage 3 does nothing yet.
+2. ``accumulate``: each micro-batch runs forward and backward; units gather and reduce as they are called.
+3. ``to_owners``: hops that are taken once per step bring gradients to their owners.
+
+Losses are summed with the number of tokens each is the mean of, and divided once, after the last sum: the
+result is the mean over all tokens of the world, however they are spread.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from zerojax.adapters import Other, call_loss
+from zerojax.codec import Seed, mix
+from zerojax.collectives import (
+    all_gather_sum,
+    gather_delta,
+    gather_exact,
+    gather_local,
+    gather_node,
+    reduce_gradients,
+    reduce_node,
+)
+from zerojax.layout import OWNED, Leaf, from_stored, to_stored
+from zerojax.mesh import AXES, LOCAL
+from zerojax.paths import Path
+from zerojax.program import Group, Program
+from zerojax.unit import Sharded, materialise
+
+Blocks = dict[Path, Num[Array, "..."]]
+TOKENS = "tokens"
+
+
+def flat_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
+    """Stored blocks of this device without their trailing ones: ``[n]``, or ``[layers, n]``."""
+    return {
+        leaf.path: blocks[leaf.path].reshape(*(() if leaf.layers is None else (leaf.layers,)), -1)
+        for leaf in leaves
+    }
+
+
+def stored_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
+    """Undo ``flat_blocks``: give each block back its leaf's rank."""
+    return {
+        leaf.path: blocks[leaf.path].reshape(*blocks[leaf.path].shape, *(1,) * (len(leaf.shape) - 1))
+        for leaf in leaves
+    }
+
+
+def first_secondary(program: Program, params: Blocks) -> Blocks:
+    """Delta's secondary copies, sent whole: flat blocks in, flat blocks out."""
+    return _by_group(program, lambda leaves, _, shards: _flat(gather_exact(shards, leaves)), params)
+
+
+def next_secondary(program: Program, params: Blocks, secondary: Blocks, step: Array) -> Blocks:
+    """Delta's secondary copies, brought up to date by what changed, or resynchronised."""
+
+    def update() -> Blocks:
+        return _by_group(program, _delta, params, secondary)
+
+    every = program.zero.delta_resync
+    if not every:
+        return update()
+    due = (step > 0) & (step % every == 0)
+    return lax.cond(due, lambda: first_secondary(program, params), update)
+
+
+def sources(program: Program, params: Blocks, secondary: Blocks) -> Blocks:
+    """Weights at the level at which units find them."""
+    route = program.route
+    if route.source == "primary":
+        return params
+    if route.source == "secondary":
+        return {
+            leaf.path: secondary[leaf.path].reshape(
+                *(() if leaf.layers is None else (leaf.layers,)), leaf.world.nodes, leaf.shard
+            )
+            for leaf in program.leaves
+        }
+    if program.zero.stage == 0:
+        return {
+            leaf.path: from_stored(params[leaf.path], leaf).astype(route.weight_dtype(leaf))
+            for leaf in program.leaves
+        }
+
+    def whole(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
+        dtypes = [route.weight_dtype(leaf) for leaf in leaves]
+        return gather_local(gather_node(shards, leaves), leaves, dtypes)
+
+    return _by_group(program, whole, params)
+
+
+def accumulate(
+    program: Program, weights: Blocks, other: Other, batch: Any, seed: Seed
+) -> tuple[Blocks, Other, dict[str, Array]]:
+    """Forward and backward over this device's micro-batches.
+
+    Args:
+        program: what to run.
+        weights: per path, as ``sources`` returns.
+        other: non-parameter state.
+        batch: this device's rows.
+        seed: of this step.
+
+    Returns:
+        Gradient sums at the route's sink level, the state as the passes left it, and the sums over the
+        world of the loss, of ``tokens`` and of what else the loss function measured.
+    """
+    steps = program.zero.accumulate
+    sinks = program.by_path(program.route.zero_sink)
+
+    def micro(other: Other, batch: Any, index: Array | int) -> tuple[Blocks, Other, dict[str, Array]]:
+        own = mix(seed, index)
+
+        def loss(sinks: Blocks) -> tuple[Array, tuple[Other, dict[str, Array]]]:
+            total, sums, other_after = _forward(program, weights, sinks, other, batch, own, train=True)
+            return total, (other_after, sums)
+
+        (_, (after, sums)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
+        return grads, after, sums
+
+    if steps == 1:
+        grads, other, sums = micro(other, batch, 0)
+    else:
+        batches = jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), batch)
+
+        def body(carry: Any, xs: Any) -> tuple[Any, None]:
+            total, other = carry
+            grads, other, sums = micro(other, *xs)
+            return (jax.tree.map(jnp.add, total, (grads, sums)), other), None
+
+        first = jax.tree.map(lambda x: x[0], batches)
+        _, _, shapes = jax.eval_shape(micro, other, first, 0)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
+        ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(steps)))
+    return grads, _shared(other), lax.psum(sums, AXES)
+
+
+def evaluate(program: Program, weights: Blocks, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
+    """Forward only: the sums over the world that ``accumulate`` returns."""
+    sinks = program.by_path(program.route.zero_sink)
+    _, sums, _ = _forward(program, weights, sinks, other, batch, seed, train=False)
+    return lax.psum(sums, AXES)
+
+
+def to_owners(program: Program, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
+    """The hops that are taken once per step.
+
+    Args:
+        program: what to run.
+        grads: sums at the route's sink level.
+        residual: with error feedback, per path ``[.., secondary]``; else empty.
+        seed: of this step.
+
+    Returns:
+        The sums over the world, stored as the parameters are; and the next residuals.
+    """
+    route = program.route
+    if route.sink == "primary":
+        return _without_padding(program, grads, OWNED), residual
+    if route.sink == "secondary":
+        if residual:
+            both = _by_group(program, _feed_back, grads, residual, seed=seed)
+            grads = {path: x for path, (x, _) in both.items()}
+            residual = {path: r for path, (_, r) in both.items()}
+        else:
+            grads = _by_group(program, lambda ls, own, x: reduce_node(x, ls, own)[0], grads, seed=seed)
+        return _without_padding(program, grads, OWNED), _without_padding(program, residual, LOCAL)
+
+    def reduce(leaves: Sequence[Leaf], own: Seed, whole: Sequence[Array]) -> list[Array]:
+        sums = reduce_gradients(whole, leaves, own, route.way)
+        return all_gather_sum(sums, leaves) if program.zero.stage == 0 else sums
+
+    sums = _by_group(program, reduce, grads, seed=seed)
+    if program.zero.stage == 0:
+        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in program.leaves}
+        return flat_blocks(stored, program.leaves), residual
+    return _without_padding(program, sums, OWNED), residual
+
+
+def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+    """Sums over the world as means over its tokens, and how many there were."""
+    count = sums["count"]
+    metrics = {name: total / count for name, total in sums.items() if name not in ("count", TOKENS)}
+    return metrics | ({TOKENS: sums[TOKENS]} if TOKENS in sums else {}), count
+
+
+def _forward(
+    program: Program, weights: Blocks, sinks: Blocks, other: Other, batch: Any, seed: Seed, *, train: bool
+) -> tuple[Array, dict[str, Array], Other]:
+    own = mix(seed, lax.axis_index(AXES))
+    key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
+    bound = program.adapter.bind(_place(program, weights, sinks, seed), other, train=train, key=key)
+    value, aux = call_loss(program.loss_fn, bound.model, batch, key)
+    count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
+    total = value * count
+    sums = {"loss": total, "count": count}
+    sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
+    if TOKENS in aux:
+        sums[TOKENS] = count
+    return total, jax.tree.map(lax.stop_gradient, sums), bound.other()
+
+
+def _place(program: Program, weights: Blocks, sinks: Blocks, seed: Seed) -> dict[Path, Any]:
+    """Every weight as the model gets it: sharded for units, whole for the rest."""
+    placed: dict[Path, Any] = {}
+    for number, group in enumerate(program.groups):
+        own = mix(seed, number)
+        if group.layers is not None:
+            own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
+        sharded = [
+            Sharded(weights[leaf.path], sinks[leaf.path], own, leaf, program.route) for leaf in group.leaves
+        ]
+        values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
+        placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
+    return placed
+
+
+def _shared(other: Other) -> Other:
+    """State that devices computed from their own data (batch statistics) as its mean over the world."""
+    return {
+        name: lax.pmean(x, AXES) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in other.items()
+    }
+
+
+def _by_group(
+    program: Program, hop: Callable[..., Sequence[Any]], *values: dict[Path, Any], seed: Seed | None = None
+) -> dict[Path, Any]:
+    """Run ``hop(leaves, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
+    result: dict[Path, Any] = {}
+    for number, group in enumerate(program.groups):
+        own = mix(jnp.uint32(0) if seed is None else seed, number)
+        mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
+        out = _over_layers(group, hop, own, mine)
+        result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
+    return result
+
+
+def _over_layers(
+    group: Group, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
+) -> Sequence[Any]:
+    """Run a hop for every layer; where it gives what the last of its values look like, in their place.
+
+    Otherwise the compiler holds the old and the new of all layers at once.
+    """
+    if group.layers is None:
+        return hop(group.leaves, seed, *values)
+    *given, last = values
+
+    def layer(index: Array, own: Any) -> tuple[Any, ...]:
+        return tuple(hop(group.leaves, mix(seed, index), *own))
+
+    def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
+        index, own = xs
+        now = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), replaced)
+        put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return jax.tree.map(put, replaced, layer(index, (*own, now))), None
+
+    indices = jnp.arange(group.layers)
+    one = jax.eval_shape(lambda all_: layer(indices[0], jax.tree.map(lambda x: x[0], all_)), values)
+    if jax.tree.map(lambda x: (x.shape, x.dtype), one) == tuple((x.shape[1:], x.dtype) for x in last):
+        return lax.scan(in_place, last, (indices, tuple(given)))[0]
+    return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
+
+
+def _without_padding(program: Program, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
+    """Blocks with zeros behind each leaf's end.
+
+    A rotation spreads what rounding lost over 32 neighbours, some of which may be padding: left there, it
+    would grow in the master weights and reach their scales, and the gradient's norm.
+    """
+    zeroed = {}
+    for leaf in program.leaves:
+        if not leaf.rotation or leaf.padded == leaf.size or leaf.path not in blocks:
+            continue
+        block = blocks[leaf.path]
+        first = lax.axis_index(axes) * block.shape[-1]
+        zeroed[leaf.path] = jnp.where(first + jnp.arange(block.shape[-1]) < leaf.size, block, 0)
+    return {**blocks, **zeroed}
+
+
+def _flat(rows: Sequence[Array]) -> list[Array]:
+    return [x.reshape(-1) for x in rows]
+
+
+def _delta(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array], copies: Sequence[Array]) -> list[Array]:
+    rows = [x.reshape(leaf.world.nodes, leaf.shard) for x, leaf in zip(copies, leaves, strict=True)]
+    return _flat(gather_delta(shards, rows, leaves))
+
+
+def _feed_back(
+    leaves: Sequence[Leaf], seed: Seed, sums: Sequence[Array], residuals: Sequence[Array]
+) -> Sequence[Any]:
+    owned, kept = reduce_node(sums, leaves, seed, residuals)
+    return list(zip(owned, kept or residuals, strict=True))

@@ -1,0 +1,44 @@
+"""Share this machine's devices out among the processes of a job, before any of them starts JAX."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from zerojax.errors import ZeroError
+
+Platform = Literal["auto", "cpu", "gpu"]
+
+
+def visible_gpus() -> list[str]:
+    """The ids of the NVIDIA GPUs that this process may use, without waking any."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [gpu.strip() for gpu in listed.split(",") if gpu.strip()]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def share_devices(processes: int, each: int, platform: Platform = "auto") -> list[dict[str, str]]:
+    """What to add to the environment of each process so that it sees its own devices only.
+
+    Args:
+      processes: how many processes.
+      each: devices of each: the GPUs in order, or as many emulated CPU devices.
+      platform: "gpu", "cpu", or "auto": GPUs if this machine has any.
+
+    Raises:
+      ZeroError: a count below 1, or fewer GPUs than are asked for.
+    """
+    if processes < 1 or each < 1:
+        raise ZeroError(f"a job has at least 1 process and 1 device, not {processes} and {each}")
+    gpus = [] if platform == "cpu" else visible_gpus()
+    if platform == "gpu" or gpus:
+        if len(gpus) < processes * each:
+            raise ZeroError(
+                f"{processes} x {each} GPUs are wanted and this machine offers {len(gpus)}: ask "
+                "for fewer, or for the platform cpu to emulate the devices"
+            )
+        shares = (gpus[i * each :][:each] for i in range(processes))
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = f"{flags} --xla_force_host_platform_device_count={each}".strip()
+    return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}] * processes

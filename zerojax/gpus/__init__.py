@@ -1,0 +1,1 @@
+"""XLA descriptions of GPUs (GpuTargetConfigProto texts), read by zerojax.aot."""

@@ -1,0 +1,85 @@
+"""The two-dimensional device mesh ``(node, local)`` that every collective runs over.
+
+``local`` is the fast domain (NVLink within a host), ``node`` the slow one (the network between hosts). The
+hpZ secondary partition lives within ``local`` (ZeRO++ section 3.2), so choosing ``local`` chooses the
+secondary group's size: it need not be a physical host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from zerojax.errors import ZeroError
+
+NODE = "node"
+LOCAL = "local"
+AXES = (NODE, LOCAL)
+
+
+@dataclass(frozen=True)
+class World:
+    """The extents of the mesh, as plain numbers: what a layout needs to know of it."""
+
+    nodes: int
+    local: int
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return self.nodes * self.local
+
+    @staticmethod
+    def of(mesh: Mesh) -> "World":
+        """The extents of ``mesh``."""
+        return World(nodes=mesh.shape[NODE], local=mesh.shape[LOCAL])
+
+
+def make_mesh(
+    nodes: int | None = None,
+    local: int | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+) -> Mesh:
+    """Build the ``("node", "local")`` mesh.
+
+    Args:
+        nodes: extent of the slow axis; by default the number of processes, or what ``local`` leaves.
+        local: extent of the fast axis; by default what ``nodes`` leaves.
+        devices: the devices to use, by default all; they are ordered by process, then by id, so that
+            the devices of one process stand side by side on ``local``.
+
+    Returns:
+        A mesh of ``nodes x local`` devices. Where that is fewer than there are, the first are taken (in
+        one process only: several processes must each own a part of the mesh).
+
+    Raises:
+        ZeroError: the extents are not positive, or ask for more devices than there are.
+    """
+    for name, extent in (("nodes", nodes), ("local", local)):
+        if extent is not None and extent < 1:
+            raise ZeroError(f"make_mesh: {name}={extent} must be at least 1.")
+    available = list(jax.devices() if devices is None else devices)
+    available.sort(key=lambda device: (device.process_index, device.id))
+    processes = len({device.process_index for device in available})
+    if nodes is None:
+        nodes = processes if local is None else len(available) // local
+    if local is None:
+        local = len(available) // nodes
+    wanted = nodes * local
+    if wanted > len(available) or wanted == 0:
+        raise ZeroError(
+            f"make_mesh: nodes={nodes} x local={local} does not fit the {len(available)} devices at "
+            "hand. Ask for a smaller mesh, start more processes, or (on CPU) emulate devices with "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N."
+        )
+    if wanted < len(available) and processes > 1:
+        raise ZeroError(
+            f"make_mesh: nodes={nodes} x local={local} leaves {len(available) - wanted} of "
+            f"{len(available)} devices out, and with {processes} processes each must take part. "
+            "Choose extents whose product is the number of devices."
+        )
+    grid = np.asarray(available[:wanted], dtype=object).reshape(nodes, local)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)

@@ -1,0 +1,33 @@
+"""The loss curve, drawn from `metrics.jsonl`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw training and validation loss against steps, as PNG.
+
+    Args:
+        steps: what `read_metrics` gives; steps without a finite loss leave a gap.
+        path: of the PNG.
+        title: above the curve.
+    """
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    trained = [line for line in steps if line.get("loss") is not None]
+    axes.plot([s["step"] for s in trained], [s["loss"] for s in trained], lw=1, label="training")
+    evaluated = [line for line in steps if line.get("validation_loss") is not None]
+    if evaluated:
+        xs = [line["step"] for line in evaluated]
+        ys = [line["validation_loss"] for line in evaluated]
+        axes.plot(xs, ys, "o-", label="validation")
+        axes.annotate(
+            f"{ys[-1]:.3f}", (xs[-1], ys[-1]), textcoords="offset points", xytext=(0, 10), ha="right"
+        )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

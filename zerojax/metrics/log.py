@@ -1,0 +1,148 @@
+"""Everything that a step leaves behind: its record, made and spread without holding the next one up."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from zerojax.config import TrainSection
+from zerojax.metrics.devices import memory_in_use, peak_flops
+from zerojax.metrics.files import MetricsFiles
+from zerojax.metrics.progress import Progress
+from zerojax.metrics.queue import Evaluation, Metrics, MetricsQueue, Record
+from zerojax.run_folder import RunError
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What every step of a run takes, to say how fast it is.
+
+    Attributes:
+        tokens: of a step, over all devices.
+        flops: of a step, over all devices, by the model's own count.
+        devices: how many share them.
+        internode_bytes: that one node sends to others in a step, where it is known.
+    """
+
+    tokens: int
+    flops: float
+    devices: int
+    internode_bytes: float | None = None
+
+
+class RunLog:
+    """The records of one run: files on the first process, a progress line, a guard against NaN."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainSection,
+        learning_rates: Float[np.ndarray, " steps"],
+        costs: StepCosts,
+        *,
+        start: int = 0,
+        skipped: int = 0,
+        every: int = 10,
+        tensorboard: bool = True,
+    ) -> None:
+        """Open the files, on the first process alone.
+
+        Args:
+            folder: the run's.
+            settings: number of steps; how many may be skipped in a row.
+            learning_rates: by the number of updates done.
+            costs: of a step.
+            start: steps done before.
+            skipped: those of them without an update.
+            every: steps between plain progress lines.
+            tensorboard: also write events.
+        """
+        first = jax.process_index() == 0
+        self.skipped = skipped
+        self.last: dict[str, float] = {}
+        self._settings = settings
+        self._rates = learning_rates
+        self._costs = costs
+        self._peak = peak_flops(jax.local_devices()[0].device_kind)
+        self._queue = MetricsQueue()
+        self._files = MetricsFiles(folder, start=start, tensorboard=tensorboard) if first else None
+        self._progress = Progress(steps=settings.steps, start=start, every=every, shown=first)
+
+    def __enter__(self) -> Self:
+        """Start the line and the clock."""
+        self._progress.__enter__()
+        self._queue.restart_clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files; what is still under way is lost, unless `drain` was called."""
+        self._progress.__exit__(kind, error, trace)
+        if self._files is not None:
+            self._files.close()
+
+    def say(self, message: str) -> None:
+        """Print a line above the progress."""
+        self._progress.say(message)
+
+    def step(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> None:
+        """Take note of a step that was begun, and deal with those that are done.
+
+        Raises:
+            RunError: too many steps in a row were skipped.
+        """
+        for record in self._queue.push(step, metrics, evaluation):
+            self._take(record)
+
+    def drain(self) -> None:
+        """Deal with all steps that were begun.
+
+        Raises:
+            RunError: too many steps in a row were skipped.
+        """
+        for record in self._queue.drain():
+            self._take(record)
+
+    def restart_clock(self) -> None:
+        """Leave out of the next step's time what has passed since the last."""
+        self._queue.restart_clock()
+
+    def _take(self, record: Record) -> None:
+        values = self._complete(record)
+        self.last = values
+        if self._files is not None:
+            self._files.write(record.step, values)
+        self._progress.show(record.step, values)
+        in_row = int(values["skipped_in_row"])
+        if in_row >= self._settings.max_skips:
+            raise RunError(
+                f"the loss or gradient was not finite in {in_row} steps in a row, from step "
+                f"{record.step - in_row + 1} on; none of them changed the parameters. Look at the data "
+                "there, lower optimizer.learning_rate or optimizer.clip_norm, or raise train.max_skips"
+            )
+
+    def _complete(self, record: Record) -> dict[str, float]:
+        """A step's record with what follows from its numbers and its time."""
+        values, seconds = dict(record.values), max(record.seconds, 1e-9)
+        updates = record.step - 1 - self.skipped
+        self.skipped += int(values["skipped"])
+        values |= {
+            "learning_rate": float(self._rates[min(updates, len(self._rates) - 1)]),
+            "step_seconds": record.seconds,
+            "tokens_per_second": self._costs.tokens / seconds,
+            "skipped_total": float(self.skipped),
+            "memory_bytes": float(memory_in_use()),
+        }
+        if self._peak is not None:
+            values["mfu"] = self._costs.flops / seconds / (self._peak * self._costs.devices)
+        if self._costs.internode_bytes is not None:
+            values["internode_bytes"] = self._costs.internode_bytes
+        return values

@@ -1,0 +1,20 @@
+"""Language models in Flax NNX: GPT-2, OPT and LLaMA style decoders, their loss, their sampling."""
+
+from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
+from zerojax.models.generation import Sampling, generate
+from zerojax.models.gpt import GPT, MLP, Attention, Block
+from zerojax.models.loss import cross_entropy, lm_loss
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "Attention",
+    "Block",
+    "GPTConfig",
+    "Sampling",
+    "cross_entropy",
+    "flops_per_token",
+    "generate",
+    "lm_loss",
+    "parameter_count",
+]

@@ -1,0 +1,105 @@
+"""Causal attention: rotary positions, and the choice of the kernel that runs it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from zerojax.models.config import AttentionKernel
+
+ATTENTION_NAME = "attention"
+"""The `checkpoint_name` of attention's output (and of what its backward needs beside q, k, v)."""
+
+CUDNN_MAX_HEAD_DIM = 128
+"""The widest head that cuDNN's flash attention takes on every GPU since Ampere."""
+
+RopeTable = tuple[Float[Array, "time half"], Float[Array, "time half"]]
+
+
+def rope_table(positions: Int[Array, " time"], head_dim: int, theta: float) -> RopeTable:
+    """The cosines and sines by which rotary embedding turns each pair, fp32.
+
+    Pair i of a head turns by positions x theta^(-2i/head_dim) (Su et al., 2021, eq. 15).
+    """
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float[Array, "batch time heads dim"], table: RopeTable
+) -> Float[Array, "batch time heads dim"]:
+    """Turn each pair (x[i], x[i + dim/2]) by its position's angle, in fp32; x's dtype comes back.
+
+    Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints.
+    """
+    # The table depends on no parameter; without this a scanned stack would sum a gradient for it.
+    cos, sin = (jax.lax.stop_gradient(t)[:, None, :] for t in table)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def causal_attention(
+    query: Float[Array, "batch time heads dim"],
+    key: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads dim"],
+    kernel: AttentionKernel = "auto",
+) -> Float[Array, "batch time heads dim"]:
+    """Scaled dot-product attention of each position to itself and those before it.
+
+    Scores and softmax are fp32 whatever the dtype. The output carries the checkpoint name
+    "attention", and under cuDNN so does the log-sum-exp that the backward kernel reads: a remat
+    policy that saves that name runs the attention kernel once per step, not twice.
+    """
+    if kernel == "auto":
+        kernel = "cudnn" if _cudnn_takes(query) else "xla"
+    if kernel == "cudnn":
+        return _cudnn_attention(query, key, value)
+    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+    return checkpoint_name(out, ATTENTION_NAME)
+
+
+def _cudnn_takes(query: Array) -> bool:
+    head_dim = query.shape[-1]
+    return (
+        jax.default_backend() == "gpu"
+        and query.dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim <= CUDNN_MAX_HEAD_DIM
+        and head_dim % 8 == 0
+    )
+
+
+_flash = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+@jax.custom_vjp
+def _cudnn_attention(query: Array, key: Array, value: Array) -> Array:
+    return checkpoint_name(_flash(query, key, value), ATTENTION_NAME)
+
+
+def _cudnn_forward(query: Array, key: Array, value: Array) -> tuple[Array, Callable]:
+    # A name put on the output outside of JAX's own rule names a copy: the rule's residuals stay
+    # unnamed, so remat would run the forward kernel again for them. Naming them takes this rule.
+    out, pullback = jax.vjp(_flash, query, key, value)
+    named_out = checkpoint_name(out, ATTENTION_NAME)
+
+    def name(residual: Array) -> Array:
+        if residual is out:
+            return named_out
+        if residual.size == 0 or any(residual is x for x in (query, key, value)):
+            return residual
+        return checkpoint_name(residual, ATTENTION_NAME)
+
+    return named_out, jax.tree.map(name, pullback)
+
+
+def _cudnn_backward(pullback: Callable, gradient: Array) -> tuple[Array, Array, Array]:
+    return pullback(gradient)
+
+
+_cudnn_attention.defvjp(_cudnn_forward, _cudnn_backward)

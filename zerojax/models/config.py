@@ -1,0 +1,163 @@
+"""What a decoder looks like, how many parameters it has and how much arithmetic it takes."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
+
+from zerojax.errors import ZeroError
+
+Norm = Literal["layer", "rms"]
+Positions = Literal["learned", "rope"]
+Activation = Literal["gelu", "relu", "swiglu"]
+AttentionKernel = Literal["auto", "cudnn", "xla"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A decoder-only transformer, of GPT-2's, OPT's or LLaMA's family.
+
+    The defaults are GPT-2 124M (Radford et al., 2019). Every family is pre-norm.
+
+    Attributes:
+        vocab_size: Number of tokens. A multiple of 128 keeps the logit matmuls on tensor cores.
+        layers: Number of blocks.
+        d_model: Width of the residual stream.
+        heads: Query heads; each is d_model / heads wide.
+        kv_heads: Key and value heads, fewer than heads for grouped-query attention
+            (Ainslie et al., 2023); None means as many as heads.
+        ffn: Hidden width of the MLP. None means 4 d_model, or for "swiglu" 8/3 d_model rounded
+            up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
+        norm: "layer" (with a bias when biases) or "rms".
+        positions: "learned" (a table of max_seq_len rows) or "rope" (Su et al., 2021).
+        mlp: "gelu" (the tanh form, as in GPT-2), "relu" (OPT) or "swiglu" (LLaMA).
+        tied: Whether the output projection is the token embedding itself.
+        biases: Whether linear layers and layer norms have biases.
+        max_seq_len: The longest sequence, in tokens.
+        dropout: Probability of zeroing an element of the embedding and of each residual branch.
+        rope_theta: Base of the rotary wavelengths; read only when positions is "rope".
+        norm_eps: Added to the variance inside the norms.
+        init_std: Standard deviation of the initial weights; the projections into the residual
+            stream get init_std / sqrt(2 layers), as in GPT-2.
+        scan: Whether the blocks are one scanned `zerojax.Stack`, compiled once, or a list of
+            modules, each compiled.
+        attention: "cudnn", "xla", or "auto": cuDNN's flash attention on CUDA where it takes the
+            dtype and head width, else XLA's.
+        loss_chunk: Tokens whose logits exist at one time in the loss; fp32 logits take
+            4 x loss_chunk x vocab_size bytes.
+    """
+
+    vocab_size: int = 50304
+    layers: int = 12
+    d_model: int = 768
+    heads: int = 12
+    kv_heads: int | None = None
+    ffn: int | None = None
+    norm: Norm = "layer"
+    positions: Positions = "learned"
+    mlp: Activation = "gelu"
+    tied: bool = True
+    biases: bool = True
+    max_seq_len: int = 1024
+    dropout: float = 0.0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    scan: bool = True
+    attention: AttentionKernel = "auto"
+    loss_chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no model can have.
+
+        Raises:
+            ZeroError: naming the field, its value and what it may be.
+        """
+        for name in ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "loss_chunk"):
+            _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: at least 1")
+        for name in ("kv_heads", "ffn"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)}: above 0")
+        for field in fields(self):
+            if get_origin(field.type) is Literal:
+                choices, value = get_args(field.type), getattr(self, field.name)
+                _require(value in choices, f"{field.name} = {value!r}: one of {', '.join(choices)}")
+        _require(0 <= self.dropout < 1, f"dropout = {self.dropout}: at least 0 and below 1")
+        _require(
+            self.d_model % self.heads == 0,
+            f"d_model = {self.d_model} does not divide into heads = {self.heads}",
+        )
+        _require(
+            self.heads % self.key_value_heads == 0,
+            f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}",
+        )
+        _require(
+            self.positions != "rope" or self.head_dim % 2 == 0,
+            f'positions = "rope" rotates pairs, but a head is {self.head_dim} wide '
+            "(d_model / heads): make it even",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key and value heads, kv_heads resolved."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Hidden width of the MLP, ffn resolved."""
+        if self.ffn is not None:
+            return self.ffn
+        if self.mlp == "swiglu":
+            return -(-(8 * self.d_model) // (3 * 256)) * 256
+        return 4 * self.d_model
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ZeroError(f"[model] {message}")
+
+
+def _block_matrices(c: GPTConfig) -> int:
+    """Elements of one block's weight matrices."""
+    kv_width = c.key_value_heads * c.head_dim
+    attention = c.d_model * (c.d_model + 2 * kv_width) + c.d_model * c.d_model
+    return attention + (3 if c.mlp == "swiglu" else 2) * c.d_model * c.ffn_width
+
+
+def _norm_parameters(c: GPTConfig) -> int:
+    return c.d_model * (2 if c.norm == "layer" and c.biases else 1)
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Number of parameters of `GPT(config)`, each tied matrix counted once."""
+    c = config
+    block = _block_matrices(c) + 2 * _norm_parameters(c)
+    if c.biases:
+        hidden = (2 if c.mlp == "swiglu" else 1) * c.ffn_width
+        block += c.d_model + 2 * c.key_value_heads * c.head_dim + c.d_model + hidden + c.d_model
+    tables = c.vocab_size * (1 if c.tied else 2)
+    if c.positions == "learned":
+        tables += c.max_seq_len
+    return c.layers * block + tables * c.d_model + _norm_parameters(c)
+
+
+def flops_per_token(config: GPTConfig, seq_len: int) -> int:
+    """Floating-point operations of one training token, forward and backward.
+
+    6 for each weight that is multiplied (the output projection included, the embedding look-ups
+    not) plus 12 x layers x d_model x seq_len for attention scores and values, the convention of
+    PaLM (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not
+    added. Model FLOPs utilisation is this times tokens per second over the chip's peak.
+
+    Raises:
+        ZeroError: if seq_len is below 1 or above config.max_seq_len.
+    """
+    if not 1 <= seq_len <= config.max_seq_len:
+        raise ZeroError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
+    matrices = config.layers * _block_matrices(config) + config.vocab_size * config.d_model
+    return 6 * matrices + 12 * config.layers * config.d_model * seq_len

@@ -1,0 +1,193 @@
+"""A train state as the model knows it: natural shapes, without mesh, stage, padding or wire format.
+
+Checkpoints hold this form, so one that was written on 2 x 4 devices by ZeRO++ is read on 3 x 2 by exact
+ZeRO-3. Leaves are converted one at a time, spread over the devices where a dimension divides, so that no
+device holds more than one whole leaf.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import traverse_util
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from zerojax.errors import ZeroError
+from zerojax.layout import OWNED, Leaf, from_stored, to_stored
+from zerojax.mesh import LOCAL, NODE
+from zerojax.paths import from_tree, to_tree
+from zerojax.program import Program, abstract
+from zerojax.state import TrainState, secondary_of, shardings_of
+
+Tree = dict[str, Any]
+_COUNTERS = ("step", "skipped_in_row", "seed")
+
+
+def to_natural(state: TrainState) -> Tree:
+    """Everything that a step depends on, by name, each array in its natural shape.
+
+    Returns:
+        A nested dict: "counters", "params", "optimizer" (moments of parameters in their shapes), "other",
+        and where the state has them "secondary" (natural shapes) and "residual" (as stored: it belongs to
+        its mesh). Arrays without elements are left out, as there is nothing to keep.
+    """
+    return _nested(
+        {
+            name: x if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
+            for name, (leaf, x) in _entries(state).items()
+        }
+    )
+
+
+def abstract_natural(state: TrainState) -> Tree:
+    """Shapes, dtypes and shardings of what `to_natural` would return."""
+    return _nested(
+        {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if leaf is None
+            else _natural(state, leaf, x)
+            for name, (leaf, x) in _entries(state).items()
+        }
+    )
+
+
+def from_natural(state: TrainState, tree: Tree) -> TrainState:
+    """Undo `to_natural`, perhaps on another mesh, stage or wire format than the tree was made under.
+
+    Args:
+        state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
+        tree: natural arrays. Delta's secondary copies are made afresh from the parameters where the tree
+            has none, and residuals start at zero where the tree has none of this mesh.
+
+    Raises:
+        ZeroError: the tree lacks a parameter or optimizer state that this program has.
+    """
+    entries = _entries(state)
+    given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    made_anew = tuple(f"{kind}/" for kind in ("secondary", "residual") if kind not in tree)
+    lacking = sorted(n for n in entries if n not in given and not n.startswith(made_anew))
+    if lacking:
+        raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
+    stored = {
+        name: given[name] if leaf is None else _convert(state.program, leaf, given[name], x)
+        for name, (leaf, x) in entries.items()
+        if name in given
+    }
+    secondary = state.secondary
+    filled = _put(state.replace(secondary=secondary if "secondary" in tree else {}), stored)
+    if secondary and "secondary" not in tree:
+        make = jax.jit(functools.partial(secondary_of, state.program), out_shardings=shardings_of(secondary))
+        filled = filled.replace(secondary=make(filled.params))
+    return filled
+
+
+def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
+    """Each array of a state by name, with its layout where it has one; empty arrays left out."""
+    leaves = {leaf.path: leaf for leaf in state.program.leaves}
+    entries: dict[str, tuple[Leaf | None, Array]] = {
+        f"counters/{name}": (None, getattr(state, name)) for name in _COUNTERS
+    }
+    for field in ("params", "secondary"):
+        for path, x in from_tree(getattr(state, field)).items():
+            entries["/".join((field, *path))] = (leaves[path], x)
+    layouts = jax.tree.leaves(_layouts(state))
+    moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    for (path, x), layout in zip(moments, layouts, strict=True):
+        name = f"optimizer/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        entries[name] = (layout if isinstance(layout, Leaf) else None, x)
+    entries |= {f"other/{name}": (None, x) for name, x in state.other.items()}
+    for path, x in from_tree(state.residual).items():
+        entries["/".join(("residual", *path))] = (None, x)
+    return {
+        name: (leaf, x) for name, (leaf, x) in entries.items() if (leaf.count if leaf is not None else x.size)
+    }
+
+
+def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
+    """A state of the arrays that `_entries` names; the others are zeros."""
+
+    def pick(field: str, path: Any, x: Any) -> Array:
+        name = f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        if name in stored:
+            return stored[name]
+        return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
+
+    def fill(field: str, tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(functools.partial(pick, field), tree)
+
+    return state.replace(
+        **{name: stored[f"counters/{name}"] for name in _COUNTERS},
+        params=fill("params", state.params),
+        opt_state=fill("optimizer", state.opt_state),
+        other=fill("other", state.other),
+        secondary=fill("secondary", state.secondary),
+        residual=fill("residual", state.residual),
+    )
+
+
+def _layouts(state: TrainState) -> Any:
+    """The optimizer state's tree with the layout of the parameter that each leaf is a moment of, or 0."""
+    return optax.tree_utils.tree_map_params(
+        state.program.tx,
+        lambda value, param, leaf: leaf if value.shape == param.shape else 0,
+        state.opt_state,
+        state.params,
+        to_tree({leaf.path: leaf for leaf in state.program.leaves}),
+        transform_non_params=lambda _: 0,
+    )
+
+
+def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
+    """One array to its natural or stored form, whichever `like` has.
+
+    A function is compiled per layout and kept by the program. It gathers the leaf and lets every device
+    cut its part out: the partitioner, asked for the same reshape, gathers as well, and warns about it.
+    """
+    source, target = _spec(x), _spec(like)
+    to_form = to_stored if x.shape == leaf.natural_shape else from_stored
+
+    def on_device(part: Array) -> Array:
+        for axis, names in enumerate(source):
+            if names:
+                part = lax.all_gather(part, names, axis=axis, tiled=True)
+        whole = to_form(part, leaf).reshape(like.shape)
+        for axis, names in enumerate(target):
+            if names:
+                size = whole.shape[axis] // lax.axis_size(names)
+                whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(names) * size, size, axis)
+        return whole
+
+    def make() -> Callable[[Array], Array]:
+        run = jax.shard_map(on_device, mesh=program.mesh, in_specs=source, out_specs=target, check_vma=False)
+        return jax.jit(run)
+
+    key = f"natural {leaf.natural_shape} {leaf.layers} {leaf.shard} {x.shape} {source} {like.shape} {target}"
+    return program.once(key, make)(x)
+
+
+def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
+    assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
+    return x.sharding.spec
+
+
+def _natural(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
+    return abstract(leaf.natural_shape, x.dtype, state.program.sharding(_natural_spec(leaf)))
+
+
+def _natural_spec(leaf: Leaf) -> PartitionSpec:
+    """Over as many devices as some dimension divides by."""
+    world = leaf.world
+    for axes, parts in ((OWNED, world.size), (LOCAL, world.local), (NODE, world.nodes)):
+        for number, extent in enumerate(leaf.natural_shape):
+            if parts > 1 and extent and extent % parts == 0:
+                return PartitionSpec(*(None,) * number, axes)
+    return PartitionSpec()
+
+
+def _nested(flat: dict[str, Any]) -> Tree:
+    return traverse_util.unflatten_dict(flat, sep="/")

@@ -1,0 +1,77 @@
+"""Optimizers and learning-rate schedules by name, from optax."""
+
+from typing import Any
+
+import jax
+import optax
+
+from zerojax.config import OptimizerSection
+
+_DECAYED = frozenset({"kernel", "embedding"})
+
+
+def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the number of updates done.
+
+    Args:
+        settings: shape, peak, warm-up and end.
+        steps: optimizer steps of the whole run; a warm-up longer than half of it is cut to half, so
+            that a short trial of a long config still reaches its peak.
+    """
+    peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
+    warmup = min(settings.warmup_steps, steps // 2)
+    rest = max(1, steps - warmup)
+    if settings.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif settings.schedule == "linear":
+        after = optax.linear_schedule(peak, end, rest)
+    elif settings.schedule == "warmup-cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=settings.final_fraction)
+    else:
+        decay = min(rest, max(1, round(settings.decay_fraction * steps)))
+        after = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
+    # The first update is at peak/warmup, not at zero: a step that changes nothing is a step lost.
+    first = peak / max(1, warmup)
+    rise = optax.linear_schedule(first, peak, max(1, warmup))
+    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+
+
+def make_optimizer(settings: OptimizerSection, steps: int) -> optax.GradientTransformation:
+    """Clip by global norm, update rule, decoupled weight decay of matrices, learning rate.
+
+    Args:
+        settings: name and numbers.
+        steps: optimizer steps of the whole run, for the schedule.
+    """
+    parts: list[optax.GradientTransformation] = []
+    if settings.clip_norm:
+        parts.append(optax.clip_by_global_norm(settings.clip_norm))
+    if settings.name == "adamw":
+        parts.append(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps))
+    elif settings.name == "lion":
+        parts.append(optax.scale_by_lion(settings.beta1, settings.beta2))
+    else:
+        parts.append(optax.trace(settings.beta1))
+    if settings.weight_decay:
+        parts.append(optax.add_decayed_weights(settings.weight_decay, mask=decay_mask))
+    parts.append(optax.scale_by_learning_rate(make_schedule(settings, steps)))
+    return optax.chain(*parts)
+
+
+def decay_mask(params: Any) -> Any:
+    """True for the leaves that weight decay pulls on: linear kernels and embeddings.
+
+    It goes by name, since the norm scales of stacked blocks have two dimensions.
+
+    Args:
+        params: a pytree of parameters.
+
+    Returns:
+        The same tree of bools.
+    """
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+        return any(key in _DECAYED for key in keys)
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

@@ -1,0 +1,160 @@
+"""The parts of a run, each made from its settings."""
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+import zerojax
+from zerojax.config import RunConfig
+from zerojax.data import Batch, Dataset, TrainBatches, open_dataset, prepare, validation_batches
+from zerojax.errors import ZeroError
+from zerojax.metrics import RunLog, StepCosts
+from zerojax.models import GPT, Block, flops_per_token, lm_loss
+from zerojax.optimizer import make_optimizer, make_schedule
+from zerojax.run_folder import RunFolder
+from zerojax.wire import comm_report
+
+
+def abstract_state(config: RunConfig) -> zerojax.TrainState:
+    """The shapes and places of a run's model and optimizer, to restore into.
+
+    Raises:
+        ZeroError: settings that contradict each other or the devices.
+    """
+    return zerojax.TrainState.abstract(**_state_arguments(config))
+
+
+def abstract_model(config: RunConfig) -> zerojax.TrainState:
+    """As `abstract_state`, without an optimizer: to look at a trained model, not to train it."""
+    return zerojax.TrainState.abstract(**_state_arguments(config, optax.identity()))
+
+
+def initial_state(config: RunConfig) -> zerojax.TrainState:
+    """A run's model and optimizer at step 0, sharded from birth; errors as `abstract_state`."""
+    return zerojax.TrainState.create(**_state_arguments(config), seed=config.train.seed)
+
+
+def _state_arguments(config: RunConfig, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
+    units = () if config.model.scan else (Block,)
+    return {
+        "model": lambda rngs: GPT(config.model, rngs=rngs),
+        "tx": tx or make_optimizer(config.optimizer, config.train.steps),
+        "loss_fn": lm_loss,
+        "mesh": zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
+        "zero": config.zero.to_zero(units=units, accumulate=config.train.accumulate),
+    }
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse a mesh, a sharding or a batch that cannot be, before any data is prepared.
+
+    Raises:
+        ZeroError: naming the numbers and what would do.
+    """
+    arguments = _state_arguments(config)
+    devices = arguments["mesh"].size
+    size, parts = config.train.batch_size, devices * config.train.accumulate
+    if size % parts:
+        raise ZeroError(
+            f"train.batch_size {size} does not divide into {devices} devices x "
+            f"train.accumulate {config.train.accumulate}: {-(-size // parts) * parts} would"
+        )
+
+
+def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
+    """Make the run folder and its token files on the first process; open them on all.
+
+    Raises:
+        ZeroError: the source, the tokenizer or the folder cannot be used, or the model has no embedding
+            for some of the tokens.
+    """
+    if is_first():
+        folder.create()
+        prepare(config.data, folder.data)
+    multihost_utils.sync_global_devices("zerojax: the data is prepared")
+    data = open_dataset(config.data, folder.data)
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ZeroError(
+            f"the tokens are of a vocabulary of {data.tokenizer.vocab_size}, and model.vocab_size is "
+            f"{config.model.vocab_size}: raise it"
+        )
+    return data
+
+
+def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
+    """This process's part of the training batches, and of the batches of every evaluation.
+
+    An evaluation's batches are as large as a micro-batch, so that it needs no more memory than a step.
+
+    Raises:
+        DataError: a split is too short.
+    """
+    train = config.train
+    place = {"process": jax.process_index(), "processes": jax.process_count()}
+    validation = validation_batches(
+        data.validation,
+        batch_size=train.batch_size // train.accumulate,
+        length=train.sequence_length,
+        batches=train.eval_batches,
+        **place,
+    )
+    batches = TrainBatches(
+        data.train, batch_size=train.batch_size, length=train.sequence_length, seed=train.seed, **place
+    )
+    return batches, validation
+
+
+def make_log(
+    config: RunConfig, folder: RunFolder, state: zerojax.TrainState, step: int, skipped: int
+) -> RunLog:
+    """The log of a run that stands at `step`."""
+    train = config.train
+    tokens = jax.ShapeDtypeStruct((train.batch_size, train.sequence_length + 1), jnp.int32)
+    report = comm_report(state, {"tokens": tokens})
+    schedule = make_schedule(config.optimizer, train.steps)
+    predicted = train.batch_size * train.sequence_length
+    return RunLog(
+        folder.path,
+        train,
+        # All at once, before training: asking the device for one a step would wait for the step.
+        np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
+        StepCosts(
+            tokens=predicted,
+            flops=predicted * flops_per_token(config.model, train.sequence_length),
+            devices=state.program.world.size,
+            internode_bytes=report.between_nodes,
+        ),
+        start=step,
+        skipped=skipped,
+        every=config.log.every,
+        tensorboard=config.log.tensorboard,
+    )
+
+
+def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
+    """The mean loss over all tokens of some batches, in nats per token; not waited for."""
+    measured = [zerojax.eval_step(state, batch) for batch in batches]
+    loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
+    return jnp.asarray(loss / sum(metrics["tokens"] for metrics in measured))
+
+
+def is_first() -> bool:
+    """Whether this process writes the files and speaks for all."""
+    return jax.process_index() == 0
+
+
+def environment() -> dict[str, Any]:
+    """What a run ran on."""
+    names = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    return {
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "devices": jax.device_count(),
+        "device_kind": jax.devices()[0].device_kind,
+        "processes": jax.process_count(),
+    }

@@ -1,0 +1,18 @@
+"""Paths to a model's leaves, and trees of values by path."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import traverse_util
+
+Path = tuple[str, ...]
+
+
+def to_tree(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Values by path as the nested dict that an optimizer is given."""
+    return traverse_util.unflatten_dict(dict(values))
+
+
+def from_tree(tree: dict[str, Any]) -> dict[Path, Any]:
+    """Undo ``to_tree``."""
+    return traverse_util.flatten_dict(tree)

@@ -1,0 +1,213 @@
+"""The schedule of a stack of equal units: gathers one layer ahead, reductions one layer behind.
+
+One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's
+iterations by itself. In the order of the program:
+
+- forward, layer i: gather layer i + 1 (both hops); run layer i.
+- the last layer's weights stay for the backward pass, which begins with them.
+- backward, layer i: gather layer i - 1; deliver layer i + 1's gradients (both hops); run layer i's vjp;
+  encode its gradients.
+
+Within an iteration none of the three depends on another, so that the scheduler can run them side by side.
+What is carried from one iteration to the next is one layer's weights and one layer's encoded gradients.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from zerojax.codec import Seed
+from zerojax.layout import Leaf
+from zerojax.remat import rematerialised
+from zerojax.route import Route, Values
+from zerojax.unit import Body, Sharded, take_apart
+
+
+def scan_units(body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any) -> tuple[Any, Any]:
+    """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
+
+    Args:
+        body: a pure function of one layer's whole weights; it may close over nothing that is traced.
+        weights: the stacked parameters.
+        x: floating-point activations, whose shapes and dtypes every layer keeps.
+        state: each layer's other state, stacked; no gradient flows through it.
+        shared: arrays that every layer is given alike.
+
+    Returns:
+        The last layer's ``x``, and the new state, stacked.
+    """
+    route, leaves, (sources, sinks, seeds) = take_apart(weights)
+    return _scan(route, leaves, rematerialised(body, route.remat), sources, sinks, seeds, x, state, shared)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scan(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    body: Body,
+    sources: Values,
+    sinks: Values,
+    seeds: Seed,
+    x: Any,
+    state: Any,
+    shared: Any,
+) -> tuple[Any, Any]:
+    del sinks, seeds
+
+    def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, None]:
+        return *body(whole, x, state, shared), None
+
+    x, states, _, _ = _forward(route, leaves, run, sources, x, state)
+    return x, states
+
+
+def _forward(
+    route: Route, leaves: tuple[Leaf, ...], run: Any, sources: Values, x: Any, state: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Every layer in order, each gathered while the one before it runs.
+
+    Returns the activations, the stacked state, and what the backward pass needs: of all layers but the
+    last, stacked, and of the last.
+    """
+    last = sources[0].shape[0] - 1
+    kept = route.to_kept(_at(sources, 0), leaves)
+
+    def layer(carry: Any, index: Array) -> tuple[Any, Any]:
+        x, kept, whole = carry
+        ahead = route.to_kept(_at(sources, index + 1), leaves)
+        next_whole = route.to_whole(ahead, leaves)
+        x, after, residual = run(whole, x, _at(state, index))
+        return (x, ahead, next_whole), (after, residual, None if route.source == route.keep else kept)
+
+    carry, (states, residuals, copies) = lax.scan(
+        layer, (x, kept, route.to_whole(kept, leaves)), jnp.arange(last)
+    )
+    x, kept, whole = carry
+    x, after, residual = run(whole, x, _at(state, last))
+    states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
+    return x, states, (residuals, copies), (residual, whole)
+
+
+def _scan_fwd(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    body: Body,
+    sources: Values,
+    sinks: Values,
+    seeds: Seed,
+    x: Any,
+    state: Any,
+    shared: Any,
+) -> tuple[tuple[Any, Any], Any]:
+    del sinks
+
+    def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, Any]:
+        vjp: Any
+        (x, after), vjp = jax.vjp(body, whole, x, state, shared)
+        # Weights are gathered again, and what all layers share is kept once.
+        _, own_x, own_state, _ = vjp.args_res
+        return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
+
+    x, states, most, last = _forward(route, leaves, run, sources, x, state)
+    return (x, states), (sources, seeds, shared, most, last)
+
+
+def _scan_bwd(
+    route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any, cotangents: Any
+) -> tuple[Any, ...]:
+    del body
+    sources, seeds, shared, (stacked, copies), (last_residual, last_whole) = residuals
+    cotangent, state_cotangents = cotangents
+    # Keeps the gathers of a short stack from being merged with those of the forward pass.
+    sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
+    # No gradient flows through the state; its cotangents only say which shapes zeros must have.
+    no_state = jax.tree.map(_zero_like_one, state_cotangents)
+    last = sources[0].shape[0] - 1
+
+    def gather(index: Any) -> Values:
+        kept = sources if route.source == route.keep else copies
+        return route.to_whole(_at(kept, index), leaves)
+
+    def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:
+        _, x, state, _ = residual.args_res
+        vjp = residual.replace(args_res=[whole, x, state, shared])
+        grads, before, _, of_shared = vjp((cotangent, no_state))
+        return grads, before, _inexact(of_shared)
+
+    def encode(grads: Values, index: Any) -> Values:
+        return route.encode(grads, leaves, seeds[index])
+
+    def deliver(payload: Values, index: Any) -> Values:
+        return route.deliver(payload, leaves, seeds[index])
+
+    def finish(sums: Values, of_shared: Any, cotangent: Any) -> tuple[Any, ...]:
+        return None, sums, None, cotangent, None, _with_float0(of_shared, shared)
+
+    # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
+    sums = tuple(route.zero_sink(leaf) for leaf in leaves)
+    if last == 0:
+        grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
+        return finish(_put(sums, deliver(encode(grads, 0), 0), 0), of_shared, cotangent)
+
+    whole = gather(last - 1)
+    grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
+
+    def layer(carry: Any, index: Array) -> tuple[Any, None]:
+        cotangent, of_shared, whole, payload, sums = carry
+        ahead = gather(index - 1)
+        sums = _put(sums, deliver(payload, index + 1), index + 1)
+        grads, cotangent, more = run(_at(stacked, index), whole, cotangent)
+        of_shared = jax.tree.map(jnp.add, of_shared, more)
+        return (cotangent, of_shared, ahead, encode(grads, index), sums), None
+
+    carry = (cotangent, of_shared, whole, encode(grads, last), sums)
+    carry, _ = lax.scan(layer, carry, jnp.arange(1, last), reverse=True)
+    cotangent, of_shared, whole, payload, sums = carry
+    sums = _put(sums, deliver(payload, 1), 1)
+    grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
+    of_shared = jax.tree.map(jnp.add, of_shared, more)
+    return finish(_put(sums, deliver(encode(grads, 0), 0), 0), of_shared, cotangent)
+
+
+_scan.defvjp(_scan_fwd, _scan_bwd)
+
+
+def _at(stacked: Any, index: Any) -> Any:
+    """One layer of a stacked pytree."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+
+
+def _put(stacked: Values, layer: Values, index: Any) -> Values:
+    """One layer of stacked values replaced."""
+    pairs = zip(stacked, layer, strict=True)
+    return tuple(lax.dynamic_update_index_in_dim(values, one, index, 0) for values, one in pairs)
+
+
+def _zero_like_one(stacked: Any) -> Any:
+    """Zeros for one layer of a stacked cotangent; integers have those of dtype float0."""
+    if stacked.dtype == jax.dtypes.float0:
+        return np.zeros(stacked.shape[1:], jax.dtypes.float0)
+    return jnp.zeros(stacked.shape[1:], stacked.dtype)
+
+
+def _inexact(cotangents: Any) -> list[Array]:
+    """The cotangents that are more than float0, which a loop can't carry."""
+    return [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0]
+
+
+def _with_float0(cotangents: list[Array], primals: Any) -> Any:
+    """Undo ``_inexact``: a cotangent for each of ``primals``."""
+    given = iter(cotangents)
+
+    def fill(primal: Array) -> Any:
+        if jnp.issubdtype(primal.dtype, jnp.inexact):
+            return next(given)
+        return np.zeros(primal.shape, jax.dtypes.float0)
+
+    return jax.tree.map(fill, primals)

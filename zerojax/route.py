@@ -1,0 +1,113 @@
+"""Routes: at which level weights start and gradients end, and what is kept in between.
+
+The stages of ZeRO and hpZ are nothing but different routes (levels as in ``zerojax.layout``):
+
+===================== ========= ========= =========
+                      source    keep      sink
+===================== ========= ========= =========
+stages 0 and 1        full      full      full
+stage 2               full      full      primary
+stage 3               primary   primary   primary
+stage 3, hpZ          primary   secondary primary
+stage 3, delta        secondary secondary primary
+===================== ========= ========= =========
+
+and where the node hop is taken once per step, the sink is the secondary partition.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+from zerojax.codec import Seed
+from zerojax.collectives import Way, deliver_gradients, encode_gradients, gather_local, gather_node
+from zerojax.layout import Leaf
+from zerojax.zero import Remat, ZeroConfig
+
+Level = Literal["primary", "secondary", "full"]
+Values = tuple[Num[Array, "..."], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Between which levels weights and gradients travel, when, and how.
+
+    Attributes:
+        source: the level at which a unit finds its weights.
+        keep: the level from which the backward pass gathers again.
+        sink: the level at which a unit leaves its gradients.
+        compute_dtype: of the gathered weights.
+        grad_dtype: of gradients left at level "full".
+        remat: the rematerialisation policy within the unit.
+        way: the hops of a gradient, from the unit to the sink or, where that is "full", to the owner.
+    """
+
+    source: Level
+    keep: Level
+    sink: Level
+    compute_dtype: str
+    grad_dtype: str
+    remat: Remat
+    way: Way
+
+    @staticmethod
+    def of(zero: ZeroConfig) -> "Route":
+        """The route that a config asks for."""
+        source: Level = "full"
+        keep: Level = "full"
+        if zero.stage == 3:
+            source = "secondary" if zero.weights_delta else "primary"
+            keep = "secondary" if zero.hpz else "primary"
+        sink: Level = "full"
+        if zero.stage >= 2:
+            sink = "secondary" if zero.node_hop_once else "primary"
+        return Route(
+            source=source,
+            keep=keep,
+            sink=sink,
+            compute_dtype=zero.compute_dtype,
+            # One micro-batch's gradients are not added to anything before they are reduced.
+            grad_dtype=zero.compute_dtype if zero.accumulate == 1 else "float32",
+            remat=zero.remat,
+            way=Way("secondary" if sink == "secondary" else "primary", zero.grads_hops, zero.chunks),
+        )
+
+    def weight_dtype(self, leaf: Leaf) -> jnp.dtype:
+        """What a leaf is computed in: never wider than the model itself has it."""
+        return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
+
+    def to_kept(self, values: Values, leaves: Sequence[Leaf]) -> Values:
+        """From the source to the level that the backward pass keeps: the node hop, or nothing."""
+        if (self.source, self.keep) == ("primary", "secondary"):
+            return tuple(gather_node(values, leaves))
+        return values
+
+    def to_whole(self, kept: Values, leaves: Sequence[Leaf]) -> Values:
+        """From the kept level to whole leaves of natural shape."""
+        if self.keep == "full":
+            return kept
+        secondary = gather_node(kept, leaves) if self.keep == "primary" else kept
+        return tuple(gather_local(secondary, leaves, [self.weight_dtype(leaf) for leaf in leaves]))
+
+    def encode(self, grads: Values, leaves: Sequence[Leaf], seed: Seed) -> Values:
+        """Whole gradients, this device's part, ready for their first hop."""
+        if self.sink == "full":
+            return tuple(grad.astype(self.grad_dtype) for grad in grads)
+        return tuple(encode_gradients(grads, leaves, seed, self.way))
+
+    def deliver(self, payload: Values, leaves: Sequence[Leaf], seed: Seed) -> Values:
+        """From ``encode``'s result to the sink: sums, not yet means."""
+        if self.sink == "full":
+            return payload
+        return tuple(deliver_gradients(payload, leaves, seed, self.way))
+
+    def zero_sink(self, leaf: Leaf) -> Num[Array, "..."]:
+        """A gradient of zeros at the sink's level; of all layers, where the leaf is stacked."""
+        layers = () if leaf.layers is None else (leaf.layers,)
+        if self.sink == "full":
+            return jnp.zeros((*layers, *leaf.shape), self.grad_dtype)
+        size = leaf.secondary if self.sink == "secondary" else leaf.shard
+        return jnp.zeros((*layers, size), jnp.float32)

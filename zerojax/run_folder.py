@@ -1,0 +1,170 @@
+"""A run's folder: what lies where, and whether a command may go on with it.
+
+```
+RUN/config.toml      the settings, complete; `zerojax train RUN/config.toml` repeats the run
+RUN/run.json         what became of it: status, steps, final losses, versions
+RUN/data/            tokens and tokenizer
+RUN/checkpoints/     one folder a step
+RUN/metrics.jsonl    one JSON object a step
+RUN/tensorboard/     the same, as events
+RUN/loss.png         the loss curve
+```
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zerojax.config import ConfigError, RunConfig, config_to_dict, dump_config, load_config
+from zerojax.errors import ZeroError
+
+Resume = Literal["auto", "must", "never"]
+
+# What a checkpoint's arrays and position mean; other settings may change when a run goes on.
+_FIXED_SECTIONS = ("model", "data")
+_FIXED_KEYS = ("optimizer.name", "train.seed", "train.batch_size", "train.sequence_length")
+
+
+class RunError(Exception):
+    """A run that began well and cannot go on; the message says where it began to go wrong."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run.
+
+    Attributes:
+        path: the folder; everything that a run writes lies in it.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The settings."""
+        return self.path / "config.toml"
+
+    @property
+    def summary(self) -> Path:
+        """What became of the run."""
+        return self.path / "run.json"
+
+    @property
+    def data(self) -> Path:
+        """Tokens and tokenizer."""
+        return self.path / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a step."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.png"
+
+    def create(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ZeroError: it cannot be made or written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ZeroError(f"{self.path}: cannot make the run folder: {error.strerror}") from error
+        if not os.access(self.path, os.W_OK):
+            raise ZeroError(f"{self.path}: the run folder is not writable")
+
+    def read_config(self) -> RunConfig:
+        """The settings of the run.
+
+        Raises:
+            ConfigError: there is no run here.
+        """
+        if not self.config.is_file():
+            raise ConfigError(f"{self.path} is no run folder: it has no {self.config.name}")
+        return load_config(self.config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Store the settings."""
+        write_whole(self.config, dump_config(config))
+
+    def update_summary(self, **values: Any) -> None:
+        """Add to what is known of the run."""
+        write_whole(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """What is known of the run; empty where nothing is."""
+        try:
+            return json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+
+def choose_start(latest: int | None, resume: Resume, folder: RunFolder) -> bool:
+    """Whether to go on from the latest checkpoint.
+
+    Args:
+        latest: the step of the newest checkpoint, or None.
+        resume: "auto" goes on where it can, "must" refuses to start afresh, "never" to go on.
+        folder: the run's.
+
+    Raises:
+        ZeroError: the wish cannot be met; nothing is ever overwritten instead.
+    """
+    if resume == "must" and latest is None:
+        raise ZeroError(f"--resume must: there is no checkpoint in {folder.checkpoints}")
+    if resume == "never" and latest is not None:
+        raise ZeroError(
+            f"--resume never: {folder.path} holds a run at step {latest}; choose another --run-dir, "
+            "or delete that folder yourself"
+        )
+    return latest is not None
+
+
+def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list[str]:
+    """What has changed in the settings of a run that goes on.
+
+    Args:
+        before: the settings that it was saved with.
+        now: those that it shall go on with.
+        folder: the run's, for the message.
+
+    Returns:
+        A line for each change, such as "train.steps: 100 -> 200".
+
+    Raises:
+        ZeroError: a change that makes it another run (model, data, batch, seed, optimizer).
+    """
+    changes = {
+        f"{section}.{key}": (values.get(key), new.get(key))
+        for section, new in config_to_dict(now).items()
+        for values in [config_to_dict(before)[section]]
+        for key in sorted({*values, *new})
+        if values.get(key) != new.get(key)
+    }
+    free = {"data.verify", "model.attention", "model.loss_chunk", "model.dropout"}
+    for name, (old, new) in changes.items():
+        section = name.partition(".")[0]
+        if name not in free and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
+            raise ZeroError(
+                f"{folder.path} was begun with {name} = {old!r} and cannot go on with {new!r}: "
+                "choose another --run-dir"
+            )
+    return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that no reader ever sees half of it."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

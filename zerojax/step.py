@@ -1,0 +1,254 @@
+"""The step: one compiled function from a state and a batch to the next state and its metrics.
+
+The backward pass and every hop run inside ``shard_map``; the optimizer runs on the global arrays, where a
+norm over the whole tree is right by construction.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from zerojax import device_step
+from zerojax.codec import mix
+from zerojax.device_step import flat_blocks, means, stored_blocks
+from zerojax.errors import ZeroError
+from zerojax.paths import from_tree, to_tree
+from zerojax.program import Program
+from zerojax.state import TrainState, abstract_fields, shardings_of
+from zerojax.xla import compiler_options
+
+Metrics = dict[str, Array]
+
+
+def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    """Take one optimizer step.
+
+    A step whose loss or gradient is not finite changes nothing but the counters. The state that is
+    passed in is donated: use the one returned.
+
+    Args:
+        state: the state so far.
+        batch: a pytree of arrays whose leading axis is the global batch, a multiple of the number of
+            devices times ``ZeroConfig.accumulate``; in several processes, this process's part of it.
+
+    Returns:
+        The next state, and the metrics as scalar arrays that are still being computed: "loss" and what
+        else the loss function measured (means over the world), "grad_norm", "skipped" (0 or 1),
+        "skipped_in_row".
+
+    Raises:
+        ZeroError: the batch does not divide.
+    """
+    program = state.program
+    return _compiled(program)(state, place(program, batch, program.zero.accumulate))
+
+
+def eval_step(state: TrainState, batch: Any) -> Metrics:
+    """The loss on a batch and what else the loss function measured; nothing changes.
+
+    Arguments and errors as ``train_step``, but for ``accumulate``, which does not matter here.
+    """
+    program = state.program
+    step = program.once("eval", lambda: jax.jit(_evaluate, compiler_options=compiler_options(program.mesh)))
+    return step(state, place(program, batch, 1))
+
+
+def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
+    """The mean gradients that ``train_step`` would hand to the optimizer; nothing changes.
+
+    Arguments and errors as ``train_step``.
+
+    Returns:
+        Nested by path, fp32, stored as the parameters are (``Leaf.stored_shape``).
+    """
+    program = state.program
+    step = program.once(
+        "gradients", lambda: jax.jit(lambda state, batch: _gradients(program, state, batch)[0])
+    )
+    return step(state, place(program, batch, program.zero.accumulate))
+
+
+def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+    """The lowered step, for ahead-of-time compiles and audits.
+
+    Args:
+        state: a state, or an abstract one.
+        batch: arrays or ShapeDtypeStructs with the global batch's shapes.
+    """
+    return _compiled(state.program).lower(state, abstract_batch(state.program, batch))
+
+
+def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
+    """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
+    return _compiled(state.program).trace(state, abstract_batch(state.program, batch))
+
+
+def abstract_batch(program: Program, batch: Any) -> Any:
+    """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
+    sharding = program.sharding(program.batch_spec)
+
+    def place_one(x: Any) -> jax.ShapeDtypeStruct:
+        _check_rows(program, np.shape(x), program.world.size, program.zero.accumulate)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+
+    return jax.tree.map(place_one, batch)
+
+
+def place(program: Program, batch: Any, accumulate: int) -> Any:
+    """Spread a host batch over the devices; arrays that are already in place stay as they are."""
+    sharding = program.sharding(program.batch_spec)
+    processes = program.once("processes", lambda: len({d.process_index for d in program.mesh.devices.flat}))
+
+    def place_one(x: Any) -> Array:
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        _check_rows(program, np.shape(x), program.world.size // processes, accumulate)
+        if processes == 1:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(place_one, batch)
+
+
+def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
+    if not shape or shape[0] == 0 or shape[0] % (devices * accumulate):
+        rows = f"{shape[0]} rows" if shape else "no leading axis"
+        raise ZeroError(
+            f"a batch array of shape {shape} has {rows}, not a positive multiple of {devices} devices x "
+            f"accumulate={accumulate}: its leading axis is the batch."
+        )
+
+
+def _compiled(program: Program) -> Any:
+    def make() -> Any:
+        fields = abstract_fields(program)
+        everyone = NamedSharding(program.mesh, PartitionSpec())
+        state = TrainState(**shardings_of(fields), program=program)
+        return jax.jit(
+            _train,
+            donate_argnums=0,
+            out_shardings=(state, everyone),
+            compiler_options=compiler_options(program.mesh),
+        )
+
+    return program.once("train", make)
+
+
+def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    program = state.program
+    grads, other, secondary, residual, metrics = _gradients(program, state, batch)
+    grad_norm = optax.tree.norm(grads)
+    ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+    updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    keep = functools.partial(_where, ok)
+    following = state.replace(
+        step=state.step + 1,
+        skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
+        params=keep(params, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+        other=keep(other, state.other),
+        secondary=secondary,
+        residual=keep(residual, state.residual),
+    )
+    metrics |= {
+        "grad_norm": grad_norm,
+        "skipped": 1 - ok.astype(jnp.int32),
+        "skipped_in_row": following.skipped_in_row,
+    }
+    return following, metrics
+
+
+def _where(ok: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any, Metrics]:
+    """Mean gradients at their owners, and the state that the passes changed."""
+    leaves = program.leaves
+    params_spec = program.by_path(program.param_spec)
+    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
+    residual_spec = program.by_path(program.residual_spec) if state.residual else {}
+
+    def local(
+        params: Any, secondary: Any, residual: Any, other: Any, batch: Any, step: Any, seed: Any
+    ) -> Any:
+        seed = mix(seed, step)
+        blocks = flat_blocks(params, leaves)
+        if secondary:
+            secondary = device_step.next_secondary(program, blocks, secondary, step)
+        weights = device_step.sources(program, blocks, secondary)
+        grads, other, sums = device_step.accumulate(program, weights, other, batch, seed)
+        flat = flat_blocks(residual, leaves) if residual else {}
+        grads, kept = device_step.to_owners(program, grads, flat, seed)
+        metrics, count = means(sums)
+        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, leaves)
+        kept = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
+        return grads, other, secondary, kept, metrics
+
+    everyone = PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(
+            params_spec,
+            secondary_spec,
+            residual_spec,
+            everyone,
+            program.batch_spec,
+            everyone,
+            everyone,
+        ),
+        out_specs=(params_spec, everyone, secondary_spec, residual_spec, everyone),
+        check_vma=False,
+    )
+    grads, other, secondary, residual, metrics = run(
+        from_tree(state.params),
+        from_tree(state.secondary),
+        from_tree(state.residual),
+        state.other,
+        batch,
+        state.step,
+        state.seed,
+    )
+    return to_tree(grads), other, to_tree(secondary), to_tree(residual), metrics
+
+
+def _evaluate(state: TrainState, batch: Any) -> Metrics:
+    program = state.program
+    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
+
+    def local(params: Any, secondary: Any, other: Any, batch: Any, step: Any, seed: Any) -> Metrics:
+        blocks = flat_blocks(params, program.leaves)
+        if secondary:
+            # As the next training step will do, or the loss would be that of the weights one update ago.
+            secondary = device_step.next_secondary(program, blocks, secondary, step)
+        weights = device_step.sources(program, blocks, secondary)
+        sums = device_step.evaluate(program, weights, other, batch, mix(seed, step))
+        return means(sums)[0]
+
+    everyone = PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(
+            program.by_path(program.param_spec),
+            secondary_spec,
+            everyone,
+            program.batch_spec,
+            everyone,
+            everyone,
+        ),
+        out_specs=everyone,
+        check_vma=False,
+    )
+    return run(
+        from_tree(state.params), from_tree(state.secondary), state.other, batch, state.step, state.seed
+    )

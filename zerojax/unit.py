@@ -1,0 +1,177 @@
+"""A unit: the module whose weights are gathered just before use and dropped after.
+
+A unit's parameters reach the model as ``Sharded`` values, which carry all that a gather needs. Calling the
+unit goes through ``call_unit``: one ``custom_vjp`` that gathers the weights, runs the module, and in the
+backward pass gathers again, runs the module's own vjp and reduces the gradients to their owners.
+
+Where its weights come from and where its gradients go is the ``Route``'s business.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Num
+
+from zerojax.codec import Seed
+from zerojax.errors import ZeroError
+from zerojax.layout import Leaf
+from zerojax.remat import rematerialised
+from zerojax.route import Route, Values
+
+Body = Callable[..., Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["source", "sink", "seed"],
+    meta_fields=["leaf", "route"],
+)
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """One parameter as a unit receives it: a value of the model's tree, sliced by scans like any other.
+
+    Attributes:
+        source: the weight at the route's source level.
+        sink: zeros at the sink's level; the gradient is the cotangent of this.
+        seed: salts stochastic rounding; of every layer, where the leaf is stacked.
+        leaf: its layout.
+        route: how it travels.
+    """
+
+    source: Num[Array, "..."]
+    sink: Num[Array, "..."]
+    seed: Seed
+    leaf: Leaf
+    route: Route
+
+    def __jax_array__(self) -> Array:
+        """Refuse use outside a unit's call: there is no whole weight to give."""
+        raise ZeroError(
+            f"the weight {self.leaf.name!r} is sharded and was read outside a call of its unit. Call "
+            "the unit's own methods, or leave its class out of ZeroConfig.units."
+        )
+
+    def __getitem__(self, index: Any) -> Array:
+        """Refuse ``param[...]`` likewise."""
+        return self.__jax_array__()
+
+
+def is_gathered(weight: Any) -> bool:
+    """Whether a unit's parameter has to be gathered, rather than being there whole (stages 0 to 2)."""
+    return isinstance(weight, Sharded) and weight.route.keep != "full"
+
+
+def materialise(weights: Sequence[Sharded]) -> Values:
+    """Gather weights that belong to no unit; they stay whole until the backward pass is done.
+
+    Their gradients are reduced once, when all uses have contributed.
+    """
+    if not weights:
+        return ()
+    route, leaves, (sources, sinks, seed) = take_apart(weights)
+    return _materialise(route, leaves, sources, sinks, seed)
+
+
+def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
+    """Run ``body(weights, inputs)`` on gathered weights.
+
+    Args:
+        body: a pure function of whole leaves of natural shape and of ``inputs``; it may close over
+            nothing that is traced.
+        weights: the unit's parameters.
+        inputs: a pytree of arrays: activations, the unit's other state.
+
+    Returns:
+        What ``body`` returns. Cotangents of ``inputs`` are ordinary ones, those of the weights land in
+        their sinks.
+    """
+    route, leaves, (sources, sinks, seed) = take_apart(weights)
+    body = rematerialised(body, route.remat)
+    return _call(route, leaves, body, sources, sinks, seed, inputs)
+
+
+def take_apart(
+    weights: Sequence[Sharded],
+) -> tuple[Route, tuple[Leaf, ...], tuple[Values, Values, Seed]]:
+    """A unit's route and layouts, and its sources, sinks and seed: each kind side by side."""
+    first = weights[0]
+    leaves = tuple(weight.leaf for weight in weights)
+    sources = tuple(weight.source for weight in weights)
+    sinks = tuple(weight.sink for weight in weights)
+    return first.route, leaves, (sources, sinks, first.seed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _materialise(
+    route: Route, leaves: tuple[Leaf, ...], sources: Values, sinks: Values, seed: Seed
+) -> Values:
+    del sinks, seed
+    return route.to_whole(route.to_kept(sources, leaves), leaves)
+
+
+def _materialise_fwd(
+    route: Route, leaves: tuple[Leaf, ...], sources: Values, sinks: Values, seed: Seed
+) -> tuple[Values, Seed]:
+    return _materialise(route, leaves, sources, sinks, seed), seed
+
+
+def _materialise_bwd(route: Route, leaves: tuple[Leaf, ...], seed: Seed, grads: Values) -> Any:
+    return None, route.deliver(route.encode(grads, leaves, seed), leaves, seed), None
+
+
+_materialise.defvjp(_materialise_fwd, _materialise_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _call(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    body: Body,
+    sources: Values,
+    sinks: Values,
+    seed: Seed,
+    inputs: Any,
+) -> Any:
+    del sinks, seed
+    # Without the barrier the compiler may gather every unit's weights before the first is used.
+    sources, inputs = lax.optimization_barrier((sources, inputs))
+    return body(route.to_whole(route.to_kept(sources, leaves), leaves), inputs)
+
+
+def _call_fwd(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    body: Body,
+    sources: Values,
+    sinks: Values,
+    seed: Seed,
+    inputs: Any,
+) -> Any:
+    del sinks
+    held, inputs = lax.optimization_barrier((sources, inputs))
+    started = route.to_kept(held, leaves)
+    # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
+    kept = sources if route.source == route.keep else started
+    vjp: Any
+    out, vjp = jax.vjp(body, route.to_whole(started, leaves), inputs)
+    # Whole weights are not residuals: the backward pass gathers them again.
+    _, *others = vjp.args_res
+    return out, (kept, vjp.replace(args_res=[None, *others]), seed)
+
+
+def _call_bwd(route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any, cotangent: Any) -> Any:
+    del body
+    kept, vjp, seed = residuals
+    # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
+    kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
+    whole = route.to_whole(kept, leaves)
+    grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
+    sums = route.deliver(route.encode(grads, leaves, seed), leaves, seed)
+    return None, sums, None, inputs
+
+
+_call.defvjp(_call_fwd, _call_bwd)
