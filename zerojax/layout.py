@@ -118,8 +118,8 @@ def make_leaf(
 ) -> Leaf:
     """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide)."""
     name, rank = "/".join(path), len(shape)
-    node, local = (zero.weight_format_of(name, rank, wanted) for wanted in zero.weight_formats)
-    first, second = (zero.grad_format_of(rank, wanted) for wanted in zero.grad_formats)
+    node, local = (zero.wire_format_of(name, rank, wanted) for wanted in zero.weight_formats)
+    first, second = (zero.wire_format_of(name, rank, wanted) for wanted in zero.grad_formats)
     block = zero.block_size
     weights = (Codec(node, block), Codec(local, block))
     grads = (Codec(first, block, zero.rounding), Codec(second, block, zero.rounding))

@@ -54,9 +54,10 @@ class ZeroConfig:
         rotation: 32 rotates gradients by a 32-wide Hadamard matrix before encoding; 0 does not.
         error_feedback: add what the node hop's encoding lost to the next step's gradient.
         chunks: into how many pipeline stages the two gradient hops are cut.
-        precise: ``(pattern, format)`` pairs: a weight whose path ("blocks/attn/kernel") matches the
-            shell pattern never travels in fewer bits than ``format``. Vectors and scalars always
-            travel in the compute format.
+        precise: ``(pattern, format)`` pairs: where a leaf's path ("blocks/attn/kernel") matches the
+            shell pattern, neither its weight nor its gradient travels in fewer bits than ``format``.
+            Vectors and scalars always travel in the compute format. By default embeddings: a rare
+            token's gradient, in one block with a frequent one's, would round to zero in four bits.
     """
 
     stage: int = 3
@@ -144,8 +145,8 @@ class ZeroConfig:
         """Whether gradients cross nodes after the last micro-batch instead of within each."""
         return self.error_feedback or (self.grad_sync == "step" and self.accumulate > 1)
 
-    def weight_format_of(self, path: str, rank: int, wanted: str) -> str:
-        """The format in which a weight travels where the config says ``wanted``.
+    def wire_format_of(self, path: str, rank: int, wanted: str) -> str:
+        """The format in which a leaf's weight or gradient travels where the config says ``wanted``.
 
         Args:
             path: the leaf's path, joined by "/".
@@ -156,10 +157,6 @@ class ZeroConfig:
             return max(wanted, self.compute_format, key=BITS.__getitem__)
         floors = [floor for pattern, floor in self.precise if fnmatch.fnmatch(path.lower(), pattern)]
         return max([wanted, *floors], key=BITS.__getitem__)
-
-    def grad_format_of(self, rank: int, wanted: str) -> str:
-        """The format in which a gradient travels: vectors and scalars never below the compute format."""
-        return max(wanted, self.compute_format, key=BITS.__getitem__) if rank < 2 else wanted
 
     def _check_formats(self) -> None:
         if len(self.grads) != 2:

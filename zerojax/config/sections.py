@@ -197,8 +197,8 @@ class ZeroSection:
         rotation: Width of the Hadamard rotation before encoding; 0 is none.
         error_feedback: Add what rounding left out to the next step's gradient.
         chunks: Pieces that the gradient hops are cut into, so that the two overlap.
-        precise: Pairs of a path pattern and a wire format: weights whose path matches never travel
-            in fewer bits.
+        precise: Pairs of a path pattern and a wire format: weights and gradients whose path matches
+            never travel in fewer bits.
     """
 
     preset: str = "zero3"
