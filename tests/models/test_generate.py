@@ -24,7 +24,11 @@ def draw_prompt(length, batch=2):
     return jax.random.randint(jax.random.key(7), (batch, length), 0, SMALL["vocab_size"])
 
 
-@pytest.mark.parametrize("settings", [{}, LLAMA, {"scan": False}], ids=["gpt2", "llama", "list"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2}],
+    ids=["gpt2", "llama", "list"],
+)
 @pytest.mark.parametrize("length", [1, 6, 17])
 def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):
     model, prompt = make(**settings), draw_prompt(length)

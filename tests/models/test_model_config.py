@@ -19,11 +19,15 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"layers": 0}, "layers = 0: at least 1"),
         ({"ffn": 0}, "ffn = 0"),
         ({"norm": "batch"}, "norm = 'batch': one of layer, rms"),
-        ({"mlp": "tanh"}, "one of gelu, relu, swiglu"),
+        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu"),
         ({"attention": "flash"}, "one of auto, cudnn, xla"),
         ({"dropout": 1.0}, "dropout = 1.0"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0"),
         ({"heads": 8, "positions": "rope"}, "3 wide"),
+        ({"head_width": 0}, "head_width = 0"),
+        ({"position_offset": 2, "positions": "rope"}, "0 without learned positions"),
+        ({"rope_scaling": "yarn"}, "one of none, linear, llama3"),
+        ({"rope_low_freq_factor": 4.0}, "must lie below"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -40,6 +44,7 @@ def test_wrong_settings_are_named(settings, message):
         LLAMA,
         LLAMA | {"kv_heads": 2, "ffn": 50, "scan": False},
         {"norm": "rms", "mlp": "swiglu", "kv_heads": 1},
+        {"heads": 5, "kv_heads": 1, "head_width": 6, "position_offset": 2, "mlp": "gelu_exact"},
         {"dropout": 0.1},
     ],
 )

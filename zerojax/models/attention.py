@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from zerojax.models.config import AttentionKernel
+from zerojax.models.config import AttentionKernel, GPTConfig
 
 ATTENTION_NAME = "attention"
 """The `checkpoint_name` of attention's output (and of what its backward needs beside q, k, v)."""
@@ -20,12 +20,30 @@ CUDNN_MAX_HEAD_DIM = 128
 RopeTable = tuple[Float[Array, "time half"], Float[Array, "time half"]]
 
 
-def rope_table(positions: Int[Array, " time"], head_dim: int, theta: float) -> RopeTable:
-    """The cosines and sines by which rotary embedding turns each pair, fp32.
+def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
+    """By how much each pair of a head turns from one position to the next, in radians, fp32.
 
-    Pair i of a head turns by positions x theta^(-2i/head_dim) (Su et al., 2021, eq. 15).
+    Pair i turns by theta^(-2i/head_dim) (Su et al., 2021, eq. 15). "linear" scaling divides all by
+    rope_factor (Chen et al., 2023); "llama3" divides those of wavelengths beyond
+    rope_original_len / rope_low_freq_factor, keeps those below rope_original_len /
+    rope_high_freq_factor, and mixes in between (as in Meta's release of LLaMA 3.1).
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    c = config
+    exponents = jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim
+    plain = 1.0 / c.rope_theta**exponents
+    if c.rope_scaling == "none":
+        return plain
+    stretched = plain / c.rope_factor
+    if c.rope_scaling == "linear":
+        return stretched
+    turns = c.rope_original_len * plain / (2 * jnp.pi)  # in the original context
+    low, high = c.rope_low_freq_factor, c.rope_high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * stretched + kept * plain
+
+
+def rope_table(positions: Int[Array, " time"], frequencies: Float[Array, " half"]) -> RopeTable:
+    """The cosines and sines by which rotary embedding turns each pair, fp32."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

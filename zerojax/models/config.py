@@ -7,7 +7,8 @@ from zerojax.errors import ZeroError
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "relu", "swiglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
+RopeScaling = Literal["none", "linear", "llama3"]
 AttentionKernel = Literal["auto", "cudnn", "xla"]
 
 
@@ -21,19 +22,30 @@ class GPTConfig:
         vocab_size: Number of tokens. A multiple of 128 keeps the logit matmuls on tensor cores.
         layers: Number of blocks.
         d_model: Width of the residual stream.
-        heads: Query heads; each is d_model / heads wide.
+        heads: Query heads.
+        head_width: Width of a head; None means d_model / heads.
         kv_heads: Key and value heads, fewer than heads for grouped-query attention
             (Ainslie et al., 2023); None means as many as heads.
         ffn: Hidden width of the MLP. None means 4 d_model, or for "swiglu" 8/3 d_model rounded
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         norm: "layer" (with a bias when biases) or "rms".
         positions: "learned" (a table of max_seq_len rows) or "rope" (Su et al., 2021).
-        mlp: "gelu" (the tanh form, as in GPT-2), "relu" (OPT) or "swiglu" (LLaMA).
+        position_offset: Rows of the learned table that lie before that of position 0 and are never
+            read; OPT has 2.
+        mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT) or "swiglu" (LLaMA).
         tied: Whether the output projection is the token embedding itself.
         biases: Whether linear layers and layer norms have biases.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
-        rope_theta: Base of the rotary wavelengths; read only when positions is "rope".
+        rope_theta: Base of the rotary wavelengths; this and the next five are read only when
+            positions is "rope".
+        rope_scaling: How wavelengths are stretched for longer contexts: "none", "linear" (all by
+            rope_factor) or "llama3" (the long ones by rope_factor, those between the two bounds
+            by a mixture).
+        rope_factor: By how much.
+        rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched whole.
+        rope_high_freq_factor: "llama3": those below rope_original_len / this are not.
+        rope_original_len: "llama3": the context before it was extended, in tokens.
         norm_eps: Added to the variance inside the norms.
         init_std: Standard deviation of the initial weights; the projections into the residual
             stream get init_std / sqrt(2 layers), as in GPT-2.
@@ -49,16 +61,23 @@ class GPTConfig:
     layers: int = 12
     d_model: int = 768
     heads: int = 12
+    head_width: int | None = None
     kv_heads: int | None = None
     ffn: int | None = None
     norm: Norm = "layer"
     positions: Positions = "learned"
+    position_offset: int = 0
     mlp: Activation = "gelu"
     tied: bool = True
     biases: bool = True
     max_seq_len: int = 1024
     dropout: float = 0.0
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = "none"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_len: int = 8192
     norm_eps: float = 1e-5
     init_std: float = 0.02
     scan: bool = True
@@ -71,12 +90,12 @@ class GPTConfig:
         Raises:
             ZeroError: naming the field, its value and what it may be.
         """
-        for name in ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "loss_chunk"):
+        for name in _COUNTS:
             _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: at least 1")
-        for name in ("kv_heads", "ffn"):
+        for name in ("kv_heads", "head_width", "ffn"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
-        for name in ("rope_theta", "norm_eps", "init_std"):
+        for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "norm_eps", "init_std"):
             _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)}: above 0")
         for field in fields(self):
             if get_origin(field.type) is Literal:
@@ -84,7 +103,16 @@ class GPTConfig:
                 _require(value in choices, f"{field.name} = {value!r}: one of {', '.join(choices)}")
         _require(0 <= self.dropout < 1, f"dropout = {self.dropout}: at least 0 and below 1")
         _require(
-            self.d_model % self.heads == 0,
+            self.position_offset == 0 or (self.position_offset > 0 and self.positions == "learned"),
+            f"position_offset = {self.position_offset}: 0 or more, and 0 without learned positions",
+        )
+        _require(
+            self.rope_low_freq_factor < self.rope_high_freq_factor,
+            f"rope_low_freq_factor = {self.rope_low_freq_factor} must lie below "
+            f"rope_high_freq_factor = {self.rope_high_freq_factor}",
+        )
+        _require(
+            self.head_width is not None or self.d_model % self.heads == 0,
             f"d_model = {self.d_model} does not divide into heads = {self.heads}",
         )
         _require(
@@ -94,13 +122,18 @@ class GPTConfig:
         _require(
             self.positions != "rope" or self.head_dim % 2 == 0,
             f'positions = "rope" rotates pairs, but a head is {self.head_dim} wide '
-            "(d_model / heads): make it even",
+            "(head_width, or d_model / heads): make it even",
         )
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.d_model // self.heads
+        """Width of one attention head, head_width resolved."""
+        return self.d_model // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
 
     @property
     def key_value_heads(self) -> int:
@@ -117,6 +150,9 @@ class GPTConfig:
         return 4 * self.d_model
 
 
+_COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ZeroError(f"[model] {message}")
@@ -125,7 +161,7 @@ def _require(condition: bool, message: str) -> None:
 def _block_matrices(c: GPTConfig) -> int:
     """Elements of one block's weight matrices."""
     kv_width = c.key_value_heads * c.head_dim
-    attention = c.d_model * (c.d_model + 2 * kv_width) + c.d_model * c.d_model
+    attention = 2 * c.d_model * (c.attention_width + kv_width)
     return attention + (3 if c.mlp == "swiglu" else 2) * c.d_model * c.ffn_width
 
 
@@ -139,10 +175,10 @@ def parameter_count(config: GPTConfig) -> int:
     block = _block_matrices(c) + 2 * _norm_parameters(c)
     if c.biases:
         hidden = (2 if c.mlp == "swiglu" else 1) * c.ffn_width
-        block += c.d_model + 2 * c.key_value_heads * c.head_dim + c.d_model + hidden + c.d_model
+        block += c.attention_width + 2 * c.key_value_heads * c.head_dim + c.d_model + hidden + c.d_model
     tables = c.vocab_size * (1 if c.tied else 2)
     if c.positions == "learned":
-        tables += c.max_seq_len
+        tables += c.max_seq_len + c.position_offset
     return c.layers * block + tables * c.d_model + _norm_parameters(c)
 
 
@@ -150,7 +186,7 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
     6 for each weight that is multiplied (the output projection included, the embedding look-ups
-    not) plus 12 x layers x d_model x seq_len for attention scores and values, the convention of
+    not) plus 12 x layers x heads x head_dim x seq_len for attention scores and values, the convention of
     PaLM (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not
     added. Model FLOPs utilisation is this times tokens per second over the chip's peak.
 
@@ -160,4 +196,4 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     if not 1 <= seq_len <= config.max_seq_len:
         raise ZeroError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = config.layers * _block_matrices(config) + config.vocab_size * config.d_model
-    return 6 * matrices + 12 * config.layers * config.d_model * seq_len
+    return 6 * matrices + 12 * config.layers * config.attention_width * seq_len

@@ -238,5 +238,5 @@ def _extend_block(
     )
     keys, values = (jax.lax.dynamic_index_in_dim(whole, index, keepdims=False) for whole in cache)
     attended = jax.nn.dot_product_attention(query, keys, values, mask=seen, implementation="xla")
-    x = x + block.attention.out(attended.reshape(x.shape))
+    x = x + block.attention.join(attended)
     return x + block.mlp(block.norm_mlp(x)), cache

@@ -19,7 +19,13 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from zerojax.errors import ZeroError
-from zerojax.models.attention import RopeTable, apply_rope, causal_attention, rope_table
+from zerojax.models.attention import (
+    RopeTable,
+    apply_rope,
+    causal_attention,
+    rope_frequencies,
+    rope_table,
+)
 from zerojax.models.config import GPTConfig
 from zerojax.stack import Stack
 
@@ -82,7 +88,7 @@ class Attention(nnx.Module):
         self.config = c
         width = (c.heads + 2 * c.key_value_heads) * c.head_dim
         self.qkv = _linear(c, c.d_model, width, rngs, c.init_std)
-        self.out = _linear(c, c.d_model, c.d_model, rngs, _residual_std(c))
+        self.out = _linear(c, c.attention_width, c.d_model, rngs, _residual_std(c))
 
     def project(self, x: Hidden, rope: RopeTable | None) -> tuple[Array, Array, Array]:
         """Queries (batch, time, heads, head_dim), keys and values (batch, time, kv_heads, ...)."""
@@ -97,7 +103,18 @@ class Attention(nnx.Module):
     def __call__(self, x: Hidden, rope: RopeTable | None) -> Hidden:
         """Mix each position with those before it; rope is None with learned positions."""
         q, k, v = self.project(x, rope)
-        return self.out(causal_attention(q, k, v, self.config.attention).reshape(x.shape))
+        return self.join(causal_attention(q, k, v, self.config.attention))
+
+    def join(self, heads: Float[Array, "batch time heads head_dim"]) -> Hidden:
+        """The output projection of all heads side by side."""
+        return self.out(heads.reshape(*heads.shape[:2], self.config.attention_width))
+
+
+_ACTIVATIONS = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
 
 
 class MLP(nnx.Module):
@@ -116,8 +133,7 @@ class MLP(nnx.Module):
         """Apply up, the activation, and down."""
         if self.activation == "swiglu":
             return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-        activation = jax.nn.relu if self.activation == "relu" else jax.nn.gelu
-        return self.down(activation(self.up(x)))
+        return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
 class Block(nnx.Module):
@@ -159,7 +175,7 @@ class GPT(nnx.Module):
         self.deterministic = False  # `model.eval()` sets it
         self.embed = _embedding(c, c.vocab_size, rngs)
         if c.positions == "learned":
-            self.position = _embedding(c, c.max_seq_len, rngs)
+            self.position = _embedding(c, c.position_offset + c.max_seq_len, rngs)
         block = partial(Block, c)
         if c.scan:
             self.blocks = Stack(block, c.layers, rngs=rngs)
@@ -178,10 +194,11 @@ class GPT(nnx.Module):
         self, tokens: Int[Array, "batch time"], positions: Int[Array, " time"]
     ) -> tuple[Hidden, RopeTable | None]:
         """The residual stream's start, and the rotary table where positions are rotary."""
+        c = self.config
         x = _look_up(self.embed.embedding[...], tokens)
-        if self.config.positions == "learned":
-            return x + _look_up(self.position.embedding[...], positions), None
-        return x, rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        if c.positions == "learned":
+            return x + _look_up(self.position.embedding[...], positions + c.position_offset), None
+        return x, rope_table(positions, rope_frequencies(c))
 
     def hidden(self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None) -> Hidden:
         """The normed output of the last block, in the weights' dtype.
