@@ -153,9 +153,15 @@ def encode_reordered(
 
     Args:
         g: [local * nodes * chunks * q], any floating-point dtype, q a multiple of `block`.
-        fmt, block, rounding, rotation, seed: as for `encode`; random bits belong to an element's
-            place in g.
-        local, nodes, chunks: the view's leading dimensions.
+        fmt: as for `encode`, with `block`, `rounding`, `rotation` and `seed`; random bits belong to
+            an element's place in g.
+        local: the view's first dimension.
+        nodes: its second.
+        chunks: its third.
+        block: see `fmt`.
+        rounding: see `fmt`.
+        rotation: see `fmt`.
+        seed: see `fmt`.
 
     Returns:
         uint8[chunks, local, nbytes(fmt, nodes * q, block)].
@@ -225,7 +231,9 @@ def decode_sum(
 
     Args:
         payload: one row a peer.
-        fmt, n, block: as for `decode`.
+        fmt: as for `decode`.
+        n: elements of a row.
+        block: as for `decode`.
         rotation: what the rows were encoded with; it is undone after the sum.
         scale: a Python number the result is multiplied by, 1/peers for a mean.
 
@@ -257,10 +265,13 @@ def decode_sum_encode(
 
     Args:
         payload: uint8[peers, nbytes(fmt_in, rows_out * n, block)].
-        fmt_in, fmt_out: the wire formats of the hop before and the hop after.
-        rows_out, n: shape of the sum as the next hop sends it.
-        block, rounding, seed: as for `encode`. A rotation survives the sum: it is undone by the
-            last `decode_sum` only.
+        fmt_in: the wire format of the hop before.
+        fmt_out: that of the hop after.
+        rows_out: rows of the sum as the next hop sends it.
+        n: elements of each.
+        block: as for `encode`.
+        rounding: as for `encode`. A rotation survives the sum: it is undone by the last `decode_sum` only.
+        seed: as for `encode`.
 
     Returns:
         uint8[rows_out, nbytes(fmt_out, n, block)].

@@ -1,0 +1,59 @@
+"""Writes the page of every config key from the sections' own docstrings and defaults, at each build."""
+
+import dataclasses
+import inspect
+import re
+import typing
+from typing import Any
+
+import tomli_w
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from zerojax.config import RunConfig
+
+_INTRODUCTION = """# Every config key
+
+A config is a TOML file of the tables below; each key is also an option of the command line, such as
+`--train.steps 500`, which wins over the file. A key that is missing takes the default shown. A key that
+does not exist is an error that names the nearest one that does.
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page to the site."""
+    files.append(File.generated(config, "config.md", content=page()))
+    return files
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    types = typing.get_type_hints(RunConfig)
+    sections = [_section(f.name, types[f.name]) for f in dataclasses.fields(RunConfig)]
+    return "\n".join([_INTRODUCTION, *sections])
+
+
+def _section(name: str, kind: type[Any]) -> str:
+    summary, meanings = _documentation(kind)
+    lines = [f"## [{name}]", "", summary, "", "| key | default | meaning |", "|---|---|---|"]
+    for key in dataclasses.fields(kind):
+        absent = "the preset's" if name == "zero" else "none"
+        lines.append(f"| `{key.name}` | {_value(key, absent)} | {meanings[key.name]} |")
+    return "\n".join([*lines, ""])
+
+
+def _documentation(kind: type[Any]) -> tuple[str, dict[str, str]]:
+    """The text before `Attributes:`, and each attribute's meaning on one line."""
+    text, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n(?:        .*)?)*)", attributes, re.MULTILINE)
+    return text.strip(), {name: " ".join(meaning.split()).replace("|", "\\|") for name, meaning in found}
+
+
+def _value(key: dataclasses.Field[Any], absent: str) -> str:
+    """A default as TOML has it; `absent` where there is none."""
+    default = key.default
+    if default is dataclasses.MISSING and callable(key.default_factory):
+        default = key.default_factory()
+    if default is None:
+        return absent
+    return f"`{tomli_w.dumps({'key': default}).partition('=')[2].strip()}`"

@@ -1,0 +1,83 @@
+"""Every command and every piece of code in the documentation, run word for word."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from pages import PAGES, REASONS, ROOT, RUN, SHOWN, CodeBlock, blocks
+
+from zerojax.config import config_from_dict
+
+BY_PAGE = {str(page.relative_to(ROOT)): blocks(page) for page in PAGES}
+CONFIGS = [b for found in BY_PAGE.values() for b in found if b.kind == "toml" and not b.reason]
+
+
+def to_run(kind: str) -> dict[str, list[CodeBlock]]:
+    """Per page, the blocks of a kind that are run; pages without any left out."""
+    chosen = {name: [b for b in found if b.kind == kind and not b.reason] for name, found in BY_PAGE.items()}
+    return {name: found for name, found in chosen.items() if found}
+
+
+COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout to a command and takes what the commands write."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "scripts", "examples", "tests", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Eight emulated devices, this Python's commands first, and one compilation cache for all."""
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_COMPILATION_CACHE_DIR": str(checkout / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "PYTHONWARNINGS": "default",
+    }
+
+
+def run(command: list[str], block: CodeBlock, checkout: Path) -> None:
+    done = subprocess.run(
+        command, cwd=checkout, env=environment(checkout), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"{block}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_commands_of_a_page_work_in_their_order(page: str, checkout: Path):
+    for block in COMMANDS[page]:
+        run(["bash", "-euo", "pipefail", "-c", block.code], block, checkout)
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_the_python_of_a_page_runs_as_one_program(page: str, checkout: Path):
+    program = "\n".join(block.code for block in PROGRAMS[page])
+    run([sys.executable, "-c", program], PROGRAMS[page][0], checkout)
+
+
+@pytest.mark.parametrize("block", CONFIGS, ids=str)
+def test_the_settings_shown_are_settings(block: CodeBlock):
+    config_from_dict(tomllib.loads(block.code), origin=str(block))
+
+
+@pytest.mark.parametrize("page", BY_PAGE)
+def test_what_is_not_run_says_why(page: str):
+    for block in BY_PAGE[page]:
+        assert block.kind in (*RUN, *SHOWN), f"{block}: a fence of {block.kind!r} is neither run nor output"
+        assert block.reason is None or block.reason in REASONS, f"{block}: not run: {block.reason!r}"
+
+
+def test_the_blocks_are_found():
+    start = BY_PAGE["docs/start.md"]
+    assert [b.kind for b in start] == ["sh", "text", "sh", "sh", "sh", "sh", "python"]
+    assert start[0].reason == "sets up a machine"
+    assert "zerojax sample" in start[4].code
