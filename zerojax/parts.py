@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 import zerojax
+from zerojax import checkpoints
+from zerojax.agreement import from_first
 from zerojax.config import RunConfig
 from zerojax.data import Batch, Dataset, TrainBatches, open_dataset, prepare, validation_batches
 from zerojax.errors import ZeroError
 from zerojax.metrics import RunLog, StepCosts
 from zerojax.models import GPT, Block, flops_per_token, lm_loss
 from zerojax.optimizer import make_optimizer, make_schedule
-from zerojax.run_folder import RunFolder
+from zerojax.peers import Peers
+from zerojax.run_folder import Resume, RunFolder, check_start
+from zerojax.trackers import check_trackers
+from zerojax.watchdog import Watchdog, end_alone
 from zerojax.wire import comm_report
 
 
@@ -52,11 +56,12 @@ def _state_arguments(config: RunConfig, tx: optax.GradientTransformation | None 
 
 
 def check_settings(config: RunConfig) -> None:
-    """Refuse a mesh, a sharding or a batch that cannot be, before any data is prepared.
+    """Refuse a tracker, a mesh, a sharding or a batch that cannot be, before any data is prepared.
 
     Raises:
         ZeroError: naming the numbers and what would do.
     """
+    check_trackers(config.log.trackers)
     arguments = _state_arguments(config)
     devices = arguments["mesh"].size
     size, parts = config.train.batch_size, devices * config.train.accumulate
@@ -74,10 +79,12 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
         ZeroError: the source, the tokenizer or the folder cannot be used, or the model has no embedding
             for some of the tokens.
     """
-    if is_first():
+
+    def write() -> None:
         folder.create()
         prepare(config.data, folder.data)
-    multihost_utils.sync_global_devices("zerojax: the data is prepared")
+
+    from_first(write)
     data = open_dataset(config.data, folder.data)
     if data.tokenizer.vocab_size > config.model.vocab_size:
         raise ZeroError(
@@ -85,6 +92,36 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
             f"{config.model.vocab_size}: raise it"
         )
     return data
+
+
+def choose_checkpoint(
+    config: RunConfig, folder: RunFolder, resume: Resume
+) -> tuple[checkpoints.Seal | None, list[str]]:
+    """The checkpoint to go on from; the first process looks, and all take the same.
+
+    Damaged ones that are newer are moved aside, so that their steps can be saved again.
+
+    Returns:
+        Its seal, None to start afresh; and a line for each damaged one.
+
+    Raises:
+        ZeroError: `resume` cannot be had, or all checkpoints are damaged.
+    """
+
+    def look() -> dict[str, Any]:
+        choice = checkpoints.newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
+        check_start(choice.step, resume, folder)
+        lines = [
+            f"{checkpoints.damage_line(folder.checkpoints, step, why)}; it is now called "
+            f"{checkpoints.move_aside(folder.checkpoints, step).name}"
+            for step, why in choice.damaged.items()
+        ]
+        return {"step": choice.step, "lines": lines}
+
+    found = from_first(look)
+    if found["step"] is None:
+        return None, found["lines"]
+    return checkpoints.read_seal(folder.checkpoints / str(found["step"])), found["lines"]
 
 
 def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
@@ -120,8 +157,8 @@ def make_log(
     schedule = make_schedule(config.optimizer, train.steps)
     predicted = train.batch_size * train.sequence_length
     return RunLog(
-        folder.path,
-        train,
+        folder,
+        config,
         # All at once, before training: asking the device for one a step would wait for the step.
         np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
         StepCosts(
@@ -132,9 +169,18 @@ def make_log(
         ),
         start=step,
         skipped=skipped,
-        every=config.log.every,
-        tensorboard=config.log.tensorboard,
     )
+
+
+def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> Watchdog:
+    """What ends a run that does not get on, together with its peers if it has any."""
+    stacks = folder.stacks / f"rank-{jax.process_index()}.txt"
+    if peers is None:
+        return Watchdog(config.cluster, lambda line: end_alone(stacks, line))
+    peers.stacks = stacks
+    if is_first():
+        peers.note = lambda why: folder.update_summary(status="failed", reason=why)
+    return Watchdog(config.cluster, peers.stuck)
 
 
 def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:

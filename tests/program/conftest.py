@@ -23,7 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run that was trained to its end; not to be written to."""
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
-    config = micro_config(text, log={"tensorboard": True}, checkpoint={"keep": 2})
+    config = micro_config(text, log={"trackers": ["tensorboard"]}, checkpoint={"keep": 2})
     with Trainer.open(config, folder) as trainer:
         trainer.train()
     return folder

@@ -20,7 +20,7 @@ MICRO: dict[str, dict[str, Any]] = {
     "zero": {"compute_dtype": "float32"},
     "mesh": {"nodes": 2, "local": 4},
     "checkpoint": {"every": 3},
-    "log": {"tensorboard": False},
+    "log": {"trackers": []},
 }
 
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
-from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
 
 from zerojax.metrics import (
-    MetricsFiles,
+    MetricsFile,
     MetricsQueue,
     Progress,
     draw_loss_curve,
     memory_in_use,
+    read_lines,
     read_metrics,
 )
 
@@ -87,7 +87,7 @@ class TestQueue:
 
 class TestFiles:
     def test_one_object_a_step(self, tmp_path: Path) -> None:
-        files = MetricsFiles(tmp_path, tensorboard=False)
+        files = MetricsFile(tmp_path / "metrics.jsonl")
         files.write(1, {"loss": 2.5})
         files.write(2, {"loss": float("nan"), "skipped": 1.0})
         files.close()
@@ -100,30 +100,18 @@ class TestFiles:
         assert values == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None, "skipped": 1.0}]
 
     def test_going_on_drops_what_will_be_done_again(self, tmp_path: Path) -> None:
-        files = MetricsFiles(tmp_path, tensorboard=False)
+        files = MetricsFile(tmp_path / "metrics.jsonl")
         for step in range(1, 6):
             files.write(step, {"loss": float(step)})
         files.close()
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 6, "lo')  # killed in mid-line
-        again = MetricsFiles(tmp_path, start=3, tensorboard=False)
+        assert read_lines(tmp_path / "metrics.jsonl")[1] == 1
+        again = MetricsFile(tmp_path / "metrics.jsonl", start=3)
         again.write(4, {"loss": 40.0})
         again.close()
         steps = read_metrics(tmp_path / "metrics.jsonl")
         assert [(s["step"], s["loss"]) for s in steps] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-
-    def test_tensorboard(self, tmp_path: Path) -> None:
-        files = MetricsFiles(tmp_path)
-        files.write(7, {"loss": 2.5})
-        files.close()
-        (events,) = (tmp_path / "tensorboard").iterdir()
-        raw, found = events.read_bytes(), []
-        while raw:
-            size = int.from_bytes(raw[:8], "little")
-            found.append(Event.FromString(raw[12 : 12 + size]))
-            raw = raw[16 + size :]
-        scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
-        assert scalars == [(7, "loss", 2.5)]
 
     def test_no_file(self, tmp_path: Path) -> None:
         assert read_metrics(tmp_path / "metrics.jsonl") == []

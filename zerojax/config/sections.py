@@ -102,7 +102,7 @@ class OptimizerSection:
     """The optimizer and its learning-rate schedule (optax).
 
     Attributes:
-        name: Update rule.
+        name: Update rule; docs/optimizers.md compares them.
         learning_rate: Peak learning rate.
         schedule: Shape after the warm-up: a half cosine; "wsd" holds the peak, then decays linearly
             over the last `decay_fraction` of the run; a straight line; or no decay.
@@ -244,12 +244,24 @@ class CheckpointSection:
     """Saving the run.
 
     Attributes:
-        every: Steps between checkpoints; 0 saves at the end only.
-        keep: How many checkpoints to keep.
+        every: Steps between checkpoints; 0 saves at the end only, or by `minutes`.
+        minutes: Also save when the last checkpoint is so many minutes old; 0 does not.
+        keep: How many checkpoints to keep, the newest.
+        keep_every: Keep also those at multiples of so many steps; 0 keeps none for that.
+        keep_best: Keep also so many with the lowest validation loss, of those saved at a step that
+            measured it.
+        keep_minutes: Keep also those of the last so many minutes of training.
+        verify: Read a checkpoint's every byte and compare checksums before going on from it; without,
+            only names and sizes of its files are compared.
     """
 
     every: int = 500
+    minutes: float = 0.0
     keep: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    keep_minutes: float = 0.0
+    verify: bool = True
 
     def __post_init__(self) -> None:
         """Refuse a negative interval and keeping nothing.
@@ -259,6 +271,38 @@ class CheckpointSection:
         """
         _require(self.every >= 0, "checkpoint.every must be 0 (at the end only) or more")
         _require(self.keep >= 1, "checkpoint.keep must be at least 1")
+        for name in ("minutes", "keep_every", "keep_best", "keep_minutes"):
+            _require(getattr(self, name) >= 0, f"checkpoint.{name} must not be negative")
+
+
+@dataclass(frozen=True)
+class ClusterSection:
+    """What the processes of a run expect of each other; docs/clusters.md says what happens else.
+
+    Attributes:
+        join_timeout: Seconds that a process waits for the others at the start.
+        peer_timeout: Seconds of silence after which a process counts as lost, and the others end.
+        step_factor: A step that takes so many times the median of recent ones is ended; 0 waits for ever.
+        step_timeout: Seconds that a step may always take, whatever the others took.
+        phase_timeout: Seconds for what is no step: compiling, an evaluation, a checkpoint; 0 is any.
+    """
+
+    join_timeout: float = 300.0
+    peer_timeout: float = 60.0
+    step_factor: float = 10.0
+    step_timeout: float = 300.0
+    phase_timeout: float = 3600.0
+
+    def __post_init__(self) -> None:
+        """Refuse times that have passed before anything has begun.
+
+        Raises:
+            ZeroError: naming the option.
+        """
+        for name in ("join_timeout", "peer_timeout"):
+            _require(getattr(self, name) >= 1, f"cluster.{name} must be at least 1 second")
+        for name in ("step_factor", "step_timeout", "phase_timeout"):
+            _require(getattr(self, name) >= 0, f"cluster.{name} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -267,19 +311,26 @@ class LogSection:
 
     Attributes:
         every: Steps between plain progress lines, where there is no terminal.
-        tensorboard: Write TensorBoard events to RUN/tensorboard.
+        trackers: Who else is told: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
+        project: Project of Weights & Biases, experiment of MLflow.
     """
 
     every: int = 10
-    tensorboard: bool = True
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    project: str = "zerojax"
 
     def __post_init__(self) -> None:
-        """Refuse an interval below one step.
+        """Refuse an interval below one step, a tracker twice, a project without a name.
 
         Raises:
             ZeroError: naming the option.
         """
         _require(self.every >= 1, "log.every must be at least 1")
+        _require(
+            len(set(self.trackers)) == len(self.trackers),
+            f"log.trackers names one twice: {', '.join(self.trackers)}",
+        )
+        _require(self.project != "", "log.project is empty: name the project or experiment")
 
 
 @dataclass(frozen=True)
@@ -292,15 +343,21 @@ class RunConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     zero: ZeroSection = field(default_factory=ZeroSection)
     mesh: MeshSection = field(default_factory=MeshSection)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
-        """Refuse a sequence that the model cannot take.
+        """Refuse a sequence that the model cannot take, and a best checkpoint that nothing tells.
 
         Raises:
             ZeroError: naming both options.
         """
+        _require(
+            self.checkpoint.keep_best == 0 or self.train.eval_every > 0,
+            "checkpoint.keep_best goes by the validation loss: set train.eval_every, and checkpoint.every "
+            "to a multiple of it",
+        )
         _require(
             self.train.sequence_length <= self.model.max_seq_len,
             f"train.sequence_length {self.train.sequence_length} is longer than "

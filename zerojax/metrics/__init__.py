@@ -2,13 +2,13 @@
 
 from zerojax.metrics.curve import draw_loss_curve
 from zerojax.metrics.devices import memory_in_use, peak_flops
-from zerojax.metrics.files import MetricsFiles, read_metrics
+from zerojax.metrics.files import MetricsFile, read_lines, read_metrics
 from zerojax.metrics.log import RunLog, StepCosts
 from zerojax.metrics.progress import Progress
 from zerojax.metrics.queue import MetricsQueue, Record
 
 __all__ = [
-    "MetricsFiles",
+    "MetricsFile",
     "MetricsQueue",
     "Progress",
     "Record",
@@ -17,5 +17,6 @@ __all__ = [
     "draw_loss_curve",
     "memory_in_use",
     "peak_flops",
+    "read_lines",
     "read_metrics",
 ]

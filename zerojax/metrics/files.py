@@ -1,4 +1,4 @@
-"""Metrics on disk: `metrics.jsonl` always, TensorBoard events on wish."""
+"""Metrics on disk: `metrics.jsonl`, one JSON object a step."""
 
 import json
 import math
@@ -6,42 +6,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
 
+class MetricsFile:
+    """The writer of a run's metrics; a run that goes on continues the file."""
 
-class MetricsFiles:
-    """Writers of one run folder; a run that goes on continues its files."""
-
-    def __init__(self, folder: Path, *, start: int = 0, tensorboard: bool = True) -> None:
-        """Open the files.
+    def __init__(self, path: Path, *, start: int = 0) -> None:
+        """Open the file.
 
         Args:
-            folder: the run's.
+            path: of the file.
             start: steps done so far. What an earlier process wrote about later steps, which will be
                 done again, is dropped.
-            tensorboard: also write events to `folder/tensorboard`.
         """
-        self._path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(self._path) if line["step"] <= start]
-        self._lines = self._path.open("w", encoding="utf-8")
+        kept = [line for line in read_metrics(path) if line["step"] <= start]
+        self._lines = path.open("w", encoding="utf-8")
         for line in kept:
             self._write_line(line)
-        self._events = None
-        if tensorboard:
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a step. A value that is no finite number is written as null, as JSON has no NaN."""
         self._write_line({"step": step, **values})
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close."""
         self._lines.close()
-        if self._events is not None:
-            self._events.close()
 
     def _write_line(self, values: Mapping[str, Any]) -> None:
         finite = {
@@ -55,16 +43,23 @@ class MetricsFiles:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps in a `metrics.jsonl`, in order; none where there is no file.
 
-    A last line that a killed process left half written is left out.
+    A line that a killed process left half written is left out.
     """
+    return read_lines(path)[0]
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The steps in a `metrics.jsonl`, in order, and how many lines of it cannot be read."""
     if not path.exists():
-        return []
-    steps = []
+        return [], 0
+    steps, damaged = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
         except ValueError:
-            continue
+            values = None
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             steps.append(values)
-    return steps
+        else:
+            damaged += 1
+    return steps, damaged

@@ -1,7 +1,6 @@
 """Everything that a step leaves behind: its record, made and spread without holding the next one up."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -9,12 +8,14 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from zerojax.config import TrainSection
+from zerojax.config import RunConfig
+from zerojax.errors import RunError
 from zerojax.metrics.devices import memory_in_use, peak_flops
-from zerojax.metrics.files import MetricsFiles
+from zerojax.metrics.files import MetricsFile
 from zerojax.metrics.progress import Progress
 from zerojax.metrics.queue import Evaluation, Metrics, MetricsQueue, Record
-from zerojax.run_folder import RunError
+from zerojax.run_folder import RunFolder
+from zerojax.trackers import open_trackers
 
 
 @dataclass(frozen=True)
@@ -39,38 +40,38 @@ class RunLog:
 
     def __init__(
         self,
-        folder: Path,
-        settings: TrainSection,
+        folder: RunFolder,
+        config: RunConfig,
         learning_rates: Float[np.ndarray, " steps"],
         costs: StepCosts,
         *,
         start: int = 0,
         skipped: int = 0,
-        every: int = 10,
-        tensorboard: bool = True,
     ) -> None:
-        """Open the files, on the first process alone.
+        """Open the files and trackers, on the first process alone.
 
         Args:
             folder: the run's.
-            settings: number of steps; how many may be skipped in a row.
+            config: its settings.
             learning_rates: by the number of updates done.
             costs: of a step.
             start: steps done before.
             skipped: those of them without an update.
-            every: steps between plain progress lines.
-            tensorboard: also write events.
+
+        Raises:
+            ZeroError: a tracker cannot start.
         """
         first = jax.process_index() == 0
         self.skipped = skipped
         self.last: dict[str, float] = {}
-        self._settings = settings
+        self._settings = config.train
         self._rates = learning_rates
         self._costs = costs
         self._peak = peak_flops(jax.local_devices()[0].device_kind)
         self._queue = MetricsQueue()
-        self._files = MetricsFiles(folder, start=start, tensorboard=tensorboard) if first else None
-        self._progress = Progress(steps=settings.steps, start=start, every=every, shown=first)
+        self._progress = Progress(steps=config.train.steps, start=start, every=config.log.every, shown=first)
+        self._file = MetricsFile(folder.metrics, start=start) if first else None
+        self._trackers = open_trackers(folder, config, start=start, say=self.say) if first else None
 
     def __enter__(self) -> Self:
         """Start the line and the clock."""
@@ -86,8 +87,10 @@ class RunLog:
     ) -> None:
         """Close the files; what is still under way is lost, unless `drain` was called."""
         self._progress.__exit__(kind, error, trace)
-        if self._files is not None:
-            self._files.close()
+        if self._file is not None:
+            self._file.close()
+        if self._trackers is not None:
+            self._trackers.close(failed=error is not None)
 
     def say(self, message: str) -> None:
         """Print a line above the progress."""
@@ -118,8 +121,10 @@ class RunLog:
     def _take(self, record: Record) -> None:
         values = self._complete(record)
         self.last = values
-        if self._files is not None:
-            self._files.write(record.step, values)
+        if self._file is not None:
+            self._file.write(record.step, values)
+        if self._trackers is not None:
+            self._trackers.write(record.step, values)
         self._progress.show(record.step, values)
         in_row = int(values["skipped_in_row"])
         if in_row >= self._settings.max_skips:

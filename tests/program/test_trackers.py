@@ -1,0 +1,156 @@
+"""Trackers: what each of them has of a run that was killed and went on, without a network."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
+
+from zerojax.config import LogSection, RunConfig
+from zerojax.errors import ZeroError
+from zerojax.run_folder import RunFolder
+from zerojax.trackers import Trackers, check_trackers, open_trackers
+
+STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
+
+
+def config(*trackers: Any) -> RunConfig:
+    return dataclasses.replace(RunConfig(), log=LogSection(trackers=trackers, project="a project"))
+
+
+def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
+    """Steps 1 and 2 in one process, which ends by an error; 2 (again) and 3 in the next."""
+    folder, messages = RunFolder(tmp_path / "my run"), []
+    folder.create()
+    for start, steps, failed in ((0, (1, 2), True), (1, (2, 3), False)):
+        trackers = open_trackers(folder, config(name), start=start, say=messages.append)
+        for step in steps:
+            trackers.write(step, {"loss": STEPS[step], "mfu": 0.5})
+        trackers.close(failed=failed)
+    return folder, messages
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    folder, messages = die_and_go_on(tmp_path, "tensorboard")
+    found: list[Any] = []
+    for path in sorted((folder.path / "tensorboard").iterdir(), key=os.path.getmtime):
+        raw = path.read_bytes()
+        while raw:
+            size = int.from_bytes(raw[:8], "little")
+            found.append(Event.FromString(raw[12 : 12 + size]))
+            raw = raw[16 + size :]
+    scalars = [(e.step, v.simple_value) for e in found for v in e.summary.value if v.tag == "loss"]
+    assert scalars == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
+    # A SessionLog of START at step 2 hides what was written of it before.
+    assert 2 in [e.step for e in found if e.HasField("session_log")]
+    assert messages == []
+
+
+def wandb_records(raw: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: a LevelDB log, behind seven bytes of W&B's own."""
+    block, position, parts = 1 << 15, 7, []
+    while position + 7 <= len(raw):
+        size, kind = int.from_bytes(raw[position + 4 : position + 6], "little"), raw[position + 6]
+        parts.append(raw[position + 7 : position + 7 + size])
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+        if block - position % block < 7:  # no room for another header in this block
+            position += block - position % block
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra zerojax[wandb] is not installed")
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # generated
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder, messages = die_and_go_on(tmp_path, "wandb")
+    files = sorted(folder.path.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
+    rows: list[tuple[Any, Any]] = []
+    identities, settings = set(), {}
+    for path in files:
+        for raw in wandb_records(path.read_bytes()):
+            record = Record.FromString(raw)
+            if record.HasField("run"):
+                identities.add((record.run.run_id, record.run.project, record.run.display_name))
+                settings |= {item.key: item.value_json for item in record.run.config.update}
+            if record.HasField("history"):
+                row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                rows.append((row["step"], row["loss"]))
+    assert len(files) == 2
+    assert rows == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
+    assert identities == {(folder.read_summary()["trackers"]["wandb"], "a project", "my run")}
+    assert json.loads(settings["train"])["steps"] == 1000
+    assert messages == []
+
+
+def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="the extra zerojax[mlflow] is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    folder, messages = die_and_go_on(tmp_path, "mlflow")
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("a project")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == folder.read_summary()["trackers"]["mlflow"]
+    assert (run.info.run_name, run.info.status) == ("my run", "FINISHED")
+    assert run.data.params["train.steps"] == "1000"
+    history = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")]
+    assert history == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
+    assert messages == []
+
+
+def test_what_is_not_installed_is_refused_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ZeroError, match=r'not installed: pip install "zerojax\[wandb\]"'):
+        check_trackers(["wandb"])
+    check_trackers([])
+
+
+def test_a_server_that_does_not_answer_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="the extra zerojax[mlflow] is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with pytest.raises(ZeroError, match="mlflow cannot start"):
+        open_trackers(folder, config("mlflow"), start=0, say=print)
+
+
+class Failing:
+    """A tracker whose server goes away."""
+
+    identity = "x"
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step == 2:
+            raise OSError("the server is gone")
+
+    def close(self, *, failed: bool) -> None:
+        raise AssertionError("it was told no more")
+
+
+def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
+    messages: list[str] = []
+    trackers = Trackers({"wandb": Failing()}, messages.append)  # type: ignore[dict-item]  # opened already
+    for step in (1, 2, 3):
+        trackers.write(step, {"loss": 1.0})
+    trackers.close(failed=False)
+    assert messages == ["log.trackers: wandb failed at step 2 and is told no more: the server is gone"]
+
+
+def test_a_tracker_named_twice() -> None:
+    with pytest.raises(ZeroError, match="names one twice"):
+        LogSection(trackers=("wandb", "wandb"))
