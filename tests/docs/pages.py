@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "pallas_kernels" / "README.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 
 RUN = ("sh", "python", "toml")
 SHOWN = ("text", "html")  # what a command printed, what a file looks like

@@ -61,7 +61,7 @@ def test_the_commands_of_a_page_work_in_their_order(page: str, checkout: Path):
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_python_of_a_page_runs_as_one_program(page: str, checkout: Path):
     program = "\n".join(block.code for block in PROGRAMS[page])
-    run([sys.executable, "-c", program], PROGRAMS[page][0], checkout)
+    run([sys.executable, "-W", "error", "-c", program], PROGRAMS[page][0], checkout)
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)
@@ -80,4 +80,4 @@ def test_the_blocks_are_found():
     start = BY_PAGE["docs/start.md"]
     assert [b.kind for b in start] == ["sh", "text", "sh", "sh", "sh", "sh", "python"]
     assert start[0].reason == "sets up a machine"
-    assert "zerojax sample" in start[4].code
+    assert "zerojax sample" in start[5].code
