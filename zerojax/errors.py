@@ -1,5 +1,25 @@
-"""The one exception type for wrong use."""
+"""What a person is told instead of a traceback."""
+
+import traceback
 
 
 class ZeroError(ValueError):
     """Something was asked for that can't be right; the message names it and the way out."""
+
+
+class RunError(Exception):
+    """A run that began well and cannot go on; the message says where it began to go wrong."""
+
+
+class Stopped(Exception):
+    """A run was asked to stop; it has saved and can go on from there."""
+
+
+class JobError(Exception):
+    """The processes of a job could not come together; the message says which is missing, or why."""
+
+
+def show_traceback(error: BaseException) -> tuple[int, str]:
+    """Print an error as Python does; return the exit code and a line that says what it was."""
+    traceback.print_exception(error)
+    return 1, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]

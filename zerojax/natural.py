@@ -33,7 +33,7 @@ def to_natural(state: TrainState) -> Tree:
 
     Returns:
         A nested dict: "counters", "params", "optimizer" (moments of parameters in their shapes), "other",
-        and where the state has them "secondary" (natural shapes) and "residual" (as stored: it belongs to
+        where the optimizer averages weights "average" ("count" and "params", in their shapes), and where the state has them "secondary" (natural shapes) and "residual" (as stored: it belongs to
         its mesh). Arrays without elements are left out, as there is nothing to keep.
     """
     return _nested(
@@ -61,7 +61,7 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
 
     Args:
         state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
-        tree: natural arrays. Delta's secondary copies are made afresh from the parameters where the tree
+        tree: natural arrays. An average of weights begins anew where the tree has none. Delta's secondary copies are made afresh from the parameters where the tree
             has none, and residuals start at zero where the tree has none of this mesh.
 
     Raises:
@@ -69,7 +69,7 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    made_anew = tuple(f"{kind}/" for kind in ("secondary", "residual") if kind not in tree)
+    made_anew = tuple(f"{kind}/" for kind in ("secondary", "residual", "average") if kind not in tree)
     lacking = sorted(n for n in entries if n not in given and not n.startswith(made_anew))
     if lacking:
         raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
@@ -78,12 +78,34 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
         for name, (leaf, x) in entries.items()
         if name in given
     }
-    secondary = state.secondary
-    filled = _put(state.replace(secondary=secondary if "secondary" in tree else {}), stored)
-    if secondary and "secondary" not in tree:
-        make = jax.jit(functools.partial(secondary_of, state.program), out_shardings=shardings_of(secondary))
-        filled = filled.replace(secondary=make(filled.params))
-    return filled
+    if "secondary" in tree:
+        return _put(state, stored)
+    return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+
+
+def with_weights(state: TrainState, tree: Tree) -> TrainState:
+    """A state with other weights; its optimizer's state, counters and residuals stay as they are.
+
+    Args:
+        state: filled.
+        tree: natural arrays as `to_natural` gives them: "params", and "other" where the model has any.
+    """
+    entries = _entries(state)
+    given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    stored = {name: x for name, (_, x) in entries.items() if not name.startswith("secondary/")}
+    for name, value in given.items():
+        leaf, x = entries[name]
+        stored[name] = value if leaf is None else _convert(state.program, leaf, value, x)
+    return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+
+
+def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
+    """`filled` with the secondary copies that a program as `state`'s keeps, made from its parameters."""
+    if not state.secondary:
+        return filled
+    shardings = shardings_of(state.secondary)
+    make = jax.jit(functools.partial(secondary_of, state.program), out_shardings=shardings)
+    return filled.replace(secondary=make(filled.params))
 
 
 def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
@@ -98,7 +120,7 @@ def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
     layouts = jax.tree.leaves(_layouts(state))
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     for (path, x), layout in zip(moments, layouts, strict=True):
-        name = f"optimizer/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        name = _optimizer_name(path)
         entries[name] = (layout if isinstance(layout, Leaf) else None, x)
     entries |= {f"other/{name}": (None, x) for name, x in state.other.items()}
     for path, x in from_tree(state.residual).items():
@@ -108,11 +130,23 @@ def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
     }
 
 
+def _optimizer_name(path: Any) -> str:
+    """A kind of its own for averaged weights, so that they are read without the moments."""
+    for number, key in enumerate(path):
+        if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
+            return _name(f"average/{field.removeprefix('averaged_')}", path[number + 1 :])
+    return _name("optimizer", path)
+
+
+def _name(field: str, path: Any) -> str:
+    return f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
+
+
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     """A state of the arrays that `_entries` names; the others are zeros."""
 
     def pick(field: str, path: Any, x: Any) -> Array:
-        name = f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        name = _optimizer_name(path) if field == "optimizer" else _name(field, path)
         if name in stored:
             return stored[name]
         return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()

@@ -8,6 +8,7 @@ RUN/checkpoints/     one folder a step
 RUN/metrics.jsonl    one JSON object a step
 RUN/tensorboard/     the same, as events
 RUN/loss.png         the loss curve
+RUN/stacks/          one file a process, where the run got stuck
 ```
 """
 
@@ -25,10 +26,6 @@ Resume = Literal["auto", "must", "never"]
 # What a checkpoint's arrays and position mean; other settings may change when a run goes on.
 _FIXED_SECTIONS = ("model", "data")
 _FIXED_KEYS = ("optimizer.name", "train.seed", "train.batch_size", "train.sequence_length")
-
-
-class RunError(Exception):
-    """A run that began well and cannot go on; the message says where it began to go wrong."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,11 @@ class RunFolder:
         """The loss curve."""
         return self.path / "loss.png"
 
+    @property
+    def stacks(self) -> Path:
+        """What every thread of every process was doing when the run got stuck."""
+        return self.path / "stacks"
+
     def create(self) -> None:
         """Make the folder.
 
@@ -110,8 +112,8 @@ class RunFolder:
             return {}
 
 
-def choose_start(latest: int | None, resume: Resume, folder: RunFolder) -> bool:
-    """Whether to go on from the latest checkpoint.
+def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:
+    """Refuse a start that is not what was asked for.
 
     Args:
         latest: the step of the newest checkpoint, or None.
@@ -128,7 +130,6 @@ def choose_start(latest: int | None, resume: Resume, folder: RunFolder) -> bool:
             f"--resume never: {folder.path} holds a run at step {latest}; choose another --run-dir, "
             "or delete that folder yourself"
         )
-    return latest is not None
 
 
 def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list[str]:

@@ -11,7 +11,15 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.checkpoint import Checkpoints
+from zerojax.checkpoints import (
+    Checkpoints,
+    Record,
+    Retention,
+    newest_sound,
+    read_seal,
+    restore,
+    restore_weights,
+)
 from zerojax.errors import ZeroError
 from zerojax.natural import abstract_natural, to_natural
 from zerojax.state import TrainState
@@ -51,6 +59,7 @@ def host(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 
+RECORD = Record({"zero": {"preset": "delta"}}, {"next_index": 3}, 1, 2.5, (2, 4), {"validation_loss": 0.5})
 DELTA = {"weights": "int8", "weights_delta": True, "hpz": True}
 
 
@@ -67,7 +76,7 @@ def trained() -> Any:
 def saved(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     with Checkpoints(folder) as checkpoints:
-        checkpoints.save(3, trained, {"position": {"next_index": 3}})
+        checkpoints.save(3, trained, RECORD)
     return folder
 
 
@@ -91,10 +100,9 @@ def test_natural_shapes(trained: Any) -> None:
     [(2, 4, DELTA), (4, 2, DELTA), (3, 2, {}), (1, 5, {"stage": 1}), (1, 1, {"stage": 0})],
 )
 def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: int, zero: Any) -> None:
-    with Checkpoints(saved) as checkpoints:
-        assert checkpoints.latest == 3
-        assert checkpoints.record(3) == {"position": {"next_index": 3}}
-        state = checkpoints.restore(3, make(nodes, local, abstract=True, **zero))
+    assert newest_sound(saved).step == 3
+    assert read_seal(saved / "3").record == RECORD
+    state = restore(saved / "3", make(nodes, local, abstract=True, **zero))
     expected, found = host(to_natural(trained)), host(to_natural(state))
     if not zero.get("weights_delta"):
         expected = {name: x for name, x in expected.items() if "secondary" not in name}
@@ -104,8 +112,7 @@ def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: in
 
 
 def test_goes_on_where_it_stopped(saved: Path, trained: Any) -> None:
-    with Checkpoints(saved) as checkpoints:
-        state = checkpoints.restore(3, make(2, 4, abstract=True, **DELTA))
+    state = restore(saved / "3", make(2, 4, abstract=True, **DELTA))
     copy = jax.tree.map(jnp.copy, trained)
     for _ in range(2):
         state, metrics = zerojax.train_step(state, BATCH)
@@ -116,10 +123,9 @@ def test_goes_on_where_it_stopped(saved: Path, trained: Any) -> None:
 def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     exact = make(2, 4)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, exact, {})
+        checkpoints.save(1, exact, Record())
     wanted = {**DELTA, "grads": ("int8", "int8"), "grad_sync": "step", "error_feedback": True}
-    with Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.restore(1, make(2, 4, abstract=True, **wanted))
+    state = restore(tmp_path / "1", make(2, 4, abstract=True, **wanted))
     params, copies = zerojax.gather_params(state), to_natural(state)["secondary"]
     np.testing.assert_array_equal(copies["first"]["kernel"], params["first"]["kernel"])
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
@@ -129,20 +135,39 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
 
 def test_refuses_another_model(saved: Path) -> None:
     other = make(2, 4, lambda rngs: Awkward(rngs, width=8), abstract=True)
-    with (
-        Checkpoints(saved) as checkpoints,
-        pytest.raises(ZeroError, match=r"3 does not fit this run: .*float32\[3, 7\], not float32\[3, 8\]"),
-    ):
-        checkpoints.restore(3, other)
+    for read in (restore, restore_weights):
+        with pytest.raises(
+            ZeroError, match=r"3 does not fit this run: .*float32\[3, 7\], not float32\[3, 8\]"
+        ):
+            read(saved / "3", other)
+
+
+def test_weights_alone_on_another_mesh_under_another_optimizer(saved: Path, trained: Any) -> None:
+    mesh, zero = zerojax.make_mesh(3, 2), ZeroConfig.preset("delta", compute_dtype="float32")
+    fresh = TrainState.create(Awkward, optax.sgd(1e-2, momentum=0.9), loss, mesh=mesh, zero=zero, seed=7)
+    state = restore_weights(saved / "3", fresh)
+    assert int(state.step) == 0
+    assert int(state.seed) == 7
+    for kind in ("params", "other"):
+        expected, found = host(to_natural(trained)[kind]), host(to_natural(state)[kind])
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert not any(x.any() for x in host(state.opt_state).values())
+    copies, params = host(to_natural(state)["secondary"]), host(zerojax.gather_params(state))
+    assert copies.keys() <= params.keys()
+    np.testing.assert_array_equal(copies["['first']['kernel']"], params["['first']['kernel']"].astype("f4"))
 
 
 def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Retention(newest=2)) as checkpoints:
         for step in (3, 6, 9):
-            checkpoints.save(step, trained, {"step": step})
-    torn = tmp_path / "12.orbax-checkpoint-tmp"
-    torn.mkdir()
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert checkpoints.latest == 9
-        assert checkpoints.record(6) == {"step": 6}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "9"]
+            checkpoints.save(step, trained, Record(skipped=step))
+        checkpoints.save(9, trained, Record())  # it is there already
+    for name in ("12.unfinished.orbax-checkpoint-tmp", "12.unfinished", "3.removed", "11.damaged"):
+        (tmp_path / name).mkdir()
+    assert newest_sound(tmp_path).step == 9
+    assert read_seal(tmp_path / "9").record.skipped == 9
+    assert len(list(tmp_path.iterdir())) == 6, "reading changes nothing: a run may be saving"
+    Checkpoints(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["11.damaged", "6", "9"]

@@ -1,8 +1,9 @@
 """What commands need that look at a finished or running run."""
 
+import sys
 from dataclasses import dataclass, replace
 
-from zerojax.checkpoint import Checkpoints
+from zerojax.checkpoints import damage_line, newest_sound, restore
 from zerojax.config import MeshSection, RunConfig
 from zerojax.data import Dataset, open_dataset
 from zerojax.errors import ZeroError
@@ -28,7 +29,7 @@ class TrainedRun:
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> TrainedRun:
-    """Restore a run's latest checkpoint.
+    """Restore a run's newest sound checkpoint.
 
     Args:
         folder: the run's.
@@ -36,16 +37,16 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> Tra
         mesh: to restore onto; need not be that of the training.
 
     Raises:
-        ZeroError: there is no checkpoint.
+        ZeroError: there is no checkpoint, or all are damaged.
     """
     from zerojax.parts import abstract_model
 
     zero = replace(config.zero, error_feedback=False)  # of gradients, and there are none
     config = replace(config, mesh=mesh, zero=zero)
-    if not folder.checkpoints.is_dir():
+    choice = newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
+    for step, why in choice.damaged.items():
+        print(f"zerojax: {damage_line(folder.checkpoints, step, why)}", file=sys.stderr)
+    if choice.step is None:
         raise ZeroError(f"{folder.path} has no checkpoint yet")
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        if (step := checkpoints.latest) is None:
-            raise ZeroError(f"{folder.path} has no checkpoint yet")
-        state = checkpoints.restore(step, abstract_model(config))
-    return TrainedRun(config, open_dataset(config.data, folder.data), state, step)
+    state = restore(folder.checkpoints / str(choice.step), abstract_model(config))
+    return TrainedRun(config, open_dataset(config.data, folder.data), state, choice.step)

@@ -1,0 +1,138 @@
+"""Seals: every kind of damage is seen and named; and the checkpoint before is chosen."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zerojax.checkpoints import DamagedError, Record, find, names, newest_sound, read_seal, sealed, verify
+from zerojax.checkpoints.seal import write_seal
+from zerojax.errors import ZeroError
+
+RECORD = Record({"train": {"steps": 9}}, {"next": 3}, 2, 61.5, (2, 4), {"validation_loss": 1.25})
+FILES = {
+    "params/d/a": b"x" * 9_000_000,
+    "params/manifest": b"123456789",
+    "optimizer/d/b": bytes(1000),
+    "_META": b"{}",
+}
+
+
+def make(folder: Path, step: int) -> Path:
+    """A sealed folder with the shape of a checkpoint."""
+    path = folder / str(step)
+    for name, data in FILES.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    write_seal(path, step, 1.7e9, RECORD)
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda p: os.truncate(p / "params/d/a", 5), "params/d/a has 5 bytes, not 9000000"),
+    "emptied": (lambda p: os.truncate(p / "params/manifest", 0), "params/manifest has 0 bytes, not 9"),
+    "flipped": (lambda p: flip(p / "params/d/a", 8_999_999), "params/d/a has changed"),
+    "missing": (lambda p: (p / "optimizer/d/b").unlink(), "optimizer/d/b is missing"),
+    "extra": (lambda p: (p / "params/d/half.tmp").touch(), "params/d/half.tmp does not belong to it"),
+    "two": (
+        lambda p: [(p / n).unlink() for n in ("_META", "params/manifest")],
+        r"_META is missing \(and 1 more\)",
+    ),
+    "link": (lambda p: (p / "params/link").symlink_to("/etc/passwd"), "params/link is no plain file"),
+    "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
+    "cut seal": (lambda p: os.truncate(p / "seal.json", 200), "seal.json is damaged"),
+    "changed seal": (
+        lambda p: (p / "seal.json").write_text((p / "seal.json").read_text().replace("61.5", "61.0")),
+        "seal.json is damaged: wrong checksum",
+    ),
+    "binary seal": (lambda p: (p / "seal.json").write_bytes(b"\xff\x00"), "seal.json is damaged"),
+}
+
+
+def test_a_sound_one(tmp_path: Path) -> None:
+    seal = verify(make(tmp_path, 400), 400)
+    assert (seal.step, seal.saved_at, seal.record) == (400, 1.7e9, RECORD)
+    assert seal.size == sum(map(len, FILES.values()))
+    assert seal.files.keys() == FILES.keys()
+    assert seal.files["params/manifest"] == (9, 0xCBF43926)  # the check value that every list of CRCs gives
+    assert sealed(tmp_path) == [seal]
+    assert find(tmp_path / "400") == tmp_path / "400"
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, kind: str) -> None:
+    make(tmp_path, 300)
+    make(tmp_path, 200)
+    damage, message = DAMAGES[kind]
+    damage(make(tmp_path, 400))
+    with pytest.raises(DamagedError, match=message):
+        verify(tmp_path / "400", 400)
+    choice = newest_sound(tmp_path)
+    assert choice.step == 300
+    assert choice.damaged.keys() == {400}
+    assert names.steps(tmp_path) == [200, 300, 400], "looking changes nothing"
+    with pytest.raises(ZeroError, match=message):
+        find(tmp_path / "400")
+
+
+def test_sizes_alone_are_compared_on_wish(tmp_path: Path) -> None:
+    path = make(tmp_path, 400)
+    flip(path / "params/d/a", 1)
+    assert verify(path, checksums=False).step == 400
+    os.truncate(path / "params/d/a", 1)
+    with pytest.raises(DamagedError):
+        verify(path, checksums=False)
+
+
+def test_a_checkpoint_under_another_step_s_name(tmp_path: Path) -> None:
+    make(tmp_path, 400).rename(tmp_path / "500")
+    with pytest.raises(ZeroError, match=r"500 is damaged: seal\.json is that of step 400"):
+        newest_sound(tmp_path)
+
+
+def test_all_damaged_is_refused_and_none_is_none(tmp_path: Path) -> None:
+    assert newest_sound(tmp_path / "nowhere").step is None
+    assert newest_sound(tmp_path).step is None
+    for step in (1, 2):
+        (make(tmp_path, step) / "_META").unlink()
+    with pytest.raises(ZeroError, match=r"2 is damaged: _META is missing; .*1 is damaged: .*start afresh"):
+        newest_sound(tmp_path)
+
+
+def test_names(tmp_path: Path) -> None:
+    for name in ("400", "0", "0400", "400.unfinished", "400.removed", "400.damaged", "notes", "x400"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "300").touch()
+    assert names.steps(tmp_path) == [0, 400]
+    assert names.move_aside(tmp_path, 400).name == "400.damaged-2"
+    assert [path.name for path in names.damaged(tmp_path)] == ["400.damaged", "400.damaged-2"]
+    names.remove(tmp_path / "400.damaged")
+    names.clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0",
+        "0400",
+        "300",
+        "400.damaged-2",
+        "notes",
+        "x400",
+    ]
+
+
+def test_find_refuses_what_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ZeroError, match="neither a run's folder nor a checkpoint"):
+        find(tmp_path / "nothing")
+    with pytest.raises(ZeroError, match=r"no checkpoint, or a damaged one: seal\.json is missing"):
+        find(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ZeroError, match="there is no checkpoint yet"):
+        find(tmp_path)
+    make(tmp_path / "checkpoints", 3)
+    assert find(tmp_path) == tmp_path / "checkpoints" / "3"
+    assert read_seal(find(tmp_path)).step == 3

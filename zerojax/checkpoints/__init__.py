@@ -1,0 +1,32 @@
+"""Checkpoints: natural arrays by Orbax, sealed, on any mesh.
+
+`RUN/checkpoints/STEP/` holds one folder per kind of array ("params", "optimizer", ...), so that sampling
+reads the parameters alone, and the seal. docs/checkpoints.md says what a user may rely on.
+"""
+
+from zerojax.checkpoints.choose import Choice, damage_line, find, newest_sound, sealed
+from zerojax.checkpoints.clock import TrainingClock
+from zerojax.checkpoints.names import move_aside
+from zerojax.checkpoints.restore import restore, restore_weights
+from zerojax.checkpoints.retention import Retention
+from zerojax.checkpoints.seal import DamagedError, Record, Seal, read_seal, verify
+from zerojax.checkpoints.store import Checkpoints
+
+__all__ = [
+    "Checkpoints",
+    "Choice",
+    "DamagedError",
+    "Record",
+    "Retention",
+    "Seal",
+    "TrainingClock",
+    "damage_line",
+    "find",
+    "move_aside",
+    "newest_sound",
+    "read_seal",
+    "restore",
+    "restore_weights",
+    "sealed",
+    "verify",
+]

@@ -1,0 +1,139 @@
+"""Saving while training goes on: Orbax writes, a thread seals, names and clears up."""
+
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from zerojax.checkpoints import names
+from zerojax.checkpoints.choose import sealed
+from zerojax.checkpoints.retention import Retention
+from zerojax.checkpoints.seal import Record, write_seal
+from zerojax.errors import RunError
+from zerojax.natural import to_natural
+from zerojax.state import TrainState
+
+
+class Checkpoints:
+    """The checkpoints that a run writes.
+
+    In several processes all save together, to one file system; the first one seals and clears up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention | None = None,
+        *,
+        start: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take the folder over, and remove what a process that died there left half written.
+
+        Args:
+            folder: of the checkpoints; made when the first is saved.
+            retention: what is kept; all by default.
+            start: the step that the run goes on from; it is saved already.
+            clock: Unix time, noted for people.
+        """
+        self._folder = folder
+        self._retention = retention or Retention()
+        self._clock = clock
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: tuple[int, Future[None]] | None = None
+        self._last = start
+        if jax.process_index() == 0:
+            names.clear_leftovers(folder)
+
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish what is being written."""
+        self.close()
+
+    def save(self, step: int, state: TrainState, record: Record) -> None:
+        """Begin to save; returns when the arrays are copied off the devices.
+
+        A step that was saved already is left as it is.
+
+        Args:
+            step: names the checkpoint.
+            state: what to save; may be donated as soon as this returns.
+            record: what to note with it.
+
+        Raises:
+            RunError: this or the save before failed, on a full disk perhaps; older ones are intact.
+        """
+        if step == self._last:
+            return
+        self.wait()
+        draft = names.unfinished(self._folder, step)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            writing = ocp.save_checkpointables_async(str(draft.absolute()), to_natural(state))
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._saving = step, self._worker.submit(self._finish, writing, step, record)
+        self._last = step
+
+    def check(self) -> None:
+        """Notice, without waiting, that the save under way has failed; errors as `save`."""
+        if self._saving is not None and self._saving[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what is being saved is complete; errors as `save`."""
+        if self._saving is None:
+            return
+        (step, done), self._saving = self._saving, None
+        try:
+            done.result()
+        except Exception as error:
+            raise self._failure(step, error) from error
+
+    def close(self) -> None:
+        """Wait, and end the thread; errors as `save`."""
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown()
+
+    def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
+        """Wait for the files of all processes, seal them, name them, remove what is not kept."""
+        writing.result()
+        if jax.process_index() != 0:
+            return
+        draft = names.unfinished(self._folder, step)
+        write_seal(draft, step, self._clock(), record)
+        draft.rename(self._folder / str(step))
+        for surplus in self._retention.surplus(sealed(self._folder)):
+            names.remove(self._folder / str(surplus))
+
+    def _failure(self, step: int, error: Exception) -> RunError:
+        if jax.process_index() == 0:
+            names.clear_leftovers(self._folder, step)
+        return RunError(
+            f"cannot save checkpoint {self._folder / str(step)}: {_reason(error)}; older ones are intact"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The system's own words where there are any: TensorStore wraps them in pages of context."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if found := re.search(r"\[OS error \d+:? ?(?:E[A-Z]+ )?([^\]]+)\]", str(error)):
+        return found[1]
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,91 @@
+"""`zerojax checkpoints RUN`."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from zerojax.checkpoints import DamagedError, Seal, names, read_seal, verify
+from zerojax.errors import RunError, ZeroError
+from zerojax.report import size
+from zerojax.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Options:
+    """List the checkpoints of a run, and compare each with its seal; no device is touched.
+
+    Ends with code 1 when one is damaged.
+
+    Attributes:
+        run: The run's folder.
+        verify: Read every byte and compare checksums; without, only names and sizes of files.
+        delete: Delete this one first: a step, or the name of one that was moved aside.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    verify: bool = True
+    delete: str | None = None
+
+
+def run(arguments: list[str]) -> None:
+    """List, and verify.
+
+    Raises:
+        RunError: a checkpoint is damaged.
+    """
+    options = tyro.cli(Options, args=arguments, prog="zerojax checkpoints")
+    folder = RunFolder(options.run)
+    if not folder.path.is_dir():
+        raise ZeroError(f"{folder.path} is no run's folder")
+    if options.delete is not None:
+        _delete(folder.checkpoints, options.delete)
+    paths = [folder.checkpoints / str(step) for step in names.steps(folder.checkpoints)]
+    paths += names.damaged(folder.checkpoints)
+    if not paths:
+        raise ZeroError(f"{folder.path} has no checkpoint yet")
+    table = Table("name", "saved", "size", "metrics", "written on", "state", box=None, pad_edge=False)
+    bad = 0
+    for path in paths:
+        why = _damage(path, checksums=options.verify)
+        if not path.exists():  # the run, which is alive, has just removed it
+            continue
+        bad += why is not None
+        state = f"damaged: {why}" if why else "verified" if options.verify else "complete"
+        table.add_row(path.name, *_facts(path), state)
+    Console(soft_wrap=True, highlight=False, markup=False).print(table)
+    if bad:
+        raise RunError(f"{bad} of {len(paths)} checkpoints are damaged")
+
+
+def _damage(path: Path, *, checksums: bool) -> str | None:
+    try:
+        verify(path, int(path.name.partition(".")[0]), checksums=checksums)
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def _facts(path: Path) -> tuple[str, str, str, str]:
+    """When it was saved, its size, its metrics, and what wrote it, as far as its seal can be read."""
+    try:
+        seal: Seal = read_seal(path)
+    except DamagedError:
+        return "?", size(sum(p.stat().st_size for p in path.rglob("*") if p.is_file())), "", "?"
+    record = seal.record
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+    nodes, local = record.mesh
+    preset = record.config.get("zero", {}).get("preset", "?")
+    saved = datetime.fromtimestamp(seal.saved_at).astimezone()
+    return f"{saved:%Y-%m-%d %H:%M:%S}", size(seal.size), metrics, f"{nodes} x {local}, {preset}"
+
+
+def _delete(folder: Path, name: str) -> None:
+    known = [str(step) for step in names.steps(folder)] + [path.name for path in names.damaged(folder)]
+    if name not in known:
+        raise ZeroError(f"{folder} has no checkpoint {name!r}; there are: {', '.join(known) or 'none'}")
+    names.remove(folder / name)
