@@ -241,16 +241,43 @@ def initializer(state: TrainState) -> Any:
             {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in program.leaves}
         )
         stored = jax.lax.with_sharding_constraint(stored, shardings_of(state.params))
-        return {
-            "step": jnp.int32(0),
-            "skipped_in_row": jnp.int32(0),
-            "seed": seed.astype(jnp.uint32),
-            "params": stored,
-            "opt_state": program.tx.init(stored),
-            "other": other,
-            "secondary": secondary_of(program, stored) if program.zero.weights_delta else {},
-            "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.residual),
-        }
+        return {"params": stored, **_first_values(state, seed, stored, other)}
 
-    fields = {field: shardings_of(getattr(state, field)) for field in abstract_fields(program)}
-    return jax.jit(init, out_shardings=fields)
+    return jax.jit(init, out_shardings=_field_shardings(state))
+
+
+def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
+    """A state at step 0 with given master weights; everything else is as ``TrainState.create`` makes it.
+
+    Args:
+        state: abstract.
+        params: as ``TrainState.params``, where they belong already; they are not copied.
+        seed: as of ``create``.
+    """
+
+    def init(seed: Array, stored: PyTree) -> dict[str, Any]:
+        # The initial weights are never read, so that XLA leaves them out.
+        _, other = state.program.adapter.init(jax.random.key(seed))
+        return _first_values(state, seed, stored, other)
+
+    fields = _field_shardings(state)
+    del fields["params"]
+    return state.replace(params=params, **jax.jit(init, out_shardings=fields)(np.uint32(seed), params))
+
+
+def _first_values(state: TrainState, seed: Array, stored: PyTree, other: Other) -> dict[str, Any]:
+    """Every field at step 0 but the parameters."""
+    program = state.program
+    return {
+        "step": jnp.int32(0),
+        "skipped_in_row": jnp.int32(0),
+        "seed": seed.astype(jnp.uint32),
+        "opt_state": program.tx.init(stored),
+        "other": other,
+        "secondary": secondary_of(program, stored) if program.zero.weights_delta else {},
+        "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.residual),
+    }
+
+
+def _field_shardings(state: TrainState) -> dict[str, PyTree]:
+    return {field: shardings_of(getattr(state, field)) for field in abstract_fields(state.program)}

@@ -1,0 +1,150 @@
+"""Write tests/hf/fixtures: tiny models by transformers, tokens, and the logits that transformers gives them.
+
+Needs PyTorch and transformers, which zerojax does not; any Python that has them will do:
+
+    python3.11 -m venv hf && hf/bin/pip install torch transformers safetensors
+    hf/bin/python scripts/hf_fixtures.py tests/hf/fixtures
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+
+VOCABULARY = 80
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+# name -> (config, dtype, largest file): each family, and each thing that an importer can get wrong.
+MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
+    "gpt2": (
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_inner=40,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        torch.float32,
+        "1GB",
+    ),
+    "opt": (
+        transformers.OPTConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=32,
+            hidden_size=24,
+            word_embed_proj_dim=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=48,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=1,
+        ),
+        torch.float16,
+        "1GB",
+    ),
+    "llama2": (
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=64,
+            hidden_size=16,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-6,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        torch.float32,
+        "8KB",
+    ),
+    "llama3": (
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=64,
+            hidden_size=16,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_theta": 500000.0, **LLAMA3_ROPE},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        torch.bfloat16,
+        "1GB",
+    ),
+}
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE over lower-case text, with an end-of-text token."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|end|>", "<pad>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog.\n all work and no play"], trainer
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>", pad_token="<pad>"
+    )
+
+
+def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """A model with random weights, all of them: biases and norms do not keep their zeros and ones."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            around = 1.0 if "norm" in name.lower() or ".ln_" in name else 0.0
+            parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def main() -> None:
+    """Write every model."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    tokenizer = make_tokenizer()
+    assert len(tokenizer) <= VOCABULARY
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, 20), dtype=np.int32)
+    for name, (config, dtype, largest) in MODELS.items():
+        shutil.rmtree(folder / name, ignore_errors=True)
+        model = make_model(config, dtype)
+        model.save_pretrained(folder / name, max_shard_size=largest)
+        tokenizer.save_pretrained(folder / name)
+        # Read again: `model.float()` would keep the rotary frequencies as rounded to the files' dtype.
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        with torch.no_grad():
+            logits = read(torch.from_numpy(tokens).long()).logits.numpy()
+        np.savez_compressed(folder / name / "expected.npz", tokens=tokens, logits=logits)
+        size = sum(path.stat().st_size for path in (folder / name).iterdir())
+        print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
