@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from zerojax.checked_json import dump_checked, load_checked
 from zerojax.config import DataSection
 from zerojax.data import (
     BPETokenizer,
@@ -182,7 +183,7 @@ class TestTokenFiles:
     def test_foreign_header(self, tmp_path: Path, key: str, value: object) -> None:
         file = token_file(tmp_path, np.arange(200))
         path = file.path.with_suffix(".json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        path.write_text(dump_checked(load_checked(path.read_text()) | {key: value}))
         with pytest.raises(DataError, match="this version reads"):
             open_tokens(file.path)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,13 +68,14 @@ def prepare(settings: DataSection, folder: Path) -> None:
         draft.mkdir(parents=True)
     except OSError as error:
         raise DataError(f"{draft}: cannot write: {error.strerror or error}") from error
+    tokenizer.save(draft / "tokenizer.json")
+    checksum = _tokenizer_checksum(draft)
     for split, members in splits.items():
         documents = (
             (np.append(tokenizer.encode(text), np.uint32(tokenizer.end_of_text)), len(text))
             for text in source.documents(members)
         )
-        write_tokens(draft / f"{split}.bin", documents, tokenizer.vocab_size)
-    tokenizer.save(draft / "tokenizer.json")
+        write_tokens(draft / f"{split}.bin", documents, tokenizer.vocab_size, checksum)
     (draft / "settings.json").write_text(json.dumps(wanted, indent=1) + "\n")
     draft.rename(folder)
 
@@ -93,7 +95,18 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
             f"{folder}: the tokens are of a vocabulary of {train.header.vocab_size}, the tokenizer "
             f"has {tokenizer.vocab_size}: files of two preparations are mixed"
         )
+    if train.header.tokenizer_crc32 != _tokenizer_checksum(folder):
+        raise DataError(
+            f"{folder / 'tokenizer.json'}: damaged, or not the one that made the tokens: wrong checksum; "
+            "delete its folder to prepare the data again"
+        )
     return Dataset(train, validation, tokenizer)
+
+
+def _tokenizer_checksum(folder: Path) -> int:
+    """Of the tokenizer's file; 0 where there is none, as for bytes."""
+    path = folder / "tokenizer.json"
+    return zlib.crc32(path.read_bytes()) if path.exists() else 0
 
 
 def _identity(settings: DataSection) -> dict[str, object]:

@@ -1,10 +1,9 @@
 """Token files: a flat array on disk, memory-mapped, with a JSON header beside it.
 
-`train.bin` holds the tokens, little-endian; `train.json` says their number, dtype and checksum. The
-header is written last, so a file without one is unfinished.
+`train.bin` holds the tokens, little-endian; `train.json` says their number, dtype and checksum, and has a
+checksum of its own. The header is written last, so a file without one is unfinished.
 """
 
-import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import dacite
 import numpy as np
 from jaxtyping import UInt32
 
+from zerojax.checked_json import dump_checked, load_checked
 from zerojax.data.source import DataError
 
 _FORMAT = 1
@@ -32,6 +32,7 @@ class Header:
         vocab_size: every token is below it.
         documents: how many documents the tokens are of.
         text_bytes: bytes of text that they encode.
+        tokenizer_crc32: checksum of the tokenizer.json that made them; 0 where the tokens are bytes.
         format: version of this layout.
     """
 
@@ -41,6 +42,7 @@ class Header:
     vocab_size: int
     documents: int
     text_bytes: int
+    tokenizer_crc32: int = 0
     format: int = _FORMAT
 
 
@@ -60,7 +62,10 @@ class TokenFile:
 
 
 def write_tokens(
-    path: Path, documents: Iterable[tuple[UInt32[np.ndarray, " n"], int]], vocab_size: int
+    path: Path,
+    documents: Iterable[tuple[UInt32[np.ndarray, " n"], int]],
+    vocab_size: int,
+    tokenizer_crc32: int = 0,
 ) -> Header:
     """Write a token file and its header.
 
@@ -68,6 +73,7 @@ def write_tokens(
         path: of the .bin file; the header goes beside it.
         documents: (token ids, bytes of text) of each document.
         vocab_size: decides the dtype.
+        tokenizer_crc32: as in the header.
 
     Raises:
         DataError: there is no token at all, or the disk refuses.
@@ -83,8 +89,8 @@ def write_tokens(
                 count, tokens, text_bytes = count + 1, tokens + len(ids), text_bytes + size
         if not tokens:
             raise DataError(f"{path}: no tokens: the documents of this split are empty")
-        header = Header(tokens, dtype, crc, vocab_size, count, text_bytes)
-        path.with_suffix(".json").write_text(json.dumps(asdict(header), indent=1) + "\n")
+        header = Header(tokens, dtype, crc, vocab_size, count, text_bytes, tokenizer_crc32)
+        path.with_suffix(".json").write_text(dump_checked(asdict(header)))
     except OSError as error:
         raise DataError(f"{path}: cannot write: {error.strerror or error}") from error
     return header
@@ -127,12 +133,12 @@ def _checksum(tokens: np.ndarray) -> int:
 
 def _read_header(path: Path) -> Header:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_checked(path.read_text(encoding="utf-8"))
         header = dacite.from_dict(Header, data, dacite.Config(strict=True))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError, dacite.DaciteError) as error:
-        raise DataError(f"{path}: not the header of a token file: {error}") from error
+    except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
+        raise DataError(f"{path}: damaged, or not the header of a token file: {error}") from error
     if header.format != _FORMAT or header.dtype not in _DTYPES or header.tokens < 1:
         raise DataError(
             f"{path}: format {header.format}, dtype {header.dtype!r}, {header.tokens} tokens: "
