@@ -97,7 +97,7 @@ def test_the_table_shows_units_leaves_formats_and_sizes():
     bias = next(leaf for leaf in blocks.leaves if leaf.name == "blocks/*/up/bias")
     assert (bias.weights, bias.grads) == (("bf16", "bf16"), ("bf16", "bf16"))
     assert rest.name is None
-    for word in ("up/kernel", "24 x 40", "int8", "(outside units)", "hpZ", "secondary", "= 1.056 M"):
+    for word in ("up/kernel", "24 x 40", "int8", "(outside units)", "hpZ", "secondary", "= 1.098 M"):
         assert word in str(plan)
     assert json.loads(json.dumps(plan.to_dict()))["between_nodes"] == plan.between_nodes
 

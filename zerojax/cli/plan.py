@@ -1,20 +1,140 @@
-"""`zerojax plan CONFIG`: what a run will hold and send."""
+"""`zerojax plan CONFIG`: what a run will hold and send, and how fast it would be on a cluster."""
 
+import dataclasses
 import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zerojax.cli.untrained import abstract_run, parse
+from zerojax.cli.untrained import Options, abstract_run, parse
+from zerojax.cluster.network import bytes_per_second
+from zerojax.config import MeshSection
+from zerojax.errors import ZeroError
+from zerojax.gpus import MATMUL_EFFICIENCY, find_gpu
+
+if TYPE_CHECKING:
+    from zerojax.plan.cluster import Cluster
+    from zerojax.plan.outlook import Outlook
 
 DESCRIPTION = """Show what a run of a config will hold and send: units, wire formats, bytes, memory by kind.
 
-Reckoned from formulas in a moment; none of the cluster's devices has to be there."""
+With --gpu, predict for a cluster of such GPUs the memory, the time of a step and the MFU under every preset,
+the largest batch and the smallest cluster. Reckoned from formulas; none of the devices has to be there."""
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    """Options of `zerojax plan`; those of a cluster need --gpu.
+
+    Attributes:
+        config: A TOML file, or the name of one in configs/, such as gpt-tiny. Comes first.
+        json: Print JSON instead of tables.
+        gpu: Predict for a cluster of these: h100, h200, a100-80 and others (a wrong name lists them).
+        nodes: How many nodes; by default mesh.nodes.
+        gpus_per_node: How many GPUs each has; by default mesh.local.
+        bandwidth: Of one node's network in each direction, all adapters together, such as 100gbit.
+        sequences: Per device and micro-batch; by default what train.batch_size gives, at least 1.
+        picture: Draw the prediction into this PNG file.
+        memory_fraction: Part of the GPU's memory that JAX takes (XLA_CLIENT_MEM_FRACTION).
+        efficiency: Part of the GPU's peak that matmuls reach.
+        peak_tflops: The GPU's dense bf16 peak, where it is another than listed.
+        memory_gb: Its memory, likewise.
+        memory_bandwidth: Its memory's rate in GB/s, likewise.
+        local_bandwidth: What a GPU sends to the others of its node beside compute, in GB/s, as measured.
+    """
+
+    gpu: str | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    bandwidth: str | None = None
+    sequences: int | None = None
+    picture: Path | None = None
+    memory_fraction: float = 0.75
+    efficiency: float = MATMUL_EFFICIENCY
+    peak_tflops: float | None = None
+    memory_gb: float | None = None
+    memory_bandwidth: float | None = None
+    local_bandwidth: float | None = None
 
 
 def run(arguments: list[str]) -> None:
     """Reckon and print."""
-    options = parse("plan", DESCRIPTION, arguments)
+    options = parse("plan", DESCRIPTION, arguments, PlanOptions)
+    if options.gpu is not None:
+        _predict(options, options.gpu)
+        return
+    _refuse_without_gpu(options)
     state, _ = abstract_run(options.settings)
 
     from zerojax.plan import plan_state
 
     plan = plan_state(state)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+
+
+def _refuse_without_gpu(options: PlanOptions) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(PlanOptions)}
+    own = fields.keys() - {field.name for field in dataclasses.fields(Options)} - {"gpu"}
+    given = sorted(name for name in own if getattr(options, name) != fields[name])
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ZeroError(f"{named}: for a cluster of which GPUs? Give --gpu, such as h100")
+
+
+def _predict(options: PlanOptions, gpu: str) -> None:
+    cluster = _cluster(options, gpu)
+    outlook = _outlook(options, cluster)
+
+    from zerojax.plan.outlook_tables import outlook_tables
+    from zerojax.report import plain_text
+
+    if options.picture is not None:
+        from zerojax.plan.picture import draw_outlook
+
+        draw_outlook(outlook, options.picture, Path(options.config).stem)
+    print(
+        json.dumps(outlook.to_dict(), indent=2)
+        if options.json
+        else plain_text(outlook_tables(outlook), width=130)
+    )
+
+
+def _cluster(options: PlanOptions, name: str) -> "Cluster":
+    from zerojax.plan.cluster import Cluster
+
+    mesh = options.settings.mesh
+    nodes, local = options.nodes or mesh.nodes, options.gpus_per_node or mesh.local
+    if not (nodes and local):
+        raise ZeroError("how large is the cluster? Give --nodes and --gpus-per-node")
+    scales = {
+        "flops": (options.peak_tflops, 1e12),
+        "memory": (options.memory_gb, 1e9),
+        "memory_rate": (options.memory_bandwidth, 1e9),
+    }
+    corrected = {field: value * unit for field, (value, unit) in scales.items() if value is not None}
+    try:
+        bandwidth = bytes_per_second(options.bandwidth) if options.bandwidth else 0
+    except ValueError as error:
+        raise ZeroError(f"--bandwidth: {error}") from error
+    return Cluster(
+        nodes=nodes,
+        local=local,
+        gpu=dataclasses.replace(find_gpu(name), **corrected),
+        bandwidth=bandwidth,
+        local_bandwidth=None if options.local_bandwidth is None else 1e9 * options.local_bandwidth,
+        efficiency=options.efficiency,
+        memory_fraction=options.memory_fraction,
+    )
+
+
+def _outlook(options: PlanOptions, cluster: "Cluster") -> "Outlook":
+    settings, train = options.settings, options.settings.train
+    # The model's parameters and units do not depend on the mesh: two devices stand for all.
+    state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=1)))
+
+    from zerojax.plan.outlook import foresee
+
+    sequences = options.sequences
+    if sequences is None:
+        sequences = max(1, train.batch_size // (cluster.world.size * train.accumulate))
+    return foresee(state.program, settings.model, cluster, sequences=sequences, length=train.sequence_length)

@@ -1,0 +1,83 @@
+"""Predicted steps against those that docs/benchmarks.md measured on H200s."""
+
+import functools
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.gpus import GPUS
+from zerojax.mesh import World
+from zerojax.models import Block, GPTConfig
+from zerojax.plan.cluster import Cluster, on_world
+from zerojax.plan.hops import hops_of
+from zerojax.plan.memory import predict_memory
+from zerojax.plan.speed import StepTime, predict_step
+from zerojax.plan.work import Work, decoder_work
+
+SEQ = 2048
+CONFIG = GPTConfig(vocab_size=256, layers=24, d_model=2048, heads=16, max_seq_len=SEQ, biases=False)
+TEN_GBIT = 10e9 / 8
+
+# nodes, local, sequences, remat, preset: milliseconds, of docs/benchmarks.md.
+MEASURED = {
+    (1, 4, 4, "none", "zero3"): 146.5,
+    (1, 4, 4, "none", "zero++"): 145.1,
+    (1, 4, 4, "none", "delta"): 146.5,
+    (1, 4, 4, "attention", "zero3"): 158.7,
+    (1, 4, 4, "full", "zero3"): 163.0,
+    (1, 4, 1, "full", "zero3"): 56.1,
+    (1, 4, 1, "full", "zero++"): 58.0,
+    (1, 4, 1, "full", "delta"): 59.5,
+    (2, 2, 1, "full", "zero3"): 3327.6,
+    (2, 2, 1, "full", "zero++"): 869.5,
+    (2, 2, 1, "full", "delta"): 641.3,
+}
+PEAK_GIB = {
+    (4, "none", "zero3"): 12.6,
+    (4, "none", "zero++"): 13.0,
+    (4, "none", "delta"): 13.6,
+    (4, "attention", "zero3"): 6.9,
+    (4, "full", "zero3"): 6.3,
+    (1, "full", "zero3"): 5.1,
+    (1, "full", "zero++"): 5.6,
+    (1, "full", "delta"): 6.8,
+}
+
+
+class BlockStack(nnx.Module):
+    """The model of scripts/bench_train.py."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = zerojax.Stack(functools.partial(Block, CONFIG), CONFIG.layers, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return zerojax.TrainState.abstract(
+        BlockStack,
+        optax.adamw(1e-4),
+        lambda model, batch: jnp.mean(jnp.square(model(batch["x"]))),
+        mesh=zerojax.make_mesh(2, 2),
+    ).program
+
+
+def predicted(program, nodes, local, sequences, remat, preset, **cluster) -> tuple[StepTime, Work, float]:
+    zero = zerojax.ZeroConfig.preset(preset, remat=remat)
+    there = on_world(program, World(nodes, local), zero)
+    work = decoder_work(CONFIG, remat=remat, dtype="bfloat16", sequences=sequences, length=SEQ, head=False)
+    gpu = GPUS["h200"]
+    memory = predict_memory(there, work, workspace=gpu.workspace)
+    where = Cluster(nodes, local, gpu, TEN_GBIT, **cluster)
+    return predict_step(there, work, hops_of(there), memory, where), work, memory.total
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_steps_are_within_15_percent_of_measured_ones(program, case):
+    step, _, _ = predicted(program, *case)
+    assert 1e3 * step.seconds == pytest.approx(MEASURED[case], rel=0.15)
