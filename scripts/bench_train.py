@@ -6,18 +6,22 @@
         scripts/bench_train.py --nodes 2 --local 4 --variants zero3 zero++ delta
 
 The model is a stack of pre-norm GPT blocks without embeddings, fed random bf16 activations: what is
-measured is the blocks and their communication. Peers run the same stack (scripts/bench_peers.py).
+measured is the blocks and their communication. "gspmd" is JAX's own sharding (scripts/bench_gspmd.py);
+PyTorch's run the same stack (scripts/bench_peers.py). A variant whose loss after the same steps is more
+than 1% from the first one's is marked: it computes something else.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_gspmd
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +29,8 @@ import optax
 from flax import nnx
 
 import zerojax
-from zerojax.distributed import initialize
+from zerojax.cluster.network import ClusterError, link_bytes
+from zerojax.distributed import joined
 from zerojax.models import Block, GPTConfig
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -39,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero++-x8": {"preset": "zero++", "accumulate": 8},
     "delta-x8": {"preset": "delta", "accumulate": 8},
 }
+GSPMD = "gspmd"
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Row:
         tokens_per_second: of the world, at the median.
         mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
             where the chip's peak is not known.
+        sent_per_node: bytes that a node put on its link in a step, headers included; None where the
+            nodes are not those of scripts/emulate_cluster.py.
         peak_gib: the most memory that device 0 held.
     """
 
@@ -57,6 +65,7 @@ class Row:
     milliseconds: tuple[float, float, float]
     tokens_per_second: float
     mfu: float | None
+    sent_per_node: float | None
     peak_gib: float | None
     loss: float
     grad_norm: float
@@ -94,19 +103,22 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after three untimed ones")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["zero3", "zero++", "delta"])
+    parser.add_argument(
+        "--variants", nargs="+", choices=[*VARIANTS, GSPMD], default=["zero3", "zero++", "delta"]
+    )
     parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--profile", type=Path, help="write traces of three steps here")
     options = parser.parse_args()
-    initialize()
-    rows = []
-    for variant in options.variants:
-        rows.append(measure(variant, options))
-        if jax.process_index() == 0:
-            print(line(rows[-1]), flush=True)
-    if options.json and jax.process_index() == 0:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    with joined():
+        rows: list[Row] = []
+        for variant in options.variants:
+            rows.append(measure(variant, options))
+            if jax.process_index() == 0:
+                same = abs(rows[-1].loss / rows[0].loss - 1) < 0.01
+                print(line(rows[-1]) + ("" if same else "  computes something else"), flush=True)
+        if options.json and jax.process_index() == 0:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 def measure(variant: str, options: argparse.Namespace) -> Row:
@@ -119,48 +131,67 @@ def measure(variant: str, options: argparse.Namespace) -> Row:
         max_seq_len=options.seq,
         biases=False,
     )
-    fields = dict(VARIANTS[variant])
-    zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
-    mesh = zerojax.make_mesh(options.nodes, options.local)
-    model = lambda rngs: BlockStack(config, rngs=rngs)  # noqa: E731  (named by what it makes)
-    state = zerojax.TrainState.create(model, optax.adamw(1e-4), loss_fn, mesh=mesh, zero=zero)
-    batch = make_batch(options, zero.accumulate)
+    state, step, accumulate = prepare(variant, partial(BlockStack, config), options)
+    batch = make_batch(options, accumulate)
     begun = time.perf_counter()
-    state, metrics = zerojax.train_step(state, batch)
+    state, metrics = step(state, batch)
     jax.block_until_ready(metrics)
     compile_seconds = time.perf_counter() - begun
     for _ in range(2):
-        state, metrics = zerojax.train_step(state, batch)
+        state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
-    seconds = []
+    seconds, sent = [], sent_so_far()
     for _ in range(options.steps):
         begun = time.perf_counter()
-        state, metrics = zerojax.train_step(state, batch)
+        state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - begun)
+    sent = None if sent is None else ((sent_so_far() or 0) - sent) / options.steps
     if options.profile:
         with jax.profiler.trace(str(options.profile / variant)):
             for _ in range(3):
-                state, metrics = zerojax.train_step(state, batch)
+                state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
-    tokens = options.seq * options.sequences * zero.accumulate * options.nodes * options.local
+    tokens = options.seq * options.sequences * accumulate * options.nodes * options.local
     median = statistics.median(seconds)
     stats = jax.local_devices()[0].memory_stats() or {}
-    parameters = sum(leaf.count for leaf in state.program.leaves)
+    parameters = options.layers * (12 * options.d_model**2 + 2 * options.d_model)
     flops = tokens * (6 * parameters + 6 * options.layers * options.d_model * options.seq)
     peak = options.peak_tflops and options.peak_tflops * 1e12 * options.nodes * options.local
-    row = Row(
+    return Row(
         variant=variant,
         milliseconds=(1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)),
         tokens_per_second=tokens / median,
         mfu=flops / median / peak if peak else None,
+        sent_per_node=sent,
         peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
         loss=float(metrics["loss"]),
         grad_norm=float(metrics["grad_norm"]),
         compile_seconds=compile_seconds,
     )
-    del state
-    return row
+
+
+def prepare(
+    variant: str, model: Callable[..., BlockStack], options: argparse.Namespace
+) -> tuple[Any, bench_gspmd.Step, int]:
+    """A variant's first state, its step, and its micro-batches."""
+    mesh = zerojax.make_mesh(options.nodes, options.local)
+    factory = lambda rngs: model(rngs=rngs)  # noqa: E731  (a callable of rngs by position)
+    tx = optax.adamw(1e-4)
+    if variant == GSPMD:
+        return *bench_gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
+    fields = dict(VARIANTS[variant])
+    zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
+    state = zerojax.TrainState.create(factory, tx, loss_fn, mesh=mesh, zero=zero)
+    return state, zerojax.train_step, zero.accumulate
+
+
+def sent_so_far() -> int | None:
+    """Bytes that this node has put on its link, by the interface's counter; None without such a link."""
+    try:
+        return link_bytes().sent
+    except ClusterError:
+        return None
 
 
 def make_batch(options: argparse.Namespace, accumulate: int) -> dict[str, jax.Array | np.ndarray]:
@@ -180,9 +211,10 @@ def line(row: Row) -> str:
     median, least, most = row.milliseconds
     mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
     peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
+    sent = f"{row.sent_per_node / 1e6:7.0f}" if row.sent_per_node else "      -"
     return (
         f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
-        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  peak {peak} GiB"
+        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB"
         f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
     )
 

@@ -1,0 +1,74 @@
+"""JAX's own fully sharded training, for scripts/bench_train.py: `jit`, NamedSharding, XLA's partitioner.
+
+As its documentation recommends: fp32 masters and moments sharded over all devices, cast to bf16 as shards,
+one scan over the layers whose body asks for its weights whole, so that they are gathered layer by layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.remat import rematerialised
+from zerojax.zero import Remat
+
+AXES = ("node", "local")
+Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+
+
+def make(
+    factory: Callable[[nnx.Rngs], Any], tx: optax.GradientTransformation, *, mesh: Mesh, remat: Remat
+) -> tuple[Any, Step]:
+    """Its state, sharded from birth, and its compiled step.
+
+    Args:
+        factory: makes a module whose `blocks` is a `zerojax.Stack`, the model's only parameters.
+        tx: the optimizer.
+        mesh: (node, local).
+        remat: what a layer's backward pass computes again.
+
+    Returns:
+        The state, and (state, batch) -> (state, {"loss", "grad_norm"}), which donates the state.
+    """
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: factory(nnx.Rngs(0)).blocks.block))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def init(seed: jax.Array) -> Any:
+        weights = nnx.state(factory(nnx.Rngs(jax.random.key(seed))).blocks.block, nnx.Param)
+        return weights, tx.init(weights)
+
+    places = jax.tree.map(lambda x: _spread(x.shape, mesh), jax.eval_shape(init, jnp.uint32(0)))
+
+    def layer(weights: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, jax.lax.with_sharding_constraint(weights, whole))(x)
+
+    body = rematerialised(layer, remat)
+
+    def loss(masters: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), masters)
+        out, _ = jax.lax.scan(lambda x, w: (body(w, x), None), batch["x"], weights)
+        return jnp.mean(jnp.square(out.astype(jnp.float32) - batch["y"].astype(jnp.float32)))
+
+    def step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        masters, moments = state
+        value, grads = jax.value_and_grad(loss)(masters, batch)
+        grads = jax.lax.with_sharding_constraint(grads, places[0])
+        updates, moments = tx.update(grads, moments, masters)
+        metrics = {"loss": value, "grad_norm": optax.global_norm(grads)}
+        return (optax.apply_updates(masters, updates), moments), metrics
+
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, whole))
+    return jax.jit(init, out_shardings=places)(jnp.uint32(0)), compiled
+
+
+def _spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Over all devices, along the last dimension that divides; the leading one counts layers."""
+    for number in range(len(shape) - 1, 0, -1):
+        if shape[number] % mesh.size == 0:
+            return NamedSharding(mesh, PartitionSpec(*(None,) * number, AXES))
+    return NamedSharding(mesh, PartitionSpec())
