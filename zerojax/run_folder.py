@@ -4,6 +4,8 @@
 RUN/config.toml      the settings, complete; `zerojax train RUN/config.toml` repeats the run
 RUN/run.json         what became of it: status, steps, final losses, versions
 RUN/data/            tokens and tokenizer
+RUN/huggingface/     config.json and other files of the model that was imported, to be written back
+RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder a step
 RUN/metrics.jsonl    one JSON object a step
 RUN/tensorboard/     the same, as events
@@ -26,6 +28,7 @@ Resume = Literal["auto", "must", "never"]
 # What a checkpoint's arrays and position mean; other settings may change when a run goes on.
 _FIXED_SECTIONS = ("model", "data")
 _FIXED_KEYS = ("optimizer.name", "train.seed", "train.batch_size", "train.sequence_length")
+_FREE_KEYS = {"data.verify", "model.attention", "model.loss_chunk", "model.dropout"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class RunFolder:
     def data(self) -> Path:
         """Tokens and tokenizer."""
         return self.path / "data"
+
+    @property
+    def huggingface(self) -> Path:
+        """Files of the model that was imported, but for its weights."""
+        return self.path / "huggingface"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the model that was imported."""
+        return self.path / "tokenizer" / "tokenizer.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -146,22 +159,44 @@ def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list
     Raises:
         ZeroError: a change that makes it another run (model, data, batch, seed, optimizer).
     """
-    changes = {
+    changes = _changes(before, now)
+    for name, (old, new) in changes.items():
+        section = name.partition(".")[0]
+        if name not in _FREE_KEYS and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
+            raise ZeroError(
+                f"{folder.path} was begun with {name} = {old!r} and cannot go on with {new!r}: "
+                "choose another --run-dir"
+            )
+    return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
+
+
+def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
+    """Refuse settings that are not of the model whose weights were imported.
+
+    Args:
+        before: the settings that they were imported with.
+        now: those of the run that begins with them.
+        folder: the run's, for the message.
+
+    Raises:
+        ZeroError: a change of the model.
+    """
+    for name, (old, new) in _changes(before, now).items():
+        if name.startswith("model.") and name not in _FREE_KEYS:
+            raise ZeroError(
+                f"{folder.path} holds an imported model with {name} = {old!r}, which cannot be {new!r}"
+            )
+
+
+def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Name -> values before and now, of each setting that differs."""
+    return {
         f"{section}.{key}": (values.get(key), new.get(key))
         for section, new in config_to_dict(now).items()
         for values in [config_to_dict(before)[section]]
         for key in sorted({*values, *new})
         if values.get(key) != new.get(key)
     }
-    free = {"data.verify", "model.attention", "model.loss_chunk", "model.dropout"}
-    for name, (old, new) in changes.items():
-        section = name.partition(".")[0]
-        if name not in free and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
-            raise ZeroError(
-                f"{folder.path} was begun with {name} = {old!r} and cannot go on with {new!r}: "
-                "choose another --run-dir"
-            )
-    return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
 
 
 def write_whole(path: Path, text: str) -> None:

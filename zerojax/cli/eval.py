@@ -37,12 +37,13 @@ def run(arguments: list[str]) -> None:
     join_cluster(options.mesh)
     trained = open_trained(folder, config, options.mesh)
 
-    from zerojax.parts import evaluate, make_batches
+    from zerojax.parts import evaluate, make_batches, prepare_data
 
-    batches, validation = make_batches(trained.config, trained.data)
+    data = prepare_data(trained.config, folder)
+    batches, validation = make_batches(trained.config, data)
     batches.close()
     loss = float(evaluate(trained.state, validation))
-    header = trained.data.validation.header
+    header = data.validation.header
     print(
         f"step {trained.step}: validation loss {loss:.6f} nats per token, "
         f"{loss * header.tokens / header.text_bytes:.6f} per byte"

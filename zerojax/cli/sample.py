@@ -8,6 +8,7 @@ import tyro
 
 from zerojax.cli.trained import open_trained
 from zerojax.config import MeshSection, ZeroSection
+from zerojax.data import open_tokenizer
 from zerojax.run_folder import RunFolder
 
 
@@ -49,9 +50,9 @@ def run(arguments: list[str]) -> None:
     from zerojax import gather_model
     from zerojax.models import Sampling, generate
 
-    tokenizer = trained.data.tokenizer
+    tokenizer = open_tokenizer(config.data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode())
-    start = jnp.asarray([tokenizer.end_of_text, *prompt.tolist()], jnp.int32)
+    start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)
     new = generate(
         gather_model(trained.state),
         start[None, :],

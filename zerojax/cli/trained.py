@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from zerojax.checkpoints import damage_line, newest_sound, restore
 from zerojax.config import MeshSection, RunConfig
-from zerojax.data import Dataset, open_dataset
 from zerojax.errors import ZeroError
 from zerojax.run_folder import RunFolder
 from zerojax.state import TrainState
@@ -17,13 +16,11 @@ class TrainedRun:
 
     Attributes:
         config: its settings, on the mesh that was asked for.
-        data: its tokens and tokenizer.
         state: restored.
         step: of the checkpoint.
     """
 
     config: RunConfig
-    data: Dataset
     state: TrainState
     step: int
 
@@ -49,4 +46,4 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> Tra
     if choice.step is None:
         raise ZeroError(f"{folder.path} has no checkpoint yet")
     state = restore(folder.checkpoints / str(choice.step), abstract_model(config))
-    return TrainedRun(config, open_dataset(config.data, folder.data), state, choice.step)
+    return TrainedRun(config, state, choice.step)

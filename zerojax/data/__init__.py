@@ -1,7 +1,7 @@
 """Text, tokens and batches."""
 
 from zerojax.data.batches import Batch, TrainBatches, Windows, validation_batches
-from zerojax.data.prepare import Dataset, is_prepared, open_dataset, prepare
+from zerojax.data.prepare import Dataset, is_prepared, open_dataset, open_tokenizer, prepare
 from zerojax.data.source import DataError, Source, held_out, open_source
 from zerojax.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from zerojax.data.tokens import Header, TokenFile, open_tokens, write_tokens
@@ -23,6 +23,7 @@ __all__ = [
     "load_tokenizer",
     "open_dataset",
     "open_source",
+    "open_tokenizer",
     "open_tokens",
     "prepare",
     "validation_batches",

@@ -103,6 +103,20 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
     return Dataset(train, validation, tokenizer)
 
 
+def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
+    """The tokenizer of a run: what made its tokens or, where there are none yet, will make them.
+
+    Raises:
+        DataError: it is to be trained on the data, which are not prepared yet; or its file is gone.
+    """
+    for place in (Path(settings.source), folder):
+        if is_prepared(place):
+            return load_tokenizer(place / "tokenizer.json")
+    if settings.tokenizer == "bpe":
+        raise DataError("data.tokenizer = 'bpe' is trained on the data, and they are not prepared yet")
+    return _make_tokenizer(settings, iter(()))
+
+
 def _tokenizer_checksum(folder: Path) -> int:
     """Of the tokenizer's file; 0 where there is none, as for bytes."""
     path = folder / "tokenizer.json"

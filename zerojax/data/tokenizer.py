@@ -1,8 +1,9 @@
 """Text to tokens: bytes, or a byte-level BPE from the `tokenizers` library."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -11,6 +12,8 @@ from jaxtyping import UInt32
 from zerojax.data.source import DataError
 
 END_OF_TEXT = "<|endoftext|>"
+SETTINGS = "tokenizer_config.json"
+"""Beside a tokenizer.json, as Hugging Face has it: says which tokens end and begin a text."""
 
 
 class Tokenizer(Protocol):
@@ -18,6 +21,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     end_of_text: int
+    begin_of_text: int
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """Token ids of a text."""
@@ -37,6 +41,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_text = 0
+    begin_of_text = 0
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """Token ids of a text: its bytes."""
@@ -53,19 +58,33 @@ class ByteTokenizer:
 class BPETokenizer:
     """A tokenizer in the `tokenizers` library's JSON format."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        end_of_text: str | None = None,
+        begin_of_text: str | None = None,
+    ) -> None:
         """Wrap a tokenizer that has an end-of-text token.
 
+        Args:
+            tokenizer: any.
+            end_of_text: the token that ends a text; None looks for one of the usual names.
+            begin_of_text: the token that a text begins with; None is the one that ended the text before.
+
         Raises:
-            DataError: it has none.
+            DataError: it has no such token.
         """
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
         known = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-        ids = [i for name in known if (i := tokenizer.token_to_id(name)) is not None]
+        self.end_of_text = self._first_id((end_of_text,) if end_of_text else known)
+        self.begin_of_text = self._first_id((begin_of_text,)) if begin_of_text else self.end_of_text
+
+    def _first_id(self, names: Iterable[str]) -> int:
+        ids = [i for name in names if (i := self._tokenizer.token_to_id(name)) is not None]
         if not ids:
-            raise DataError(f"the tokenizer has no end-of-text token (looked for {known})")
-        self.end_of_text = ids[0]
+            raise DataError(f"the tokenizer has no end-of-text token (looked for {tuple(names)})")
+        return ids[0]
 
     @classmethod
     def train(cls, texts: Iterable[bytes], vocab_size: int) -> "BPETokenizer":
@@ -98,21 +117,54 @@ class BPETokenizer:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON."""
+        """Write the tokenizer as JSON, and which tokens end and begin a text beside it."""
         self._tokenizer.save(str(path))
+        ids = {"eos_token": self.end_of_text, "bos_token": self.begin_of_text}
+        settings = {role: self._tokenizer.id_to_token(number) for role, number in ids.items()}
+        path.with_name(SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json; where there is none, the tokens are bytes.
+
+    A tokenizer_config.json beside it may name the tokens that end (`eos_token`) and begin (`bos_token`) a
+    text.
 
     Raises:
         DataError: the file is not a tokenizer.
     """
     if not path.exists():
         return ByteTokenizer()
+    settings = read_settings(path.with_name(SETTINGS))
+    ends = (special_token(settings, role) for role in ("eos_token", "bos_token"))
+    return BPETokenizer(read_inner(path), *ends)
+
+
+def read_inner(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json as the `tokenizers` library has it.
+
+    Raises:
+        DataError: the file is not a tokenizer.
+    """
     try:
-        return BPETokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
-    except DataError:
-        raise
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{path}: not a tokenizer file: {error}") from error
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file beside a tokenizer; empty where there is none.
+
+    Raises:
+        DataError: not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+
+
+def special_token(settings: dict[str, Any], role: str) -> str | None:
+    """A special token by its role: a text, or a table with one, or none."""
+    token = settings.get(role)
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,18 +1,30 @@
 """From Hugging Face files straight into shards: of each leaf, each device's part and nothing else is read."""
 
 import math
+from typing import Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Float32, PyTree
+from jaxtyping import Float32, PyTree, Shaped
 
 from zerojax.errors import ZeroError
 from zerojax.huggingface.families import Family
 from zerojax.huggingface.mapping import Parts, Tensor, layer_tensors, tensors_of
-from zerojax.huggingface.safetensors_files import SafetensorFiles
+from zerojax.huggingface.safetensors_files import SafetensorFiles, TensorSpec
 from zerojax.layout import Leaf
 from zerojax.paths import to_tree
 from zerojax.program import Program
+
+
+class Files(Protocol):
+    """Tensors that can be read in parts."""
+
+    specs: dict[str, TensorSpec]
+
+    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
+        """A part of a tensor: one range for each dimension; without any, all of it."""
+        ...
+
 
 FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
@@ -42,7 +54,7 @@ def check_tensors(program: Program, files: SafetensorFiles, family: Family, part
         )
 
 
-def load_params(program: Program, files: SafetensorFiles, parts: Parts) -> PyTree:
+def load_params(program: Program, files: Files, parts: Parts) -> PyTree:
     """Master weights from checked files, each read where it will live.
 
     A process asks its files for the ranges that its own devices hold; a leaf is placed before the next is
@@ -67,9 +79,7 @@ def load_params(program: Program, files: SafetensorFiles, parts: Parts) -> PyTre
     return to_tree(placed)
 
 
-def _stored_part(
-    leaf: Leaf, index: Index, files: SafetensorFiles, parts: Parts
-) -> Float32[np.ndarray, "..."]:
+def _stored_part(leaf: Leaf, index: Index, files: Files, parts: Parts) -> Float32[np.ndarray, "..."]:
     """The part of a leaf's stored array (`Leaf.stored_shape`) that an index selects."""
     if leaf.layers is None:
         start, stop, _ = index[0].indices(leaf.padded)
@@ -84,7 +94,7 @@ def _stored_part(
 
 
 def _flat_part(
-    leaf: Leaf, layer: int | None, start: int, stop: int, files: SafetensorFiles, parts: Parts
+    leaf: Leaf, layer: int | None, start: int, stop: int, files: Files, parts: Parts
 ) -> Float32[np.ndarray, " n"]:
     """Elements [start, stop) of one layer, flat and padded: whole rows are read, and cut."""
     width = leaf.shape[-1] if leaf.shape else 1
@@ -107,7 +117,7 @@ def _flat_part(
     return flat
 
 
-def _read_rows(tensor: Tensor, rows: slice, files: SafetensorFiles) -> np.ndarray:
+def _read_rows(tensor: Tensor, rows: slice, files: Files) -> np.ndarray:
     """Rows of the leaf's matrix (a vector is one row) from one tensor."""
     if len(tensor.shape) < 2:
         return files.read(tensor.name).reshape(1, math.prod(tensor.shape))

@@ -1,0 +1,28 @@
+"""Models of Hugging Face: their files into runs, and runs into such files."""
+
+from zerojax.huggingface.exporting import (
+    Dtype,
+    check_quantizable,
+    export_model,
+    plan_export,
+    quantized_state,
+)
+from zerojax.huggingface.families import FAMILIES
+from zerojax.huggingface.importing import import_model
+from zerojax.huggingface.quantized import Direction, Format, WeightFormat
+from zerojax.huggingface.source import Source, model_section
+
+__all__ = [
+    "FAMILIES",
+    "Direction",
+    "Dtype",
+    "Format",
+    "Source",
+    "WeightFormat",
+    "check_quantizable",
+    "export_model",
+    "import_model",
+    "model_section",
+    "plan_export",
+    "quantized_state",
+]
