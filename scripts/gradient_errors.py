@@ -35,7 +35,7 @@ import zerojax
 from zerojax.cli.trained import open_trained
 from zerojax.collectives import Way, reduce_gradients
 from zerojax.config import MeshSection, ZeroSection
-from zerojax.data import TrainBatches
+from zerojax.data import TrainBatches, open_dataset
 from zerojax.layout import Leaf, make_leaf, unflatten
 from zerojax.mesh import AXES, World
 from zerojax.paths import from_tree
@@ -89,7 +89,7 @@ def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
     config = replace(folder.read_config(), zero=ZeroSection(compute_dtype="float32"))
     trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
     batches = TrainBatches(
-        trained.data.train,
+        open_dataset(config.data, folder.data).train,
         batch_size=4 * NODES * LOCAL,
         length=config.train.sequence_length,
         seed=12345,
