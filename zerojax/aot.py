@@ -34,6 +34,8 @@ COMPILER_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
 
+_CUDNN_VERSION = 91900  # of the descriptions in zerojax/gpus
+_HOPPER = (9, 0)
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
@@ -138,6 +140,35 @@ def _register_compiler() -> None:
         f"installed, nor is there one in {extra}. Run scripts/install_cuda_compiler.sh (Linux; "
         "240 MB), or set ZEROJAX_CUDA_COMPILER to the directory that holds one"
     )
+
+
+@contextmanager
+def cudnn_assumed() -> Iterator[None]:
+    """Lower cuDNN's flash attention for described GPUs, Hopper or newer, on a machine that has none.
+
+    JAX asks the machine at hand for its cuDNN and its GPU before it lowers the kernel, which the compiled
+    program merely calls by name: within this context the answers are those of a cluster that has both. Give
+    the model ``attention="cudnn"``; "auto" looks at the machine at hand.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    answers = {
+        "check_cudnn_version": lambda: _CUDNN_VERSION,
+        "check_compute_capability": lambda wanted: _version(wanted) <= _HOPPER,
+        "is_cuda_compute_capability_equal": lambda wanted: _version(wanted) == _HOPPER,
+    }
+    before = {name: getattr(fused, name) for name in answers}
+    try:
+        for name, answer in answers.items():
+            setattr(fused, name, answer)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(fused, name, function)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
 
 
 @contextmanager
