@@ -37,4 +37,8 @@ def backend_report() -> dict[str, str]:
     report = f"Triton kernels through {versions}, for compute capability {chip / 10}"
     if chip < 89:
         report += "; fp8 by the reference, which this chip has no instructions for"
-    return {"cpu": reference, "cuda": f"{report}; plain formats by the reference"}
+    report += (
+        "; by the reference also: plain formats, fp16 arrays, rows of 2**31 elements or more, and sums over "
+        "more than 64 peers"
+    )
+    return {"cpu": reference, "cuda": report}

@@ -3,39 +3,41 @@
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 gpt-tiny --run-dir runs/a
 
 starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, with four devices each and told about each
-other. Several machines are started by what runs them: see ``scripts/slurm`` and ``scripts/k8s``.
+other; with ``doctor`` in the place of the config, ``zerojax doctor``. Several machines are started by what
+runs them: see ``scripts/slurm`` and ``scripts/k8s``.
 
-Exit codes: 0 all ended well; 1 a process failed; 2 wrong use or settings, by this command or by
-``zerojax train``; else the highest code of a process that ended by itself, 128 + n for signal n.
-Restarts happen after every failure but wrong use, and not once a signal has asked for the end.
+Exit codes: 0 all ended well; 2 wrong use or settings, by this command or by ``zerojax train``; 75 the run
+was asked to stop, and saved; else the highest code of a process that ended by itself, 128 + n for signal n,
+leaving out those that only ended because of another one (4). Restarts happen after every failure but wrong
+use, and not once somebody has asked for the end.
 """
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerojax import supervise
+from zerojax.cli import EXIT_OK, EXIT_STOPPED, EXIT_WRONG_USE
 from zerojax.devices import Platform, share_devices
+from zerojax.distributed import free_port
 from zerojax.errors import ZeroError
-
-EXIT_WRONG_USE = 2
+from zerojax.peers import EXIT_PEER_LOST
 
 
 @dataclass(frozen=True)
 class Job:
     """What to start."""
 
-    train: Sequence[str]  # the arguments of `zerojax train`
+    train: Sequence[str]  # the arguments of `zerojax train`; or "doctor" and those of `zerojax doctor`
     nodes: int
     devices_per_node: int
     platform: Platform = "auto"
     restarts: int = 0
     min_nodes: int | None = None  # after a failure go on without the failed, down to this many
     grace: float = 15.0  # seconds that the others get to end when one has failed
-    program: Sequence[str] = (sys.executable, "-m", "zerojax", "train")
+    program: Sequence[str] = (sys.executable, "-m", "zerojax")
 
 
 def launch(job: Job) -> int:
@@ -53,8 +55,10 @@ def launch(job: Job) -> int:
         raise ZeroError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
     nodes, left = job.nodes, job.restarts
     while True:
-        result = supervise.run(_tasks(job, nodes), grace=job.grace)
-        if result.code in (0, EXIT_WRONG_USE) or result.signals or left == 0:
+        result = supervise.run(
+            _tasks(job, nodes), grace=job.grace, good=(EXIT_OK, EXIT_STOPPED), follows=EXIT_PEER_LOST
+        )
+        if result.code in (EXIT_OK, EXIT_WRONG_USE, EXIT_STOPPED) or result.signals or left == 0:
             return result.code
         if job.min_nodes is not None:
             nodes = max(job.min_nodes, nodes - len(result.failed))
@@ -64,25 +68,22 @@ def launch(job: Job) -> int:
 
 def _tasks(job: Job, nodes: int) -> list[supervise.Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
-    coordinator = f"127.0.0.1:{_free_port()}"
+    first, *options = job.train
+    command = ["doctor"] if first == "doctor" else ["train", first]
+    # The options that are given may say otherwise: the last one counts.
+    mesh = ["--mesh.nodes", str(nodes), "--mesh.local", str(job.devices_per_node)]
+    coordinator = f"127.0.0.1:{free_port()}"
     return [
         supervise.Task(
             name=f"rank {rank}",
             command=[
-                *job.program, *job.train, "--coordinator", coordinator,
+                *job.program, *command, *mesh, *options, "--coordinator", coordinator,
                 "--process-id", str(rank), "--num-processes", str(nodes),
             ],
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | share,
         )
         for rank, share in enumerate(shares)
     ]  # fmt: skip
-
-
-def _free_port() -> int:
-    """A port that nobody listens on, on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _say(line: str) -> None:
@@ -106,7 +107,7 @@ def parse(arguments: Sequence[str]) -> Job:
     add("--restarts", type=int, default=0, help="how often to start again after a failure")
     add("--min-nodes", type=int, help="go on without nodes that failed, down to this many")
     add("--grace", type=float, default=15.0, help="seconds for the others to end when one failed")
-    add("train", nargs=argparse.REMAINDER, metavar="CONFIG ...", help="arguments of zerojax train")
+    add("train", nargs=argparse.REMAINDER, metavar="CONFIG ...", help="arguments of zerojax train; or doctor")
     options = vars(parser.parse_args(arguments))
     if not options["train"]:
         parser.error("name a config: zerojax launch --nodes 2 --devices-per-node 4 CONFIG")

@@ -1,6 +1,8 @@
 """The parts of a run, each made from its settings."""
 
 import platform
+import shlex
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -150,10 +152,14 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
 def make_log(
     config: RunConfig, folder: RunFolder, state: zerojax.TrainState, step: int, skipped: int
 ) -> RunLog:
-    """The log of a run that stands at `step`."""
+    """The log of a run that stands at `step`; what a step sends is noted in run.json."""
     train = config.train
     tokens = jax.ShapeDtypeStruct((train.batch_size, train.sequence_length + 1), jnp.int32)
     report = comm_report(state, {"tokens": tokens})
+    if is_first():
+        counted = report.to_dict()
+        del counted["collectives"]
+        folder.update_summary(communication=counted)
     schedule = make_schedule(config.optimizer, train.steps)
     predicted = train.batch_size * train.sequence_length
     return RunLog(
@@ -203,4 +209,7 @@ def environment() -> dict[str, Any]:
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
         "processes": jax.process_count(),
+        "host": platform.node(),
+        "system": platform.platform(),
+        "command": shlex.join(sys.argv),
     }

@@ -10,12 +10,15 @@ RUN/checkpoints/     one folder a step
 RUN/metrics.jsonl    one JSON object a step
 RUN/tensorboard/     the same, as events
 RUN/loss.png         the loss curve
+RUN/wandb/           what Weights & Biases keeps here
+RUN/profile/         traces of steps, by `--profile`
 RUN/stacks/          one file a process, where the run got stuck
 ```
 """
 
 import json
-import os
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +85,11 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def profile(self) -> Path:
+        """Traces of steps."""
+        return self.path / "profile"
+
+    @property
     def stacks(self) -> Path:
         """What every thread of every process was doing when the run got stuck."""
         return self.path / "stacks"
@@ -96,8 +104,12 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ZeroError(f"{self.path}: cannot make the run folder: {error.strerror}") from error
-        if not os.access(self.path, os.W_OK):
-            raise ZeroError(f"{self.path}: the run folder is not writable")
+        for folder in (self.path, self.checkpoints):
+            try:
+                if folder.exists():
+                    tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ZeroError(f"{folder}: the run cannot write here: {error.strerror}") from error
 
     def read_config(self) -> RunConfig:
         """The settings of the run.
@@ -115,14 +127,47 @@ class RunFolder:
 
     def update_summary(self, **values: Any) -> None:
         """Add to what is known of the run."""
-        write_whole(self.summary, json.dumps(self.read_summary() | values, indent=1) + "\n")
+        noted = {"noted": time.time()}
+        write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
+
+    def begin_session(self, step: int, **facts: Any) -> None:
+        """Note that a process has begun, or goes on, to train this run.
+
+        Args:
+            step: from which.
+            **facts: of JSON, such as `devices`.
+        """
+        before = sessions(self.read_summary())
+        if before and before[-1]["status"] == "running":
+            before[-1] |= {"status": "killed", "ended": None, "last_step": None}
+        began = {"began": time.time(), "step": step, **facts}
+        self.update_summary(sessions=[*before, began], status="running", reason=None, step=None)
 
     def read_summary(self) -> dict[str, Any]:
-        """What is known of the run; empty where nothing is."""
+        """What is known of the run; empty where nothing is, or the file is damaged: nothing goes by it."""
         try:
-            return json.loads(self.summary.read_text(encoding="utf-8"))
+            values = json.loads(self.summary.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
+        return values if isinstance(values, dict) else {}
+
+
+def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first, each with its end; of the last that of the run itself.
+
+    Args:
+        summary: as `RunFolder.read_summary` gives it.
+
+    Returns:
+        Dicts of "began" and "ended" (Unix time), "step" and "last_step", "status", "reason", and the
+        facts that `RunFolder.begin_session` was given; None for what was not noted.
+    """
+    found = summary.get("sessions", [])
+    known = [dict(one) for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    if known:
+        names = {"status": "status", "reason": "reason", "last_step": "step", "ended": "noted"}
+        known[-1] |= {name: summary.get(key) for name, key in names.items()}
+    return known
 
 
 def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -35,7 +35,7 @@ class Outcome:
 
     name: str
     code: int  # its exit code; 128 + n when signal n ended it
-    told: bool  # it was ended because another failed, a signal came, or time was up
+    told: bool  # it was ended, or ended itself, because another failed, a signal came, or time was up
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Result:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """The names of those that failed by themselves."""
-        return tuple(o.name for o in self.outcomes if o.code and not o.told)
+        """The names of those that failed by themselves; else of those that only SIGKILL could end."""
+        own = tuple(o.name for o in self.outcomes if o.code and not o.told)
+        return own or tuple(o.name for o in self.outcomes if o.code == 128 + signal.SIGKILL)
 
 
 def describe(code: int) -> str:
@@ -71,6 +72,8 @@ def run(
     grace: float = 30.0,
     timeout: float | None = None,
     output: BinaryIO | None = None,
+    good: Collection[int] = (0,),
+    follows: int | None = None,
 ) -> Result:
     """Start all tasks and wait until all have ended.
 
@@ -83,19 +86,31 @@ def run(
       grace: seconds between telling tasks to end and killing them.
       timeout: seconds after which all are told to end.
       output: where their lines go, standard output by default.
+      good: exit codes of a task after which the others go on.
+      follows: exit code of a task that ended because it noticed another one's failure.
 
     Raises:
       TimeoutError: `timeout` passed; all tasks have ended.
     """
-    return _Job(tasks, grace, timeout, output or sys.stdout.buffer).run()
+    return _Job(tasks, grace, timeout, output or sys.stdout.buffer, good, follows).run()
 
 
 class _Job:
-    def __init__(self, tasks: Sequence[Task], grace: float, timeout: float | None, output: BinaryIO):
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        grace: float,
+        timeout: float | None,
+        output: BinaryIO,
+        good: Collection[int],
+        follows: int | None,
+    ):
         self.tasks = tasks
         self.grace = grace
         self.timeout = timeout
         self.output = output
+        self.good = good
+        self.follows = follows
         self.lock = threading.Lock()
         # What happens: ("signal", number) or ("end", index). SimpleQueue may be put to by a handler.
         self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -155,11 +170,7 @@ class _Job:
                 # Whatever it has left behind, before its number may go to another process.
                 _signal(self.processes[value], signal.SIGKILL)
                 self.processes[value].wait()
-                code = _exit_code(self.processes[value])
-                if code and running and value not in self.told:
-                    name = self.tasks[value].name
-                    self._say(f"{name} ended with {describe(code)}; ending the others")
-                    self._tell(running, signal.SIGTERM, limited=True)
+                self._react(value, running)
             elif kind == "signal":
                 self.signals.append(value)
                 self._tell(running, value, limited=len(self.signals) > 1)
@@ -172,6 +183,17 @@ class _Job:
                 self._tell(running, signal.SIGKILL, limited=False)
                 self.deadline = None
         return late
+
+    def _react(self, ended: int, running: set[int]) -> None:
+        """End the others where a task has failed."""
+        code = _exit_code(self.processes[ended])
+        if code in self.good or not running or ended in self.told:
+            return
+        if code == self.follows:
+            self.told.add(ended)
+        else:
+            self._say(f"{self.tasks[ended].name} ended with {describe(code)}; ending the others")
+        self._tell(running, signal.SIGTERM, limited=True)
 
     def _next_event(self, limit: float | None) -> tuple[str, int]:
         times = [t for t in (self.deadline, limit) if t is not None]

@@ -1,31 +1,42 @@
 """A training run, from settings to a trained model; `Trainer.train` is the loop."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import jax
 
 import zerojax
-from zerojax.checkpoint import Checkpoints
+from zerojax.agreement import Agreement, Wishes
+from zerojax.checkpoints import Checkpoints, Record, Retention, TrainingClock, find, restore, restore_weights
 from zerojax.config import RunConfig, config_from_dict, config_to_dict
 from zerojax.data import Batch, Dataset, TrainBatches
+from zerojax.errors import RunError, Stopped
 from zerojax.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.models import parameter_count
 from zerojax.parts import (
     abstract_state,
     check_settings,
+    choose_checkpoint,
     environment,
     evaluate,
     initial_state,
     is_first,
     make_batches,
     make_log,
+    make_watchdog,
     prepare_data,
 )
+from zerojax.peers import Peers
 from zerojax.plan import describe
-from zerojax.run_folder import Resume, RunFolder, check_same_run, choose_start
+from zerojax.profile import StepProfile
+from zerojax.run_folder import Resume, RunFolder, check_same_model, check_same_run
+from zerojax.stop import StopRequest
+from zerojax.watchdog import Watchdog
 
 
 @dataclass
@@ -39,7 +50,10 @@ class Trainer:
         batches: the training batches, at the position where the run stands.
         validation: the batches of every evaluation.
         checkpoints: those of the run.
+        clock: how long the run has trained, and whether a save is due by time.
         log: metrics, files, progress line.
+        watchdog: ends the run when a step takes far too long.
+        profile: traces the steps that it was asked to.
         state: the model and its optimizer.
         step: optimizer steps done.
     """
@@ -50,41 +64,87 @@ class Trainer:
     batches: TrainBatches
     validation: list[Batch]
     checkpoints: Checkpoints
+    clock: TrainingClock
     log: RunLog
+    watchdog: Watchdog
+    profile: StepProfile
     state: zerojax.TrainState
     step: int
 
     @classmethod
-    def open(cls, config: RunConfig, folder: RunFolder, resume: Resume = "auto") -> Self:
-        """Prepare the data, make the model or restore the last checkpoint.
+    def open(
+        cls,
+        config: RunConfig,
+        folder: RunFolder,
+        resume: Resume = "auto",
+        init_from: Path | None = None,
+        peers: Peers | None = None,
+        profile: range | None = None,
+    ) -> Self:
+        """Prepare the data, make the model or restore the newest sound checkpoint.
+
+        Args:
+            config: the settings.
+            folder: where the run is, or will be.
+            resume: whether to go on from a checkpoint that is there.
+            init_from: a run or a checkpoint whose weights a run that begins shall begin with; a run that
+                goes on has its own.
+            peers: the other processes of the run, where there are any.
+            profile: steps to trace.
 
         Raises:
-            ZeroError: settings or data that cannot work, or `resume` cannot be had.
+            ZeroError: settings or data that cannot work, or `resume` or `init_from` cannot be had.
         """
         check_settings(config)
         data = prepare_data(config, folder)
         batches, validation = make_batches(config, data)
-        checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
-        step, skipped, changes = 0, 0, []
-        if choose_start(checkpoints.latest, resume, folder):
-            step = checkpoints.latest or 0
-            record = checkpoints.record(step)
-            changes = check_same_run(config_from_dict(record["config"]), config, folder)
-            batches.set_state(record["position"])
-            skipped = record["skipped"]
-            state = checkpoints.restore(step, abstract_state(config))
+        seal, notes = choose_checkpoint(config, folder, resume)
+        imported = seal is not None and not seal.record.position  # weights alone: no step was taken
+        if seal is not None and not imported:
+            changes = check_same_run(config_from_dict(seal.record.config), config, folder)
+            notes.append("; ".join([f"going on from step {seal.step}", *changes]))
+            batches.set_state(seal.record.position)
+            state = restore(folder.checkpoints / str(seal.step), abstract_state(config))
         else:
             state = initial_state(config)
+            source = None if init_from is None else find(init_from)
+            if seal is not None and source is None:
+                check_same_model(config_from_dict(seal.record.config), config, folder)
+                source = folder.checkpoints / str(seal.step)
+            if source is not None:
+                state = restore_weights(source, state)
+                notes.append(f"beginning with the weights of {source}")
+        record = Record() if seal is None else seal.record
+        step = 0 if seal is None else seal.step
         if is_first():
             folder.write_config(config)
-        log = make_log(config, folder, state, step, skipped)
-        trainer = cls(config, folder, data, batches, validation, checkpoints, log, state, step)
-        trainer.announce(changes)
+        saving = config.checkpoint
+        log = make_log(config, folder, state, step, record.skipped)
+        trainer = cls(
+            config=config,
+            folder=folder,
+            data=data,
+            batches=batches,
+            validation=validation,
+            checkpoints=Checkpoints(
+                folder.checkpoints,
+                Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
+                start=step,
+            ),
+            clock=TrainingClock(record.seconds, minutes=saving.minutes),
+            log=log,
+            watchdog=make_watchdog(config, folder, peers),
+            profile=StepProfile(folder.profile, profile, log.say, done=step, planned=config.train.steps),
+            state=state,
+            step=step,
+        )
+        trainer.announce(notes)
         return trainer
 
     def __enter__(self) -> Self:
         """Start the progress line."""
         self.log.__enter__()
+        self.watchdog.start()
         return self
 
     def __exit__(
@@ -94,53 +154,91 @@ class Trainer:
         trace: TracebackType | None,
     ) -> None:
         """Finish what is being written, whether or not the run did; note why it did not."""
+        self.watchdog.stop()
+        self.profile.close()
         self.log.__exit__(kind, error, trace)
         self.batches.close()
-        self.checkpoints.close()
         if error is not None and is_first():
-            self.folder.update_summary(
-                status="failed", step=self.step, reason=f"{type(error).__name__}: {error}"
-            )
+            status = "stopped" if isinstance(error, Stopped) else "failed"
+            with suppress(OSError):  # on a full disk, which is then what is being told
+                self.folder.update_summary(
+                    status=status, step=self.step, reason=f"{type(error).__name__}: {error}"
+                )
+        self.checkpoints.close()
 
     def train(self) -> None:
         """Train from where the run stands to its last step.
 
         Raises:
-            RunError: the loss or gradient was not finite too many times in a row.
+            RunError: the loss or gradient was not finite too many times in a row, or the disk is full.
+            Stopped: a signal asked any process of the run to stop; it has saved.
         """
-        while self.step < self.config.train.steps:
-            batch = next(self.batches)
-            self.state, metrics = zerojax.train_step(self.state, batch)
-            self.step += 1
-            self.log.step(self.step, metrics, self.evaluation_if_due())
-            self.save_if_due()
-        self.finish()
+        agreement = Agreement(self.state.program.mesh)
+        with StopRequest() as request, told_of_disk_errors(self.folder):
+            while self.step < self.config.train.steps:
+                self.watchdog.step(self.step + 1)
+                agreement.put(Wishes(save=self.clock.wants_save and is_first(), stop=request.received))
+                batch = next(self.batches)
+                self.state, metrics = self.profile.step(
+                    self.step + 1, functools.partial(zerojax.train_step, self.state, batch)
+                )
+                self.step += 1
+                self.log.step(self.step, metrics, self.evaluation_if_due())
+                self.checkpoints.check()
+                wishes = agreement.get()
+                if wishes.save or wishes.stop or self.is_due(self.config.checkpoint.every):
+                    self.save()
+                    agreement.forget()
+                if wishes.stop and self.step < self.config.train.steps:
+                    self.stop()
+            self.finish()
 
     def evaluation_if_due(self) -> Callable[[], dict[str, jax.Array]] | None:
         """What measures the validation loss, at the steps that ask for it and at the last."""
         if not self.is_due(self.config.train.eval_every):
             return None
-        return lambda: {"validation_loss": evaluate(self.state, self.validation)}
+        return self.evaluation
 
-    def save_if_due(self) -> None:
-        """Save a checkpoint, at the steps that ask for it and at the last."""
-        if not self.is_due(self.config.checkpoint.every):
-            return
+    def evaluation(self) -> dict[str, jax.Array]:
+        """Measure the validation loss; not waited for."""
+        self.watchdog.phase(f"the evaluation after step {self.step}")
+        return {"validation_loss": evaluate(self.state, self.validation)}
+
+    def save(self) -> None:
+        """Begin to save a checkpoint."""
         self.log.drain()
-        record = {
-            "config": config_to_dict(self.config),
-            "position": self.batches.get_state(),
-            "skipped": self.log.skipped,
-        }
+        self.watchdog.phase(f"the checkpoint at step {self.step}")
+        mesh = self.state.program.mesh
+        record = Record(
+            config=config_to_dict(self.config),
+            position=self.batches.get_state(),
+            skipped=self.log.skipped,
+            seconds=self.clock.seconds,
+            mesh=(mesh.shape["node"], mesh.shape["local"]),
+            metrics={name: x for name, x in self.log.last.items() if name in ("loss", "validation_loss")},
+        )
         self.checkpoints.save(self.step, self.state, record)
+        self.clock.saved()
         self.log.restart_clock()
+
+    def stop(self) -> None:
+        """End before the last step, because somebody asked for it.
+
+        Raises:
+            Stopped: always; what to tell is in it.
+        """
+        self.checkpoints.wait()
+        raise Stopped(
+            f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; "
+            "the same command goes on from there"
+        )
 
     def is_due(self, every: int) -> bool:
         """Whether something done each `every` steps (0: never), and at the last, is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
-    def announce(self, changes: list[str]) -> None:
-        """Say what is going to run, and note it in run.json."""
+    def announce(self, notes: list[str]) -> None:
+        """Say what is going to run, and from where, and note it in run.json."""
         config, train = self.config, self.data.train.header
         mesh = self.state.program.mesh
         self.log.say(
@@ -149,16 +247,16 @@ class Trainer:
             f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
         )
         self.log.say(describe(self.state))
-        if self.step:
-            self.log.say(f"going on from step {self.step}" + "".join(f"; {change}" for change in changes))
+        for note in notes:
+            self.log.say(note)
         if is_first():
-            self.folder.update_summary(
-                status="running", reason=None, steps=config.train.steps, **environment()
-            )
+            self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
+            self.folder.update_summary(steps=config.train.steps, **environment())
 
     def finish(self) -> None:
         """Wait for the last step and checkpoint, draw the curve, say how it went."""
         self.log.drain()
+        self.watchdog.phase("the end of the run")
         self.checkpoints.wait()
         loss = self.log.last.get("validation_loss")
         if loss is None:  # the run was complete already
@@ -178,3 +276,19 @@ class Trainer:
             f"validation loss {loss:.4f} nats per token, {per_byte:.4f} per byte; the run is in "
             f"{self.folder.path}, its curve in {self.folder.curve.name}"
         )
+
+
+@contextmanager
+def told_of_disk_errors(folder: RunFolder) -> Iterator[None]:
+    """What the system refuses to write, as one clear line.
+
+    Raises:
+        RunError: the disk is full, or has gone away.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write to {error.filename or folder.path}: {error.strerror or error}; "
+            "checkpoints are intact"
+        ) from error

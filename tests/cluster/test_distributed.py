@@ -16,9 +16,16 @@ def _bare(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def join(*arguments):
+    with distributed.joined(*arguments):
+        pass
+
+
 def test_alone_where_nothing_is_said():
-    assert distributed.initialize() is False
-    assert distributed.initialize("localhost:1", 0, 1) is False
+    with distributed.joined() as peers:
+        assert peers is None
+    with distributed.joined("localhost:1", 0, 1) as peers:
+        assert peers is None
 
 
 @pytest.mark.parametrize(
@@ -30,25 +37,27 @@ def test_alone_where_nothing_is_said():
         (("host:1", -1, 2), "process -1 of 2"),
         (("host", 0, 2), "HOST:PORT"),
         (("host:port", 0, 2), "HOST:PORT"),
+        (("host:99999", 0, 2), "HOST:PORT"),
+        (("no-such-host.invalid:1", 0, 2), r"no-such-host\.invalid is not known here"),
     ],
 )
 def test_refuses(arguments, message):
     with pytest.raises(ZeroError, match=message):
-        distributed.initialize(*arguments)
+        join(*arguments)
 
 
 def test_the_environment_is_read(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
     with pytest.raises(ZeroError, match="no JAX_COORDINATOR_ADDRESS"):
-        distributed.initialize()
+        join()
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
     with pytest.raises(ZeroError, match="'two'"):
-        distributed.initialize()
+        join()
 
 
 def test_a_coordinator_that_only_hears_itself_is_refused(monkeypatch):
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 1))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answer)
     with pytest.raises(ZeroError, match=r"node7 means 127\.0\.1\.1"):
-        distributed.initialize("node7:1", 0, 2)
+        join("node7:1", 0, 2)

@@ -21,11 +21,11 @@ JOIN = """
 import sys
 from zerojax import distributed
 coordinator, rank, count = sys.argv[-5], int(sys.argv[-3]), int(sys.argv[-1])
-assert distributed.initialize(coordinator, rank, count)
-import jax
-from jax.experimental import multihost_utils
-total = multihost_utils.process_allgather(jax.numpy.array([rank + 1.0])).sum()
-print("total", float(total), "devices", jax.device_count())
+with distributed.joined(coordinator, rank, count):
+    import jax
+    from jax.experimental import multihost_utils
+    total = multihost_utils.process_allgather(jax.numpy.array([rank + 1.0])).sum()
+    print("total", float(total), "devices", jax.device_count())
 """
 
 
@@ -53,7 +53,8 @@ def test_what_each_process_is_told(capfd):
     assert launch.launch(job(SHOW, nodes=3)) == 0
     lines = sorted(capfd.readouterr().out.splitlines())
     pattern = (
-        r"\[rank (\d)\] a b --coordinator 127\.0\.0\.1:(\d+) --process-id (\d) --num-processes 3 "
+        r"\[rank (\d)\] train a --mesh\.nodes 3 --mesh\.local 2 b "
+        r"--coordinator 127\.0\.0\.1:(\d+) --process-id (\d) --num-processes 3 "
         r"cpu --xla_force_host_platform_device_count=2"
     )
     found = [re.fullmatch(pattern, line) for line in lines]
@@ -84,9 +85,32 @@ def test_restarts_until_it_works(attempts, capfd):
     assert "3 restarts are left" in capfd.readouterr().err
 
 
+def test_a_run_that_was_asked_to_stop_is_not_started_again(attempts, capfd):
+    program, starts = attempts
+    assert launch.launch(job(program("time.sleep(0.5 * rank); sys.exit(75)"), restarts=5)) == 75
+    assert starts() == [2]
+    assert "ending the others" not in capfd.readouterr().err
+
+
+def test_the_cause_is_looked_for_among_those_that_did_not_only_follow(attempts, capfd):
+    program, starts = attempts
+    line = "sys.exit(0 if tries > 1 else 4 if rank == 0 else (time.sleep(0.5), 9)[1])"
+    assert launch.launch(job(program(line), nodes=2, restarts=5, min_nodes=1)) == 0
+    # Rank 1 was told to end before it could fail by itself: nobody is known to be at fault.
+    assert starts() == [2, 2]
+    assert "rank 0 ended" not in capfd.readouterr().err
+
+
+def test_a_process_that_hangs_is_left_out(attempts):
+    program, starts = attempts
+    line = "tries == 1 and (os.kill(os.getpid(), 19) if rank else (time.sleep(1), sys.exit(4)))"  # SIGSTOP
+    assert launch.launch(job(program(line), nodes=2, restarts=1, min_nodes=1, grace=0.5)) == 0
+    assert starts() == [2, 1]
+
+
 def test_gives_up_when_no_restart_is_left(attempts):
     program, starts = attempts
-    assert launch.launch(job(program("sys.exit(4)"), restarts=1)) == 4
+    assert launch.launch(job(program("sys.exit(5)"), restarts=1)) == 5
     assert starts() == [2, 2]
 
 

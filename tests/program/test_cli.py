@@ -10,7 +10,7 @@ import pytest
 from program.micro_run import micro_config
 
 from zerojax.cli import COMMANDS, main
-from zerojax.cli.cluster import join_cluster
+from zerojax.cli.cluster import emulate_devices
 from zerojax.cli.train import parse
 from zerojax.config import MeshSection, RunConfig, dump_config
 from zerojax.errors import ZeroError
@@ -152,10 +152,10 @@ def test_a_config_with_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "run.toml: unknown key train.stesp (did you mean train.steps?)" in capsys.readouterr().err
 
 
-class TestJoinCluster:
+class TestEmulateDevices:
     def test_respects_a_flag_that_is_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=5")
-        join_cluster(MeshSection(nodes=2, local=4, emulate=True))
+        emulate_devices(MeshSection(nodes=2, local=4, emulate=True))
         assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=5"
 
     def test_devices_are_shared_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +163,9 @@ class TestJoinCluster:
         monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
         monkeypatch.setenv("JAX_PROCESS_ID", "0")
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-        join_cluster(MeshSection(nodes=2, local=4, emulate=True))
+        emulate_devices(MeshSection(nodes=2, local=4, emulate=True))
         assert "--xla_dump_to= --xla_force_host_platform_device_count=8" in os.environ["XLA_FLAGS"]
         monkeypatch.delenv("XLA_FLAGS")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
         with pytest.raises(ZeroError, match="do not divide among 3 processes"):
-            join_cluster(MeshSection(nodes=2, local=4, emulate=True))
+            emulate_devices(MeshSection(nodes=2, local=4, emulate=True))

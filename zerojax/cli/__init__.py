@@ -6,14 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zerojax.errors import ZeroError
-from zerojax.run_folder import RunError
+from zerojax.errors import JobError, RunError, Stopped, ZeroError, show_traceback
 
 # name -> (module with `run(arguments)`, what it does)
 COMMANDS = {
     "train": ("zerojax.cli.train", "train a model from a config; run again, it goes on"),
     "sample": ("zerojax.cli.sample", "let a trained run write text"),
+    "import": ("zerojax.cli.import_model", "begin a run with the weights of a Hugging Face model"),
+    "export": ("zerojax.cli.export_model", "write a trained model for transformers or vLLM"),
     "eval": ("zerojax.cli.eval", "measure the validation loss of a trained run"),
+    "report": ("zerojax.cli.report", "write an HTML page about a run: curves, speed, bytes, restarts"),
+    "overlap": ("zerojax.cli.overlap", "say how much communication of a profile hides behind compute"),
+    "checkpoints": ("zerojax.cli.checkpoints", "list and verify the checkpoints of a run"),
     "plan": ("zerojax.cli.plan", "show what a run will hold and send: units, formats, bytes, memory"),
     "comm": ("zerojax.cli.comm", "count every collective of a training step, with its bytes"),
     "launch": ("zerojax.launch", "start zerojax train in several processes on this machine"),
@@ -23,7 +27,17 @@ COMMANDS = {
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
+EXIT_STOPPED = 75  # sysexits.h calls it EX_TEMPFAIL: the same command, given again, goes on
 EXIT_INTERRUPTED = 130
+
+# What is told in a line, without a traceback.
+_CODES: dict[type[BaseException], int] = {
+    ZeroError: EXIT_WRONG_USE,
+    RunError: EXIT_FAILED,
+    JobError: EXIT_FAILED,
+    Stopped: EXIT_STOPPED,
+    KeyboardInterrupt: EXIT_INTERRUPTED,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0; 1 when a run failed; 2 for wrong use or settings; 130 when interrupted.
+        The exit code: 0; 1 when a run failed; 2 for wrong use or settings; 4 when another process of the
+        run was lost (`zerojax.peers` ends this one then); 75 when a run was asked to
+        stop, saved, and can go on; 130 when interrupted without saving.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
@@ -41,22 +57,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK if given else EXIT_WRONG_USE
     name, *rest = given
     if name == "--version":
-        print(f"zerojax {importlib.metadata.version('zerojax')}")
+        print(f"zerojax {version()}")
         return EXIT_OK
     if name not in COMMANDS:
         return _fail(f"no command {name!r}\n\n{_usage()}", EXIT_WRONG_USE)
     try:
         importlib.import_module(COMMANDS[name][0]).run(rest)
-    except RunError as error:
-        return _fail(str(error), EXIT_FAILED)
-    except ZeroError as error:
-        return _fail(str(error), EXIT_WRONG_USE)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+    except tuple(_CODES) as error:
+        return report(error)[0]
     except BrokenPipeError:  # whoever was reading, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     return EXIT_OK
+
+
+def report(error: BaseException) -> tuple[int, str]:
+    """Print an error: what a person can act on as one line, anything else with its traceback.
+
+    Returns:
+        The exit code, and the line.
+    """
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            line = str(error) or "interrupted"
+            return _fail(line, code), line
+    return show_traceback(error)
+
+
+def version() -> str:
+    """The version of zerojax."""
+    return importlib.metadata.version("zerojax")
 
 
 def _usage() -> str:

@@ -1,46 +1,82 @@
 """Devices and processes, before JAX has looked at them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from zerojax import distributed
-from zerojax.config import MeshSection
+import jax
+
+from zerojax import cli, distributed
+from zerojax.config import ClusterSection, MeshSection, RunConfig, config_to_dict
 from zerojax.errors import ZeroError
+from zerojax.peers import Peers
 
 _EMULATION_FLAG = "xla_force_host_platform_device_count"
 # Many devices on few cores are slow, not dead: XLA would end the process after 40 seconds.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
-def join_cluster(
+def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
+    """Give this process its share of nodes x local CPU devices, where `mesh.emulate` says so.
+
+    Must come before anything touches a device: XLA reads its flags then. Nothing happens where XLA_FLAGS
+    says how many devices already; accelerators are not affected.
+
+    Args:
+        mesh: the settings.
+        processes: that share the devices; by default as ``JAX_NUM_PROCESSES`` says.
+
+    Raises:
+        ZeroError: the devices do not divide among the processes, or the variable is no number.
+    """
+    if not mesh.emulate or _EMULATION_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return
+    count = processes if processes is not None else os.environ.get("JAX_NUM_PROCESSES", "1")
+    if not str(count).isdecimal() or int(count) < 1:
+        raise ZeroError(f"the number of processes should be 1 or more, not {count!r}")
+    devices, rest = divmod(mesh.nodes * mesh.local, int(count))
+    if rest or not devices:
+        raise ZeroError(
+            f"mesh.nodes {mesh.nodes} x mesh.local {mesh.local} devices do not divide among {count} processes"
+        )
+    os.environ["XLA_FLAGS"] = " ".join(
+        [os.environ.get("XLA_FLAGS", ""), f"--{_EMULATION_FLAG}={devices}", _PATIENCE]
+    ).strip()
+
+
+@contextmanager
+def joined_cluster(
     mesh: MeshSection,
+    cluster: ClusterSection,
     *,
     coordinator: str | None = None,
     process_id: int | None = None,
     num_processes: int | None = None,
-) -> None:
+    facts: dict[str, str] | None = None,
+) -> Iterator[Peers | None]:
     """Emulate devices where the settings say so, and meet the other processes where there are any.
 
-    Must come before anything touches a device: XLA reads its flags then.
-
-    Args:
-        mesh: with `emulate`, this process gets its share of nodes x local CPU devices, unless
-            XLA_FLAGS says how many already. Accelerators are not affected.
-        coordinator: host:port of process 0; this and the next two as in `zerojax.distributed.initialize`.
-        process_id: which this process is.
-        num_processes: how many there are.
-
-    Raises:
-        ZeroError: half of the three is given, or the devices do not divide among the processes.
+    Arguments and errors as `emulate_devices` and `zerojax.distributed.joined`.
     """
-    if mesh.emulate and _EMULATION_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        processes = num_processes or int(os.environ.get("JAX_NUM_PROCESSES", "1"))
-        devices, rest = divmod(mesh.nodes * mesh.local, processes)
-        if rest:
-            raise ZeroError(
-                f"mesh.nodes {mesh.nodes} x mesh.local {mesh.local} devices do not divide among "
-                f"{processes} processes"
-            )
-        os.environ["XLA_FLAGS"] = " ".join(
-            [os.environ.get("XLA_FLAGS", ""), f"--{_EMULATION_FLAG}={devices}", _PATIENCE]
-        ).strip()
-    distributed.initialize(coordinator, process_id, num_processes)
+    emulate_devices(mesh, num_processes)
+    with distributed.joined(
+        coordinator,
+        process_id,
+        num_processes,
+        facts=facts,
+        join_timeout=cluster.join_timeout,
+        peer_timeout=cluster.peer_timeout,
+        report=cli.report,
+    ) as peers:
+        yield peers
+
+
+def facts_of(config: RunConfig, **more: object) -> dict[str, str]:
+    """What has to be the same in all processes of a run: settings, versions, and what else is given."""
+    values = {
+        f"{section}.{key}": value
+        for section, values in config_to_dict(config).items()
+        for key, value in values.items()
+    }
+    values |= {"the version of zerojax": cli.version(), "the version of jax": jax.__version__} | more
+    return {name: str(value) for name, value in values.items()}

@@ -2,51 +2,82 @@
 
 import platform
 import shutil
+import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from zerojax.cli.cluster import join_cluster
-from zerojax.config import MeshSection
+from zerojax.cli.cluster import joined_cluster
+from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
+from zerojax.report import size
+
+if TYPE_CHECKING:
+    from zerojax.links import Link
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
 _GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
 
+Rows = list[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Options:
-    """Show what zerojax finds on this machine, and what it would choose.
+    """Show what zerojax finds on this machine, measure its links, and say what it would choose.
+
+    Under `zerojax launch` or on several hosts (with the same options and variables as `zerojax train`) the
+    links between the processes are measured, too.
 
     Attributes:
-        mesh: The mesh to try.
+        mesh: The mesh to try; by default processes x devices.
+        run_dir: Where runs shall lie.
+        coordinator: host:port of process 0, where no cluster manager starts the processes.
+        process_id: Which of the processes this is.
+        num_processes: How many processes there are.
     """
 
     mesh: MeshSection = field(default_factory=MeshSection)
+    run_dir: Path = Path("runs")
+    coordinator: str | None = None
+    process_id: int | None = None
+    num_processes: int | None = None
 
 
 def run(arguments: list[str]) -> None:
-    """Look and print."""
+    """Look, measure and print."""
     options = tyro.cli(Options, args=arguments, prog="zerojax doctor")
-    join_cluster(options.mesh)
-    console = Console(soft_wrap=True)
-    for title, rows in (
-        ("versions", _versions()),
-        ("devices", _devices()),
-        ("mesh", _mesh(options.mesh)),
-        ("kernels", _kernels()),
-        ("host", _host()),
+    with joined_cluster(
+        options.mesh,
+        ClusterSection(),
+        coordinator=options.coordinator,
+        process_id=options.process_id,
+        num_processes=options.num_processes,
     ):
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        import jax
+
+        sections = {
+            "versions": _versions(),
+            "devices": _devices(),
+            "kernels": _kernels(),
+            "host": _host(options.run_dir),
+            "links and choice": _choice(options.mesh),
+        }
+        if jax.process_index() == 0:
+            _print(sections)
 
 
-def _versions() -> list[tuple[str, str]]:
+def _print(sections: dict[str, Rows]) -> None:
+    for title, rows in sections.items():
+        print(title)
+        width = max(len(name) for name, _ in rows)
+        for name, text in rows:
+            print(f"  {name:<{width}}  {text}")
+
+
+def _versions() -> Rows:
     rows = [("python", platform.python_version())]
     for name in (*_PACKAGES, *_GPU_PACKAGES):
         try:
@@ -57,7 +88,7 @@ def _versions() -> list[tuple[str, str]]:
     return rows
 
 
-def _devices() -> list[tuple[str, str]]:
+def _devices() -> Rows:
     import jax
 
     from zerojax.metrics import peak_flops
@@ -74,28 +105,75 @@ def _devices() -> list[tuple[str, str]]:
     return rows
 
 
-def _mesh(settings: MeshSection) -> list[tuple[str, str]]:
-    from zerojax import make_mesh
+def _choice(settings: MeshSection) -> Rows:
+    """The mesh, its links as they are, and the preset to begin with."""
+    from zerojax import links, make_mesh
 
     try:
         mesh = make_mesh(settings.nodes or None, settings.local or None)
     except ZeroError as error:
         return [("refused", str(error))]
-    return [("nodes", str(mesh.shape["node"])), ("local", f"{mesh.shape['local']} devices per node")]
+    found, rates = links.links_of(mesh), links.measure_matmul()
+    local = mesh.shape["local"]
+    preset, why = links.advise(found["node"], local, min(rates))
+    return [
+        ("in a node", _link(found["local"], "one device per node")),
+        ("between nodes", _link(found["node"], "one node") + _shared(found["node"], local)),
+        ("matrix products", _rates(rates)),
+        ("mesh", f"{mesh.shape['node']} nodes x {local} devices per node: {_mesh_reason(settings)}"),
+        ("preset", f"{preset}: {why}"),
+    ]
 
 
-def _kernels() -> list[tuple[str, str]]:
+def _link(link: "Link | None", absent: str) -> str:
+    if link is None:
+        return f"{absent}: no link"
+    return f"{size(link.bytes_per_second)}/s a device, {link.seconds * 1e6:.0f} us for a few bytes"
+
+
+def _shared(link: "Link | None", local: int) -> str:
+    return "" if link is None or local == 1 else f"; {size(link.bytes_per_second * local)}/s a node"
+
+
+def _rates(rates: list[float]) -> str:
+    """The speed of each process's first device, and who is slow."""
+    text = f"{max(rates) / 1e12:.3g} TFLOP/s"
+    slow = [f"rank {i} {rate / 1e12:.3g}" for i, rate in enumerate(rates) if rate < 0.8 * max(rates)]
+    return text + (f"; slower, and all wait for the slowest: {', '.join(slow)}" if slow else "")
+
+
+def _mesh_reason(settings: MeshSection) -> str:
+    if settings.nodes or settings.local:
+        return "as asked for"
+    return "a node for each process, whose devices share a host and its links"
+
+
+def _kernels() -> Rows:
     from pallas_kernels import backend_report
 
     return [(str(name), str(value)) for name, value in backend_report().items()]
 
 
-def _host() -> list[tuple[str, str]]:
+def _host(runs: Path) -> Rows:
     import psutil
 
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(".")
-    return [
+    memory, place = psutil.virtual_memory(), _existing(runs)
+    disk = shutil.disk_usage(place)
+    rows = [
         ("processors", str(psutil.cpu_count())),
         ("memory", f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"),
-        ("disk here", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free"),
+        ("disk", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free for {runs}"),
     ]
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"zerojax")
+            file.flush()
+        rows.append(("permissions", f"{runs} can be written to"))
+    except OSError as error:
+        rows.append(("permissions", f"{runs} cannot be written to ({place}: {error.strerror})"))
+    return rows
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder on the way to a path that is there."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from zerojax.cli.cluster import join_cluster
+from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.trained import open_trained
-from zerojax.config import MeshSection
+from zerojax.config import MeshSection, RunConfig
 from zerojax.run_folder import RunFolder
 
 
@@ -34,16 +34,22 @@ def run(arguments: list[str]) -> None:
     options = tyro.cli(Options, default=default, args=arguments, prog="zerojax eval")
     folder = RunFolder(options.run)
     config = folder.read_config()
-    join_cluster(options.mesh)
-    trained = open_trained(folder, config, options.mesh)
+    with joined_cluster(options.mesh, config.cluster):
+        _evaluate(folder, config, options.mesh)
 
-    from zerojax.parts import evaluate, make_batches, prepare_data
+
+def _evaluate(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> None:
+    trained = open_trained(folder, config, mesh)
+
+    from zerojax.parts import evaluate, is_first, make_batches, prepare_data
 
     data = prepare_data(trained.config, folder)
     batches, validation = make_batches(trained.config, data)
     batches.close()
     loss = float(evaluate(trained.state, validation))
     header = data.validation.header
+    if not is_first():
+        return
     print(
         f"step {trained.step}: validation loss {loss:.6f} nats per token, "
         f"{loss * header.tokens / header.text_bytes:.6f} per byte"

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from zerojax.cli.cluster import join_cluster
+from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.config import ConfigError, RunConfig, find_config, load_config
+from zerojax.profile import parse_steps
 from zerojax.run_folder import Resume, RunFolder
 
 
@@ -22,6 +23,9 @@ class Options:
         config: A TOML file, or the name of one in configs/, such as gpt-tiny. Comes first.
         run_dir: Folder of the run; runs/NAME by default.
         resume: "auto" goes on where there is a checkpoint, "must" insists on one, "never" refuses to.
+        init_from: A run's folder or one of its checkpoints, whose weights a new run begins with; its
+            optimizer and its steps start afresh. A run that goes on ignores it.
+        profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
         coordinator: host:port of process 0, where no cluster manager starts the processes.
         process_id: Which of the processes this is.
         num_processes: How many processes there are.
@@ -30,6 +34,8 @@ class Options:
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
     run_dir: Path | None = None
     resume: Resume = "auto"
+    init_from: Path | None = None
+    profile: str | None = None
     coordinator: str | None = None
     process_id: int | None = None
     num_processes: int | None = None
@@ -55,14 +61,18 @@ def parse(arguments: list[str]) -> Options:
 def run(arguments: list[str]) -> None:
     """Parse, join the cluster, train."""
     options = parse(arguments)
-    join_cluster(
-        options.settings.mesh,
+    folder = RunFolder(options.run_dir or Path("runs") / Path(options.config).stem)
+    settings = options.settings
+    profile = None if options.profile is None else parse_steps(options.profile)
+    with joined_cluster(
+        settings.mesh,
+        settings.cluster,
         coordinator=options.coordinator,
         process_id=options.process_id,
         num_processes=options.num_processes,
-    )
-    from zerojax.trainer import Trainer  # only now may devices be touched
+        facts=facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
+    ) as peers:
+        from zerojax.trainer import Trainer  # only now may devices be touched
 
-    folder = RunFolder(options.run_dir or Path("runs") / Path(options.config).stem)
-    with Trainer.open(options.settings, folder, options.resume) as trainer:
-        trainer.train()
+        with Trainer.open(settings, folder, options.resume, options.init_from, peers, profile) as trainer:
+            trainer.train()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from zerojax.cli.cluster import join_cluster
+from zerojax.cli.cluster import emulate_devices
 from zerojax.config import ConfigError, RunConfig, find_config, load_config
 from zerojax.errors import ZeroError
 
@@ -26,8 +26,16 @@ class Options:
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
-def parse(command: str, description: str, arguments: list[str]) -> Options:
+def parse[Chosen: Options](
+    command: str, description: str, arguments: list[str], options: type[Chosen] = Options
+) -> Chosen:
     """Read the command line on top of the config that it names.
+
+    Args:
+        command: its name, for the help.
+        description: for the help.
+        arguments: of the command line.
+        options: the class of the command's options, all but the config with defaults.
 
     Raises:
         ConfigError: no config is named, or it cannot be read.
@@ -38,9 +46,9 @@ def parse(command: str, description: str, arguments: list[str]) -> Options:
         settings = load_config(find_config(arguments[0]))
     elif not {"-h", "--help"} & set(arguments):
         raise ConfigError(f"{command}: name a config first: zerojax {command} CONFIG [options]")
-    default = Options(config=tyro.MISSING, settings=settings)
+    default = options(config=tyro.MISSING, settings=settings)
     return tyro.cli(
-        Options, default=default, args=arguments, prog=f"zerojax {command}", description=description
+        options, default=default, args=arguments, prog=f"zerojax {command}", description=description
     )
 
 
@@ -55,7 +63,7 @@ def abstract_run(config: RunConfig) -> tuple[Any, dict[str, jax.ShapeDtypeStruct
         raise ZeroError("which cluster? Give --mesh.nodes and --mesh.local; no device has to be there")
     jax.config.update("jax_platforms", "cpu")
     emulated = dataclasses.replace(mesh, emulate=True)
-    join_cluster(emulated)
+    emulate_devices(emulated, processes=1)
 
     from zerojax.trainer import abstract_state
 

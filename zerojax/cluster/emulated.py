@@ -25,7 +25,7 @@ class EmulatedCluster:
     A command finds, in its environment:
 
     - ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID``, ``JAX_NUM_PROCESSES``, which
-      `zerojax.distributed.initialize` reads: one process per node;
+      `zerojax.distributed.joined` reads: one process per node;
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
     - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
     - ``NCCL_HOSTID`` and the interface for NCCL and gloo, so that NCCL uses sockets between the

@@ -19,7 +19,11 @@ from zerojax.cluster.network import link_bytes
 
 def main(target: str, arguments: str, folder: str) -> None:
     """Prepare the piece, run it between two readings of the counters, write down what it took."""
-    distributed.initialize()
+    with distributed.joined():
+        _measure(target, arguments, folder)
+
+
+def _measure(target: str, arguments: str, folder: str) -> None:
     module, _, name = target.partition(":")
     prepare: Callable[..., Callable[[], Any]] = getattr(importlib.import_module(module), name)
     piece = prepare(**json.loads(arguments))

@@ -2,6 +2,7 @@
 
 from zerojax.config.sections import (
     CheckpointSection,
+    ClusterSection,
     DataSection,
     LogSection,
     MeshSection,
@@ -21,6 +22,7 @@ from zerojax.config.toml import (
 
 __all__ = [
     "CheckpointSection",
+    "ClusterSection",
     "ConfigError",
     "DataSection",
     "LogSection",

@@ -109,14 +109,16 @@ class OptimizerSection:
         warmup_steps: Steps of linear warm-up; at most half of the run.
         final_fraction: Learning rate at the end, as a fraction of the peak.
         decay_fraction: Part of the run that "wsd" decays in.
-        beta1: Decay of the first moment (adamw, lion); momentum (sgd).
-        beta2: Decay of the second moment (adamw); of the momentum (lion).
-        eps: Added to the root of the second moment (adamw).
+        beta1: Decay of the first moment; momentum (sgd, and muon's matrices).
+        beta2: Decay of the second moment; of the momentum (lion).
+        eps: Added to the root of the second moment (adamw, nadamw, adopt, muon's other leaves).
         weight_decay: Decoupled weight decay, on leaves of two or more dimensions only.
         clip_norm: Largest global gradient norm; 0 does not clip.
+        ema_decay: Decay per step of an average of the weights, which `--ema` of other commands uses; 0
+            keeps none.
     """
 
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "nadamw", "adopt", "lion", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-4
     schedule: Literal["warmup-cosine", "wsd", "linear", "constant"] = "warmup-cosine"
     warmup_steps: int = 100
@@ -127,6 +129,7 @@ class OptimizerSection:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse rates and fractions outside their ranges.
@@ -140,7 +143,7 @@ class OptimizerSection:
         _require(0 <= self.final_fraction <= 1, "optimizer.final_fraction must lie in [0, 1]")
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
             _require(getattr(self, name) >= 0, f"optimizer.{name} must not be negative")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "ema_decay"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name} must lie in [0, 1)")
 
 

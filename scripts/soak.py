@@ -1,0 +1,205 @@
+#!/usr/bin/env python
+"""Kill a run again and again, and see whether it ends as if nothing had happened.
+
+    scripts/soak.py --kills 30 --processes 3
+
+trains a tiny model twice with `zerojax launch`: once in peace, once with SIGKILL at random moments, while
+starting, in a step and in a save, to one process or to all. Then every step's metrics and the final
+parameters and optimizer have to be equal bit for bit. Exit code 0 if they are.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from zerojax.checkpoints import restore
+from zerojax.cli.cluster import emulate_devices
+from zerojax.config import MeshSection, load_config
+from zerojax.metrics import read_metrics
+
+# What a step measures that is not time or memory.
+MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", "skipped_total")
+MOMENTS = ("start", "step", "save")
+
+CONFIG = """
+train = {{steps = {steps}, batch_size = 12, sequence_length = 16, eval_every = 40, eval_batches = 1}}
+model = {{vocab_size = 256, layers = 1, d_model = 16, heads = 2, max_seq_len = 16, dropout = 0.1}}
+data = {{source = "{text}", validation = 0.2}}
+optimizer = {{learning_rate = 1e-2, warmup_steps = 10}}
+zero = {{preset = "zero++", compute_dtype = "float32", remat = "none", error_feedback = true}}
+checkpoint = {{every = 10}}
+log = {{every = 1000, trackers = []}}
+"""
+
+
+class Soak:
+    """The run that is disturbed, and the hand that disturbs it."""
+
+    def __init__(self, folder: Path, command: list[str], seed: int) -> None:
+        """Prepare; `kill_often` begins."""
+        self.run = folder / "disturbed"
+        self.command = [*command, "--run-dir", str(self.run)]
+        self.random = random.Random(seed)
+        self.hits: Counter[str] = Counter()
+        self.log = (folder / "disturbed.log").open("wb")
+
+    def kill_often(self, kills: int) -> int:
+        """Run to the end, killing so many times on the way; return the launcher's exit code."""
+        launcher = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT)
+        done = 0
+        while done < kills and launcher.poll() is None:
+            moment = MOMENTS[done % len(MOMENTS)]
+            if not self._wait_for(moment, launcher):
+                break
+            victims = self._processes(launcher.pid)
+            everyone = self.random.random() < 0.3
+            if not victims:
+                continue
+            for victim in victims if everyone else [self.random.choice(victims)]:
+                os.kill(victim, signal.SIGKILL)
+            done += 1
+            self.hits[f"{moment}, {'all' if everyone else 'one'}"] += 1
+            print(
+                f"kill {done}: {moment}, {'all' if everyone else 'one'}, at step {self._step()}", flush=True
+            )
+            self._wait_until_gone(victims)
+        return launcher.wait()
+
+    def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> bool:
+        """Wait for a moment of that kind; False when the run has ended before."""
+        step = self._step()
+        seen = {path.name for path in self.run.glob("checkpoints/*")}
+        while launcher.poll() is None:
+            if moment == "start" and self._processes(launcher.pid):
+                time.sleep(self.random.uniform(0, 8))
+                return True
+            if moment == "step" and self._step() > step:
+                time.sleep(self.random.uniform(0, 1))
+                return True
+            new = {path.name for path in self.run.glob("checkpoints/*")} - seen
+            if moment == "save" and any(not name.isdigit() for name in new):
+                time.sleep(self.random.uniform(0, 0.03))
+                return True
+            time.sleep(0.001)
+        return False
+
+    def _step(self) -> int:
+        lines = read_metrics(self.run / "metrics.jsonl") if (self.run / "metrics.jsonl").exists() else []
+        return int(lines[-1]["step"]) if lines else 0
+
+    def _processes(self, launcher: int) -> list[int]:
+        """The ids of the launcher's trainers that are alive."""
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [int(child) for child in children if _is_alive(int(child))]
+
+    def _wait_until_gone(self, processes: list[int]) -> None:
+        """All of them: those that were not killed end by themselves."""
+        end = time.monotonic() + 60
+        while any(map(_is_alive, processes)):
+            if time.monotonic() > end:
+                raise SystemExit("a process has outlived its peer by a minute")
+            time.sleep(0.01)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def differences(one: Path, other: Path, steps: int) -> list[str]:
+    """Where two finished runs are not the same, in lines."""
+    found = []
+    a, b = (read_metrics(folder / "metrics.jsonl") for folder in (one, other))
+    if [line["step"] for line in b] != list(range(1, steps + 1)):
+        found.append("the steps in metrics.jsonl are not 1, 2, 3 and so on")
+    for line, theirs in zip(a, b, strict=False):
+        found += [
+            f"step {line['step']}: {name} is {line.get(name)} and {theirs.get(name)}"
+            for name in MEASURED
+            if line.get(name) != theirs.get(name)
+        ]
+    arrays = [_arrays(folder, steps) for folder in (one, other)]
+    found += [name for name, x in arrays[0].items() if x.tobytes() != arrays[1][name].tobytes()]
+    return found
+
+
+def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The parameters, optimizer and error feedback of a run's last checkpoint, by name."""
+    import jax
+
+    from zerojax.natural import to_natural
+    from zerojax.parts import abstract_state
+
+    state = restore(folder / "checkpoints" / str(step), abstract_state(load_config(folder / "config.toml")))
+    flat, _ = jax.tree_util.tree_flatten_with_path(to_natural(state))
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
+        for path, x in flat
+    }
+
+
+def main() -> None:
+    """Soak, and say what came of it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--processes", type=int, default=3, help="2 to 4, or 6 or 12: the batch is of 12")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--folder", type=Path, help="what remains; removed at the end by default")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="zerojax-soak-") as temporary:
+        sys.exit(soak(options, options.folder or Path(temporary)))
+
+
+def soak(options: argparse.Namespace, folder: Path) -> int:
+    """Both runs and their comparison; returns the exit code."""
+    (folder / "text").mkdir(parents=True)
+    for i in range(30):
+        (folder / "text" / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
+    config = folder / "soak.toml"
+    config.write_text(CONFIG.format(steps=options.steps, text=folder / "text"))
+    # Compiled once, not at each of the many starts.
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [
+        sys.executable, "-m", "zerojax", "launch", "--nodes", str(options.processes),
+        "--devices-per-node", "1", "--platform", "cpu", "--restarts", str(10 * options.kills), str(config),
+    ]  # fmt: skip
+    start = time.monotonic()
+    with (folder / "peaceful.log").open("wb") as log:
+        subprocess.run([*command, "--run-dir", str(folder / "peaceful")], check=True, stdout=log, stderr=log)
+    peace = time.monotonic() - start
+    disturbed = Soak(folder, command, options.seed)
+    code = disturbed.kill_often(options.kills)
+    total = time.monotonic() - start - peace
+    if code != 0:
+        print(f"the disturbed run ended with exit code {code}; its end:")
+        print(b"\n".join((folder / "disturbed.log").read_bytes().splitlines()[-20:]).decode())
+        return 1
+    emulate_devices(MeshSection(nodes=options.processes, local=1, emulate=True), processes=1)
+    found = differences(folder / "peaceful", disturbed.run, options.steps)
+    hits = ", ".join(f"{name}: {count}" for name, count in sorted(disturbed.hits.items()))
+    print(f"{sum(disturbed.hits.values())} kills ({hits}) in {total:.0f} s; undisturbed {peace:.0f} s")
+    print("\n".join(found[:20]) or f"all {options.steps} steps and the final state are equal, bit for bit")
+    return 1 if found or sum(disturbed.hits.values()) < options.kills else 0
+
+
+if __name__ == "__main__":
+    main()

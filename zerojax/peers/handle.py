@@ -1,0 +1,182 @@
+"""A job as the main thread sees it: join, leave, give up; and the thread that may end the process."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zerojax.errors import JobError, ZeroError
+from zerojax.peers.hub import Hub
+from zerojax.peers.member import Member
+from zerojax.peers.messages import Verdict
+from zerojax.watchdog import dump_stacks
+
+# A process that ends because of another one; `zerojax launch` looks for the cause elsewhere.
+EXIT_PEER_LOST = 4
+_EXIT_WRONG_USE = 2
+
+# Seconds that a process whose peer has failed gets to end by itself: often it has failed in the same way.
+_GRACE = 3.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in a job.
+
+    Attributes:
+        host: of rank 0, as all can reach it.
+        port: of rank 0's door.
+        listen: the interface that rank 0 listens on; None is all of them.
+        rank: of this process.
+        size: processes of the job.
+    """
+
+    host: str
+    port: int
+    listen: str | None
+    rank: int
+    size: int
+
+
+class Peers:
+    """The other processes, while this one works with them."""
+
+    def __init__(self, place: Place, join_timeout: float, peer_timeout: float) -> None:
+        """Start the thread that everything here runs in; `join` does the rest."""
+        self.rank = place.rank
+        self.size = place.size
+        # Where this process's stacks go when the job gets stuck, and what else is to be told why it ended.
+        self.stacks: Path | None = None
+        self.note: Callable[[str], None] = lambda why: None
+        self._ending = False  # whether this process has begun to end by itself
+        self._told = threading.Event()  # that the job ends
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="zerojax peers", daemon=True)
+        self._thread.start()
+        self._member = Member(
+            place.host, place.port, place.rank, place.size, join_timeout, peer_timeout, self._end
+        )
+
+    def leave(self) -> None:
+        """Wait until all have done their part; the watch over them goes on meanwhile."""
+        self._do(self._member.say_done())
+        self._do(self._member.all_done.wait())
+
+    def close(self) -> None:
+        """Hang up and end the thread."""
+        self._do(_cancel_all())
+        self._do(self._member.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def give_up(self, code: int, why: str) -> NoReturn:
+        """End this process, which has failed, once the others know of it.
+
+        Args:
+            code: its exit code.
+            why: one line.
+        """
+        self._ending = True
+        self._tell(Verdict("failed", self.rank, f"rank {self.rank} failed: {why}", code))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait for what the others may have to say; when the job ends, so does this process, here."""
+        self._told.wait(seconds)
+        if self._told.is_set():
+            time.sleep(2 * _GRACE)
+
+    def stuck(self, why: str) -> NoReturn:
+        """End this process, which does not get on, and the job with it; all processes dump their stacks."""
+        verdict = Verdict("stuck", self.rank, f"rank {self.rank}: {why}")
+        self._ending = True
+        self._tell(verdict)
+        self._die(verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Let the others know, and wait for a moment: rank 0's end would cut the line."""
+        asyncio.run_coroutine_threadsafe(self._member.tell(verdict), self._loop)
+        self._told.wait(2)
+        time.sleep(0.2)
+
+    def _end(self, verdict: Verdict) -> None:
+        """The job ends; called by the member, in the loop's thread."""
+        self._told.set()
+        if self._ending:
+            return
+        if verdict.kind == "failed":
+            self._loop.call_later(_GRACE, lambda: self._ending or self._die(verdict))
+        else:
+            self._die(verdict)
+
+    def _die(self, verdict: Verdict) -> NoReturn:
+        """End the process at once, whatever its main thread is stuck in."""
+        where = dump_stacks(self.stacks) if verdict.kind == "stuck" and self.stacks is not None else ""
+        # A disk or pipe that hangs must not keep the process.
+        last = threading.Thread(target=lambda: (self.note(verdict.why), sys.stdout.flush()), daemon=True)
+        last.start()
+        last.join(2)
+        os.write(2, f"zerojax: {verdict.why}{where}\n".encode())
+        os._exit(_EXIT_WRONG_USE if verdict.code == _EXIT_WRONG_USE else EXIT_PEER_LOST)
+
+    def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _join(self, hub: Hub | None, place: Place, facts: Mapping[str, str]) -> int:
+        if hub is not None:
+            try:
+                self._do(hub.open(place.listen, place.port))
+            except OSError as error:
+                raise JobError(
+                    f"rank 0 cannot listen at {place.listen or 'any address'}, port {place.port}: "
+                    f"{error.strerror or error}; another port of the coordinator, or "
+                    "JAX_COORDINATOR_BIND_ADDRESS for another interface, may do"
+                ) from error
+        if verdict := self._do(self._member.join(facts)):
+            time.sleep(0.5)  # rank 0 tells the others: let it finish
+            raise (ZeroError if verdict.kind == "refused" else JobError)(verdict.why)
+        return self._do(self._member.open_way_to_jax())
+
+
+def join(
+    place: Place, facts: Mapping[str, str], *, service: int, join_timeout: float, peer_timeout: float
+) -> tuple[Peers, int]:
+    """Meet the other processes.
+
+    Args:
+        place: of this process.
+        facts: what has to be the same in all of them, by name: settings, versions.
+        service: on rank 0, the port of the loopback interface that JAX's coordination service will have.
+        join_timeout: seconds in which all have to come.
+        peer_timeout: seconds of silence after which a process counts as lost.
+
+    Returns:
+        The peers, and the port of the loopback interface at which JAX's client finds the service.
+
+    Raises:
+        ZeroError: the facts differ, or the processes' numbers do not fit; says what and where.
+        JobError: rank 0 cannot listen, or not all came in time; says which.
+    """
+    peers = Peers(place, join_timeout, peer_timeout)
+    hub = Hub(place.size, facts, service, join_timeout, peer_timeout) if place.rank == 0 else None
+    try:
+        return peers, peers._join(hub, place, facts)
+    except BaseException:
+        peers.close()
+        raise
+
+
+async def _cancel_all() -> None:
+    """End what else runs in this event loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
