@@ -122,28 +122,29 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     return model.to(dtype).eval()
 
 
+def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None:
+    """Make models; beside the files of each, expected.npz has tokens and the logits that belong to them."""
+    tokenizer = make_tokenizer()
+    assert len(tokenizer) <= VOCABULARY
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, 20), dtype=np.int32)
+    for name, (config, dtype, largest) in models.items():
+        shutil.rmtree(folder / name, ignore_errors=True)
+        make_model(config, dtype).save_pretrained(folder / name, max_shard_size=largest)
+        tokenizer.save_pretrained(folder / name)
+        # Read again: a model cast back to fp32 would keep rotary frequencies as rounded to its dtype.
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens).long()).logits.numpy()
+        np.savez_compressed(folder / name / "expected.npz", tokens=tokens, logits=logits)
+
+
 def main() -> None:
     """Write every model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    tokenizer = make_tokenizer()
-    assert len(tokenizer) <= VOCABULARY
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, 20), dtype=np.int32)
-    for name, (config, dtype, largest) in MODELS.items():
-        shutil.rmtree(folder / name, ignore_errors=True)
-        model = make_model(config, dtype)
-        model.save_pretrained(folder / name, max_shard_size=largest)
-        tokenizer.save_pretrained(folder / name)
-        # Read again: `model.float()` would keep the rotary frequencies as rounded to the files' dtype.
-        read = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        with torch.no_grad():
-            logits = read(torch.from_numpy(tokens).long()).logits.numpy()
-        np.savez_compressed(folder / name / "expected.npz", tokens=tokens, logits=logits)
-        size = sum(path.stat().st_size for path in (folder / name).iterdir())
-        print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1024:.0f} KiB")
+    write(parser.parse_args().folder, MODELS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""Compare zerojax with transformers: logits, round trips, quantized exports, and a fine-tuned model's loss.
+
+Runs in zerojax's environment, with another Python that has torch, transformers and compressed-tensors:
+
+    .venv/bin/python scripts/hf_compare.py --reference hf/bin/python
+
+Everything is random weights and a few minutes on two cores. Ends with an error where a bound is missed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+EMULATED = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMULATED}"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np  # noqa: E402  # after the environment is set
+from safetensors.numpy import load_file  # noqa: E402
+
+from zerojax.cli import main as zerojax  # noqa: E402
+from zerojax.cli.trained import open_trained  # noqa: E402
+from zerojax.config import MeshSection  # noqa: E402
+from zerojax.huggingface import Direction, Format, WeightFormat  # noqa: E402
+from zerojax.huggingface.quantized import QuantizedFiles  # noqa: E402
+from zerojax.huggingface.safetensors_files import SafetensorFiles  # noqa: E402
+from zerojax.parts import make_batches, prepare_data  # noqa: E402
+from zerojax.run_folder import RunFolder  # noqa: E402
+from zerojax.state import gather_model  # noqa: E402
+
+LOGITS_BOUND = 1e-4
+LOSS_BOUND = 1e-3
+MESH = ("--mesh.nodes", "2", "--mesh.local", "4")
+TRAINING = (
+    *("--data.source", "docs/*.md", "--zero.preset", "zero++", "--zero.block-size", "64"),
+    *("--train.steps", "20", "--train.batch-size", "16", "--train.sequence-length", "32"),
+    *("--optimizer.learning-rate", "1e-3", "--optimizer.warmup-steps", "2"),
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The Python that has transformers."""
+
+    python: str
+    folder: Path
+
+    def __call__(self, task: str, folder: Path, tokens: np.ndarray | None = None) -> Path:
+        """Run a task of hf_reference.py; the path of what it wrote."""
+        out, given = self.folder / "out.npz", self.folder / "tokens.npy"
+        files = []
+        if tokens is not None:
+            np.save(given, tokens)
+            files = [given, out]
+        script = Path(__file__).with_name("hf_reference.py")
+        subprocess.run([self.python, script, task, folder, *files], check=True, stderr=subprocess.PIPE)
+        return out
+
+
+def run(*arguments: object) -> None:
+    """A zerojax command that must succeed."""
+    if code := zerojax([str(word) for word in arguments]):
+        raise SystemExit(code)
+
+
+def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """What zerojax computes with a run's weights, in fp32."""
+    run_folder = RunFolder(folder)
+    trained = open_trained(run_folder, run_folder.read_config(), MeshSection(nodes=2, local=4))
+    return np.asarray(gather_model(trained.state)(tokens))
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, as the safetensors library reads them."""
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def compare_models(models: Path, work: Path) -> Iterator[str]:
+    """Import every model, compare its logits, export it, compare every bit."""
+    for model in sorted(models.iterdir()):
+        expected = np.load(model / "expected.npz")
+        run("import", model, work / model.name, *MESH, "--zero.compute-dtype", "float32")
+        error = np.abs(logits_of(work / model.name, expected["tokens"]) - expected["logits"]).max()
+        assert error < LOGITS_BOUND, f"{model.name}: logits differ by {error}"
+        out = work / f"{model.name}-exported"
+        run("export", work / model.name, out)
+        before, after = tensors(model), tensors(out)
+        assert before.keys() == after.keys(), before.keys() ^ after.keys()
+        for name, x in before.items():
+            y = after[name]
+            same = (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+            assert same, f"{model.name}: {name} changed"
+        for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            assert (model / file).read_bytes() == (out / file).read_bytes(), f"{model.name}: {file} changed"
+        largest = np.abs(expected["logits"]).max()
+        yield f"| {model.name} | {error:.1e} | {largest:.1f} | {len(before)} tensors, bit for bit |"
+
+
+def compare_fine_tuned(model: Path, work: Path, reference: Reference, dtype: str) -> str:
+    """Import, train 20 steps under ZeRO++ on 2 x 4, export, and let transformers measure the loss."""
+    folder = RunFolder(work / f"tuned-{dtype}")
+    run("import", model, folder.path, *MESH, *TRAINING, "--zero.compute-dtype", dtype)
+    run("train", folder.config, "--run-dir", folder.path)
+    out = work / f"tuned-{dtype}-exported"
+    run("export", folder.path, out)
+    config = folder.read_config()
+    batches, validation = make_batches(config, prepare_data(config, folder))
+    batches.close()
+    tokens = np.concatenate([batch["tokens"] for batch in validation])
+    theirs = json.loads(reference("loss", out, tokens).read_text())
+    ours = folder.read_summary()["validation_loss"]
+    assert abs(ours - theirs) < LOSS_BOUND, f"{dtype}: zerojax reported {ours}, transformers {theirs}"
+    return f"| {dtype} | {ours:.6f} | {theirs:.6f} | {abs(ours - theirs):.1e} |"
+
+
+def compare_quantized(tuned: Path, work: Path, reference: Reference, tokens: np.ndarray) -> Iterator[str]:
+    """Export in every format; transformers must decode what zerojax's codec decodes, bit for bit."""
+    for weights in get_args(Format):
+        for along in get_args(Direction):
+            out = work / f"{weights}-{along}"
+            run("export", tuned, out, "--weights", weights, "--block-size", "64", "--along", along)
+            theirs = np.load(reference("inspect", out, tokens))
+            files = QuantizedFiles(SafetensorFiles(out), WeightFormat(weights, 64, along))
+            for name, spec in files.specs.items():
+                ours = files.read(name, *(slice(None) for _ in spec.shape)).astype(np.float32)
+                assert ours.tobytes() == theirs[name].tobytes(), f"{out.name}: {name} is decoded differently"
+            report = json.loads((out / "zerojax.json").read_text())
+            size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+            yield (
+                f"| {weights} | {along} | {size:,} | {report['perplexity']:.4f} | "
+                f"{report['perplexity_full']:.4f} |"
+            )
+
+
+def main() -> None:
+    """Run all comparisons and print their figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reference", required=True, help="a Python with torch and transformers")
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        reference = Reference(parser.parse_args().reference, work)
+        models = work / "models"
+        reference("make", models)
+        lines = ["| model | largest difference of logits | largest logit | round trip |", "|---|---|---|---|"]
+        lines += compare_models(models, work)
+        lines += [
+            "",
+            "| compute dtype | loss by zerojax | by transformers | difference |",
+            "|---|---|---|---|",
+        ]
+        for dtype in ("float32", "bfloat16"):
+            lines.append(compare_fine_tuned(models / "llama2", work, reference, dtype))
+        lines += ["", "| weights | along | bytes | perplexity | full |", "|---|---|---|---|---|"]
+        tokens = np.load(models / "llama2" / "expected.npz")["tokens"]
+        lines += compare_quantized(work / "tuned-float32", work, reference, tokens)
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
