@@ -3,14 +3,14 @@
 With N parameters on D devices in nodes of L, bf16 compute and Adam, the kinds come to (ZeRO, section 5, with
 fp32 sums at the owners)
 
-=========== ============== ============== ================ ======================
+=========== ============== ============== ================ ====================
 stage       master, Adam   gradient sums  weights whole    gradients whole
-=========== ============== ============== ================ ======================
+=========== ============== ============== ================ ====================
 0           12 N           in place       2 N              2 N, then the sums
 1           12 N / D       4 N / D        2 N              2 N
 2           12 N / D       4 N / D        2 N              one unit
-3           12 N / D       4 N / D        two units        two units, one encoded
-=========== ============== ============== ================ ======================
+3           12 N / D       4 N / D        two units        one unit
+=========== ============== ============== ================ ====================
 
 and hpZ or delta weights add 2 N / L. Activations are the model's and the batch's (``zerojax.plan.work``);
 where they are known, a step is fullest either in its backward pass or, when the vocabulary is large, while it
@@ -41,7 +41,7 @@ KINDS = {
     "other": "non-parameter state",
     "weights": "gathered: units in use, or all of them",
     "weight gradients": "not yet summed: of units in use, or of all",
-    "wire": "gradients of a unit, encoded, on their way",
+    "wire": "gradients of a unit, encoded, sent and arriving",
     "activations": "kept for the backward pass, and of the layer at work",
     "workspace": "of the matmul library",
 }
@@ -233,11 +233,14 @@ def _whole_gradients(program: Program) -> int:
 
 
 def _payload(program: Program) -> int:
-    """A unit's encoded gradients; before stage 3 no unit is a layer behind the one at work."""
+    """A unit's encoded gradients, those sent and those that arrive; raw ones travel as they are.
+
+    Before stage 3 no unit is a layer behind the one at work.
+    """
 
     def encoded(program: Program, leaf: Leaf) -> int:
-        peers = program.world.local
-        return peers * leaf.grads[0].row_bytes(leaf.padded // peers)
+        codec, peers = leaf.grads[0], program.world.local
+        return 0 if codec.raw else 2 * peers * codec.row_bytes(leaf.padded // peers)
 
     return sum(_largest_units(program, encoded, 1)) if program.zero.stage == 3 else 0
 

@@ -18,7 +18,7 @@ none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 ========= ============================== =========================
 
 cuDNN's attention keeps an fp32 number per head more; XLA's has fp32 scores, heads s a token, of which
-"none" keeps one and the backward pass works on 2.7. The loss holds one chunk's logits in fp32 and their
+"none" keeps one and the backward pass works on 2.7 and on 3 q more, in a layout of its own. The loss holds one chunk's logits in fp32 and their
 gradient in the compute dtype, the gradient of the unembedding twice in fp32, and eight widths a token.
 """
 
@@ -91,14 +91,14 @@ def decoder_work(
     again = {"full": (matrices + attention) / 3, "attention": matrices / 3, "none": 0.0}[remat]
     item = ITEM[dtype]
     kept = tokens * c.layers * (item * _kept_width(c, remat) + _kept_fp32(c, remat, length, flash=flash) * 4)
-    scores = 0 if flash else 2.7 * 4 * c.heads * length
+    own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
     return Work(
         tokens=tokens,
         forward=(matrices + attention) / 3 + (unembedding if head else 0),
         backward=2 * (matrices + attention) / 3 + again,
         model_flops=model_flops - (0 if head else unembedding),
         kept=kept,
-        working=round(tokens * (item * _working_width(c, remat) + scores)),
+        working=round(tokens * (item * _working_width(c, remat) + own)),
         loss=_loss_bytes(c, tokens, item) if head else tokens * c.d_model * (4 + item),
     )
 

@@ -1,0 +1,161 @@
+"""The outlook on clusters that are not there: what fits, what is fastest, what is advised."""
+
+import json
+import math
+
+import pytest
+
+from zerojax.cli import main
+from zerojax.cli.untrained import abstract_run
+from zerojax.config import MeshSection, RunConfig, TrainSection, ZeroSection
+from zerojax.errors import ZeroError
+from zerojax.gpus import GPUS
+from zerojax.mesh import World
+from zerojax.models import GPTConfig
+from zerojax.plan import Cluster, foresee, plan_state
+from zerojax.plan.cluster import on_world
+from zerojax.plan.hops import hops_of
+from zerojax.plan.memory import held_bytes, held_elsewhere
+from zerojax.plan.work import decoder_work
+
+LENGTH = 512
+MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_len=LENGTH)
+SLOW, FAST = 10e9 / 8, 3200e9 / 8
+
+
+@pytest.fixture(scope="module")
+def program():
+    return build(MeshSection(nodes=2, local=1))
+
+
+def build(mesh, **zero):
+    config = RunConfig(
+        train=TrainSection(sequence_length=LENGTH), model=MODEL, zero=ZeroSection(**zero), mesh=mesh
+    )
+    return abstract_run(config)[0].program
+
+
+def outlook(program, nodes=2, local=8, gpu="h100", bandwidth=SLOW, sequences=4, **cluster):
+    where = Cluster(nodes, local, GPUS[gpu], bandwidth, **cluster)
+    return foresee(program, MODEL, where, sequences=sequences, length=LENGTH)
+
+
+def by_name(outlook):
+    return {forecast.name: forecast for forecast in outlook.forecasts}
+
+
+def test_laid_out_elsewhere_is_what_is_built_there(program):
+    """The shortcut by which one abstract state stands for every cluster."""
+    for preset, mesh in (("delta", MeshSection(nodes=4, local=3)), ("zero++", MeshSection(nodes=3, local=2))):
+        built = build(mesh, preset=preset)
+        there = on_world(program, World(mesh.nodes, mesh.local), built.zero)
+        assert there.leaves == built.leaves
+        assert there.groups == built.groups
+        assert hops_of(there) == plan_state(built).hops
+        known, found = held_bytes(built), held_elsewhere(held_bytes(program), program, there)
+        assert found == pytest.approx(known, rel=1e-3, abs=64)
+
+
+def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(program):
+    slow, fast = outlook(program), outlook(program, bandwidth=FAST)
+    times = {name: forecast.time.seconds for name, forecast in by_name(slow).items()}
+    assert times["zero3"] > 3 * times["zero++"] > 3 * times["delta"]
+    assert slow.advice.startswith("Take delta: its step waits")
+    assert by_name(fast)["zero3"].time.seconds < 0.2 * times["zero3"]
+    assert "it is exact" in fast.advice
+
+
+def test_bytes_over_bandwidth_bound_the_step(program):
+    """At 10 Gb/s nothing but the network counts: 3 M (N-1)/N bytes, 0.94 of the rate."""
+    zero3 = by_name(outlook(program))["zero3"]
+    model_bytes = 2 * sum(leaf.count for leaf in program.leaves)
+    assert zero3.time.node == pytest.approx(3 * model_bytes / 2 / (0.94 * SLOW), rel=0.05)
+    assert zero3.time.node < zero3.time.seconds < 1.1 * zero3.time.node
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(program):
+    for forecast in outlook(program, gpu="a10g").forecasts:
+        if forecast.largest:
+            fits = by_name(outlook(program, gpu="a10g", sequences=forecast.largest))[forecast.name].fits
+            more = by_name(outlook(program, gpu="a10g", sequences=forecast.largest + 1))[forecast.name].fits
+            assert (fits, more) == (True, False)
+    assert any(forecast.largest for forecast in outlook(program, gpu="a10g").forecasts)
+
+
+def test_the_smallest_cluster_fits_and_a_smaller_one_does_not(program):
+    small = {"local": 1, "gpu": "v100-16", "memory_fraction": 0.5, "sequences": 1}
+    least = by_name(outlook(program, nodes=2, **small))["zero3"].fewest_nodes
+    assert least > 2
+    assert by_name(outlook(program, nodes=least, **small))["zero3"].fits
+    assert not by_name(outlook(program, nodes=least - 1, **small))["zero3"].fits
+
+
+def test_when_nothing_fits_the_way_out_is_named(program):
+    tiny = {"gpu": "rtx4090", "local": 1}
+    assert "raise train.accumulate" in outlook(program, nodes=64, sequences=4096, **tiny).advice
+    assert "It fits on" in outlook(program, nodes=1, memory_fraction=0.4, sequences=1, **tiny).advice
+    hopeless = outlook(program, nodes=2, memory_fraction=0.01, sequences=1, **tiny)
+    assert "More nodes do not help" in hopeless.advice
+    assert {forecast.fewest_nodes for forecast in hopeless.forecasts} == {None}
+
+
+def test_settings_of_ones_own_are_a_row_of_their_own():
+    own = build(MeshSection(nodes=2, local=1), preset="zero++", grads=("int8", "int4"))
+    seen = outlook(own)
+    assert seen.configured == seen.own.name == "as configured"
+    assert outlook(build(MeshSection(nodes=2, local=1), preset="zero++")).configured == "zero++"
+
+
+def test_more_flops_are_executed_than_counted_only_where_something_is_computed_again():
+    config = GPTConfig(vocab_size=64, layers=2, d_model=64, heads=2, max_seq_len=32, attention="xla")
+    work = {
+        remat: decoder_work(config, remat=remat, dtype="bfloat16", sequences=1, length=32)
+        for remat in ("none", "attention", "full")
+    }
+    assert work["none"].flops == pytest.approx(work["none"].model_flops)
+    head = 6 * 64 * 64 * 32
+    assert work["full"].flops - head == pytest.approx(4 / 3 * (work["none"].flops - head))
+    assert work["none"].flops < work["attention"].flops < work["full"].flops
+    assert work["none"].kept > work["attention"].kept > work["full"].kept
+
+
+def test_the_command_draws_and_prints_what_its_json_says(capsys, tmp_path):
+    cluster = ["gpt-tiny", "--nodes", "4", "--gpus-per-node", "8", "--gpu", "h100", "--bandwidth", "100gbit"]
+    picture = tmp_path / "plan.png"
+    assert main(["plan", *cluster, "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", *cluster, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prediction"] is True
+    assert found["batch"] == 32
+    assert found["advice"].split(":")[0] in printed
+    assert {f["name"] for f in found["forecasts"]} == {"zero3", "zero++", "delta", "stage 1", "stage 2"}
+    for forecast in found["forecasts"]:
+        kinds = dict(forecast["memory"])
+        assert kinds.pop("total") == sum(kinds.values())
+        assert math.isclose(forecast["node_bytes"] * 8, forecast["between_nodes"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nodes", "4"], "--gpu"),
+        (["--gpu", "h900"], "h100"),
+        (["--gpu", "h100"], "--gpus-per-node"),
+        (["--gpu", "h100", "--nodes", "2", "--gpus-per-node", "8"], "--bandwidth"),
+        (["--gpu", "h100", "--nodes", "2", "--gpus-per-node", "8", "--bandwidth", "fast"], "10gbit"),
+        (["--gpu", "h100", "--nodes", "1", "--gpus-per-node", "8", "--efficiency", "2"], "efficiency"),
+        (["--gpu", "h100", "--nodes", "1", "--gpus-per-node", "8", "--sequences", "0"], "at least one"),
+    ],
+)
+def test_half_a_cluster_is_refused(options, said, capsys):
+    assert main(["plan", "gpt2-124m", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_figures_that_cannot_be_are_refused():
+    with pytest.raises(ZeroError, match="above 0"):
+        Cluster(1, 1, GPUS["h100"], 0, local_bandwidth=-1)
+    with pytest.raises(ZeroError, match="at least 1 node"):
+        Cluster(0, 8, GPUS["h100"], SLOW)
