@@ -33,7 +33,8 @@ def to_natural(state: TrainState) -> Tree:
 
     Returns:
         A nested dict: "counters", "params", "optimizer" (moments of parameters in their shapes), "other",
-        where the optimizer averages weights "average" ("count" and "params", in their shapes), and where the state has them "secondary" (natural shapes) and "residual" (as stored: it belongs to
+        where the optimizer averages weights "average" ("count", and "params" in their shapes), and where
+        the state has them "secondary" (natural shapes) and "residual" (as stored: it belongs to
         its mesh). Arrays without elements are left out, as there is nothing to keep.
     """
     return _nested(
@@ -61,7 +62,8 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
 
     Args:
         state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
-        tree: natural arrays. An average of weights begins anew where the tree has none. Delta's secondary copies are made afresh from the parameters where the tree
+        tree: natural arrays. An average of weights begins anew where the tree has none. Delta's
+            secondary copies are made afresh from the parameters where the tree
             has none, and residuals start at zero where the tree has none of this mesh.
 
     Raises:
@@ -166,13 +168,20 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
 
 def _layouts(state: TrainState) -> Any:
     """The optimizer state's tree with the layout of the parameter that each leaf is a moment of, or 0."""
+
+    def layout(value: Any, param: Any, leaf: Leaf) -> Any:
+        if isinstance(value, optax.MaskedNode):
+            return value
+        return leaf if value.shape == param.shape else 0
+
     return optax.tree_utils.tree_map_params(
         state.program.tx,
-        lambda value, param, leaf: leaf if value.shape == param.shape else 0,
+        layout,
         state.opt_state,
         state.params,
         to_tree({leaf.path: leaf for leaf in state.program.leaves}),
         transform_non_params=lambda _: 0,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
 
 
@@ -201,7 +210,9 @@ def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct 
         return jax.jit(run)
 
     key = f"natural {leaf.natural_shape} {leaf.layers} {leaf.shard} {x.shape} {source} {like.shape} {target}"
-    return program.once(key, make)(x)
+    # One at a time, to need no more memory than that. Besides, XLA:CPU starts and runs programs on the same
+    # few threads: a process that starts 32 at once waits for ever when another process is not as far.
+    return jax.block_until_ready(program.once(key, make)(x))
 
 
 def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:

@@ -239,11 +239,11 @@ class Trainer:
 
     def announce(self, notes: list[str]) -> None:
         """Say what is going to run, and from where, and note it in run.json."""
-        config, train = self.config, self.data.train.header
+        config = self.config
         mesh = self.state.program.mesh
         self.log.say(
-            f"{self.folder.path}: {parameter_count(config.model):,} parameters, {train.tokens:,} tokens of "
-            f"{train.documents} documents, {config.zero.preset} on {mesh.shape['node']} x "
+            f"{self.folder.path}: {parameter_count(config.model):,} parameters, {self.data.describe()}, "
+            f"{config.zero.preset} on {mesh.shape['node']} x "
             f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
         )
         self.log.say(describe(self.state))
@@ -261,8 +261,7 @@ class Trainer:
         loss = self.log.last.get("validation_loss")
         if loss is None:  # the run was complete already
             loss = float(evaluate(self.state, self.validation))
-        header = self.data.validation.header
-        per_byte = loss * header.tokens / header.text_bytes
+        per_byte = loss / self.data.bytes_per_token
         if is_first():
             draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
             self.folder.update_summary(
@@ -271,6 +270,7 @@ class Trainer:
                 skipped=self.log.skipped,
                 validation_loss=loss,
                 validation_loss_per_byte=per_byte,
+                sources=self.data.account(self.batches.rounds(self.step)),
             )
         self.log.say(
             f"validation loss {loss:.4f} nats per token, {per_byte:.4f} per byte; the run is in "

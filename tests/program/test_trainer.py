@@ -13,10 +13,10 @@ import zerojax
 from zerojax import trainer as trainer_module
 from zerojax.config import RunConfig
 from zerojax.data import Batch, TrainBatches
-from zerojax.errors import ZeroError
+from zerojax.errors import RunError, ZeroError
 from zerojax.metrics import read_metrics
 from zerojax.natural import to_natural
-from zerojax.run_folder import RunError, RunFolder
+from zerojax.run_folder import RunFolder
 from zerojax.trainer import Trainer
 
 EVERYTHING = {"preset": "delta", "error_feedback": True}
