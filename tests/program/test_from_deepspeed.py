@@ -1,0 +1,316 @@
+"""DeepSpeed configs: what becomes of each key, and that none is lost."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerojax.cli import main
+from zerojax.config import load_config
+from zerojax.deepspeed import translate
+from zerojax.errors import ZeroError
+
+FULL = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 4,
+    "steps_per_print": 25,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 8,
+        "zero_quantized_gradients": True,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 2e-4, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 3e-4,
+            "warmup_num_steps": 500,
+            "warmup_type": "linear",
+            "total_num_steps": 10000,
+        },
+    },
+    "wandb": {"enabled": True, "project": "big"},
+    "wall_clock_breakdown": False,
+    "my_own_key": {"deep": [1, 2]},
+}
+
+
+def batch(**values: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, **values}
+
+
+def test_a_whole_config() -> None:
+    result = translate(FULL, nodes=2, local=8)
+    assert result.sections == {
+        "train": {"batch_size": 256, "accumulate": 4, "steps": 10000},
+        "mesh": {"nodes": 2, "local": 8},
+        "zero": {"preset": "zero++", "compute_dtype": "bfloat16"},
+        "optimizer": {
+            "name": "adamw",
+            "learning_rate": 3e-4,
+            "beta1": 0.9,
+            "beta2": 0.98,
+            "eps": 1e-7,
+            "weight_decay": 0.1,
+            "clip_norm": 0.5,
+            "schedule": "linear",
+            "final_fraction": 0.0,
+            "warmup_steps": 500,
+        },
+        "log": {"every": 25, "trackers": ["wandb"], "project": "big"},
+    }
+    assert [line.partition(" = ")[0] for line in result.left_out] == [
+        "my_own_key.deep",
+        "wall_clock_breakdown",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_param",
+        "zero_optimization.overlap_comm",
+    ]
+    assert "stays on the devices" in result.left_out[3]
+
+
+@pytest.mark.parametrize("world", [1, 4, 6])
+@pytest.mark.parametrize("micro", [None, 1, 3])
+@pytest.mark.parametrize("accumulate", [None, 1, 2])
+@pytest.mark.parametrize("train", [None, 12, 36])
+def test_batch_arithmetic(train: Any, micro: Any, accumulate: Any, world: int) -> None:
+    """Every assignment that DeepSpeed's rules leave open is tried; there is one, or an error."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    data = {k: v for k, v in zip(names, (train, micro, accumulate), strict=True) if v is not None}
+    free = accumulate is None and not (train and micro)
+    found = [
+        (t, a)
+        for t in ([train] if train else range(1, 200))
+        for m in ([micro] if micro else range(1, 200))
+        for a in ([accumulate] if accumulate else [1] if free else range(1, 200))
+        if t == m * a * world
+    ]
+    if train is None and micro is None:
+        found = []
+    if found:
+        sections = translate(data, nodes=1, local=world).sections
+        assert [(sections["train"]["batch_size"], sections["train"]["accumulate"])] == found
+    else:
+        with pytest.raises(ZeroError, match=r"batch_size"):
+            translate(data, nodes=1, local=world)
+
+
+def test_the_number_of_devices_is_asked_for_where_it_matters() -> None:
+    assert translate(batch()).sections["train"] == {"batch_size": 8, "accumulate": 1}
+    with pytest.raises(ZeroError, match="how many are there\\? Give --nodes and --gpus-per-node"):
+        translate({"train_micro_batch_size_per_gpu": 2})
+
+
+@pytest.mark.parametrize(
+    ("zero", "wanted"),
+    [
+        ({}, {"preset": "zero3", "stage": 0}),
+        ({"stage": 1}, {"preset": "zero3", "stage": 1}),
+        ({"stage": 3}, {"preset": "zero3"}),
+        ({"stage": 3, "zero_quantized_weights": True}, {"preset": "zero3", "weights": "int8"}),
+        ({"stage": 3, "zero_hpz_partition_size": 4}, {"preset": "zero3", "hpz": True}),
+        ({"stage": 3, "zero_quantized_gradients": True}, {"preset": "zero3", "grads": ["int4", "int4"]}),
+    ],
+)
+def test_stages_and_parts_of_zeropp(zero: dict[str, Any], wanted: dict[str, Any]) -> None:
+    result = translate(batch(zero_optimization=zero))
+    assert result.sections["zero"] == wanted | {"compute_dtype": "float32"}
+    assert result.left_out == []
+
+
+def test_hpz_says_how_many_devices_a_node_has() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    assert translate(batch(zero_optimization=zero), nodes=2).sections["mesh"] == {"nodes": 2, "local": 4}
+    result = translate(batch(zero_optimization=zero), nodes=1, local=8)
+    assert result.sections["mesh"] == {"nodes": 1, "local": 8}
+    assert "zero_hpz_partition_size = 4" in result.differs[0]
+
+
+def test_half_precision_becomes_bfloat16_and_its_scaling_is_listed() -> None:
+    result = translate(batch(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16}))
+    assert result.sections["zero"]["compute_dtype"] == "bfloat16"
+    assert [line.partition(" = ")[0] for line in result.left_out] == [
+        "fp16.initial_scale_power",
+        "fp16.loss_scale",
+    ]
+    assert "train.max_skips" in result.differs[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "wanted"),
+    [
+        ("Adam", {}, {"name": "adamw", "learning_rate": 1e-3, "beta2": 0.999, "weight_decay": 0.0}),
+        ("OneBitAdam", {"lr": 1, "freeze_step": 9}, {"name": "adamw", "learning_rate": 1.0}),
+        ("Lion", {"betas": [0.95, 0.98]}, {"name": "lion", "beta1": 0.95, "beta2": 0.98}),
+        ("SGD", {"momentum": 0.8}, {"name": "sgd", "beta1": 0.8}),
+        ("Muon", {"lr": 0.02}, {"name": "muon", "beta1": 0.95}),
+        ("Lamb", {}, {"name": "adamw"}),
+    ],
+)
+def test_optimizers(kind: str, params: dict[str, Any], wanted: dict[str, Any]) -> None:
+    result = translate(batch(optimizer={"type": kind, "params": params}))
+    found = result.sections["optimizer"]
+    assert found | wanted == found
+    assert result.config().optimizer.name == wanted["name"]
+    assert any(kind in line for line in result.differs) == (kind in ("OneBitAdam", "Lamb", "Muon"))
+    assert ("freeze_step" in str(result.left_out)) == ("freeze_step" in params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "wanted"),
+    [
+        (
+            "WarmupLR",
+            {"warmup_max_lr": 1e-4},
+            {"schedule": "constant", "learning_rate": 1e-4, "warmup_steps": 1000},
+        ),
+        (
+            "WarmupCosineLR",
+            {"total_num_steps": 90, "warmup_num_steps": 9},
+            {"schedule": "warmup-cosine", "warmup_steps": 9, "final_fraction": 1e-4, "learning_rate": 1e-3},
+        ),
+        ("OneCycle", {"cycle_min_lr": 1e-4}, {"schedule": "constant", "warmup_steps": 0}),
+        (None, {}, {"schedule": "constant", "warmup_steps": 0}),
+    ],
+)
+def test_schedules(kind: Any, params: dict[str, Any], wanted: dict[str, Any]) -> None:
+    given = {"optimizer": {"type": "Adam"}} | (
+        {"scheduler": {"type": kind, "params": params}} if kind else {}
+    )
+    result = translate(batch(**given))
+    found = result.sections["optimizer"]
+    assert found | wanted == found
+    listed = [line for line in result.left_out if line.startswith("scheduler")]
+    assert len(listed) == (kind == "OneCycle")
+    assert all("the learning rate stays where the optimizer has it" in line for line in listed)
+
+
+def test_auto_is_listed() -> None:
+    result = translate(batch(gradient_clipping="auto", optimizer={"type": "AdamW", "params": {"lr": "auto"}}))
+    assert [line.partition(" = ")[0] for line in result.left_out] == [
+        "gradient_clipping",
+        "optimizer.params.lr",
+    ]
+    assert all("Hugging Face's Trainer" in line for line in result.left_out)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "is a JSON object"),
+        ({}, "give train_batch_size or"),
+        (batch(zero_optimization={"stage": 2, "zero_quantized_weights": True}), "need stage 3"),
+        (batch(zero_optimization={"stage": 7}), "stage=7 is not one of"),
+        (batch(zero_optimization={"stage": "3"}), r"zero_optimization\.stage = '3' should be a whole number"),
+        (batch(bf16={"enabled": True}, fp16={"enabled": True}), "exclude each other"),
+        (batch(bf16={"enabled": 1}), r"bf16\.enabled = 1 should be true or false"),
+        (batch(optimizer={"type": "Adam", "params": {"betas": [1]}}), "should be two numbers"),
+        (
+            batch(optimizer={"type": "Adam", "params": {"lr": -1}}),
+            r"optimizer\.learning_rate must be positive",
+        ),
+        (batch(train_batch_size=True), "should be a whole number"),
+    ],
+)
+def test_refusals(data: Any, message: str) -> None:
+    with pytest.raises(ZeroError, match=message):
+        translate(data)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "ds.json", tmp_path / "run.toml"
+    source.write_text(json.dumps(FULL | {"odd\n[train]\nsteps": "\x07"}))
+    options = ["--nodes", "2", "--gpus-per-node", "8"]
+    assert main(["from-deepspeed", str(source), "--out", str(out), *options]) == 0
+    listed = capsys.readouterr().err
+    config = load_config(out)
+    assert (config.zero.preset, config.train.steps, config.optimizer.schedule) == ("zero++", 10000, "linear")
+    for line in translate(FULL, nodes=2, local=8).left_out:
+        assert line in listed
+        assert f"# - {line}" in out.read_text()
+    assert main(["from-deepspeed", str(source), *options]) == 0
+    assert capsys.readouterr().out == out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ('{"a": 1, "a": 2}', "given twice: 'a'"),
+        ('{"train_batch_size": NaN}', "NaN is no JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"train_batch_size": 7, "gradient_accumulation_steps": 2}', "7 does not divide"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert main(["from-deepspeed", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["from-deepspeed", str(tmp_path / "none.json")]) == 2
+
+
+KEYS = st.sampled_from(
+    [
+        *("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "stage", "lr"),
+        *(
+            "zero_optimization",
+            "optimizer",
+            "scheduler",
+            "params",
+            "type",
+            "betas",
+            "enabled",
+            "bf16",
+            "fp16",
+        ),
+        *(
+            "zero_quantized_weights",
+            "zero_hpz_partition_size",
+            "warmup_num_steps",
+            "total_num_steps",
+            "wandb",
+        ),
+    ]
+) | st.text(max_size=8)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+LEAVES = LEAVES | st.sampled_from(["auto", "AdamW", "WarmupLR", 1, 3, 8])
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5)
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=8))
+def test_whatever_it_is_given_it_refuses_or_translates(data: dict[str, Any]) -> None:
+    data = {"train_batch_size": 8, "steps_per_print": 5} | data
+    before = json.dumps(data)
+    try:
+        result = translate(data, nodes=1, local=2)
+    except ZeroError:
+        pass
+    else:
+        assert result.config()
+        text = result.toml("ds.json")
+        text.encode()
+        assert tomllib.loads(text) == {k: v for k, v in result.sections.items() if v}
+    assert json.dumps(data) == before

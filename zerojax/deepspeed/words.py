@@ -1,0 +1,84 @@
+"""Names and keys of DeepSpeed that are not simply numbers to be taken over."""
+
+_ADAM = ("adamw", None)
+_COMPRESSED = (
+    "compresses its momentum after a warm-up; here gradients are compressed from the start (zero.grads)"
+)
+
+OPTIMIZERS: dict[str, tuple[str, str | None]] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "fusedadam": _ADAM,
+    "deepspeedcpuadam": ("adamw", "runs on the devices"),
+    "onebitadam": ("adamw", _COMPRESSED),
+    "zerooneadam": ("adamw", _COMPRESSED),
+    "lion": ("lion", None),
+    "fusedlion": ("lion", None),
+    "sgd": ("sgd", None),
+    "muon": ("muon", "scales updates to AdamW's size (Liu et al., 2025), so that one learning rate does"),
+}
+"""Type, in small letters -> the optimizer, and how it differs."""
+
+_BUCKETS = "collectives are scheduled by the compiler, layer by layer; nothing is to be tuned"
+_SCALING = "bfloat16 needs no loss scaling"
+_OFFLOAD = "state stays on the devices: shard it over more of them"
+_SAVING = "checkpoints are whole and natural, for any mesh; zerojax export writes them for other programs"
+
+NOTES: dict[str, str] = {
+    **{
+        f"zero_optimization.{name}": _BUCKETS
+        for name in (
+            "overlap_comm",
+            "contiguous_gradients",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "sub_group_size",
+            "round_robin_gradients",
+        )
+    },
+    **{
+        f"zero_optimization.{name}": _OFFLOAD
+        for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params")
+    },
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _SAVING,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVING,
+    "zero_optimization.elastic_checkpoint": _SAVING,
+    "zero_optimization.load_from_fp32_weights": _SAVING,
+    "zero_optimization.mics_shard_size": "there are two levels, node and device: hpz keeps a copy per node",
+    "zero_optimization.zeropp_loco_param": "error feedback here is zero.error_feedback",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights travel as all weights do",
+    **{
+        f"fp16.{name}": _SCALING
+        for name in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+            "auto_cast",
+        )
+    },
+    "amp": "bfloat16 is computed in wherever bf16.enabled says so",
+    "data_types": "sums of gradients are always fp32",
+    "prescale_gradients": "sums of gradients are fp32 and are divided once",
+    "gradient_predivide_factor": "sums of gradients are fp32 and are divided once",
+    "activation_checkpointing": "zero.remat says what the backward pass computes again",
+    "csv_monitor": "RUN/metrics.jsonl always has every step",
+    "comet": "trackers are tensorboard, wandb and mlflow",
+    "flops_profiler": "MFU is always reported; zerojax train --profile 10:12 traces steps",
+    "wall_clock_breakdown": "zerojax train --profile 10:12 traces steps",
+    "tensorboard.output_path": "events are written to RUN/tensorboard",
+    "tensorboard.job_name": "events are written to RUN/tensorboard",
+    "checkpoint": _SAVING,
+    "zero_allow_untested_optimizer": "an optimizer that is wrong on shards is found out and refused",
+    "elasticity": "a run goes on with any number of devices that divides the batch",
+}
+"""Key -> why there is nothing to set."""
