@@ -1,7 +1,10 @@
 """ZeRO and ZeRO++ for JAX: sharded training of Flax models over slow networks."""
 
+from zerojax.average import average_weights, averaged
 from zerojax.errors import ZeroError
 from zerojax.mesh import make_mesh
+from zerojax.muon import scale_by_muon
+from zerojax.shardable import chain
 from zerojax.stack import Stack
 from zerojax.state import TrainState, gather_model, gather_params, put_params
 from zerojax.step import eval_step, lower_train_step, train_step
@@ -14,6 +17,9 @@ __all__ = [
     "TrainState",
     "ZeroConfig",
     "ZeroError",
+    "average_weights",
+    "averaged",
+    "chain",
     "comm_report",
     "eval_step",
     "gather_model",
@@ -21,5 +27,6 @@ __all__ = [
     "lower_train_step",
     "make_mesh",
     "put_params",
+    "scale_by_muon",
     "train_step",
 ]

@@ -1,11 +1,16 @@
 """Optimizers and learning-rate schedules by name, from optax."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
+from zerojax.average import average_weights
 from zerojax.config import OptimizerSection
+from zerojax.muon import scale_by_muon
+from zerojax.shardable import Optimizer, chain
 
 _DECAYED = frozenset({"kernel", "embedding"})
 
@@ -36,26 +41,32 @@ def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
-def make_optimizer(settings: OptimizerSection, steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, update rule, decoupled weight decay of matrices, learning rate.
+def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
+    """Clip by global norm, update rule, decoupled weight decay of matrices, learning rate, average.
 
     Args:
         settings: name and numbers.
         steps: optimizer steps of the whole run, for the schedule.
     """
-    parts: list[optax.GradientTransformation] = []
+    b1, b2, eps = settings.beta1, settings.beta2, settings.eps
+    rule: Callable[[], Optimizer] = {
+        "adamw": lambda: optax.scale_by_adam(b1, b2, eps),
+        "nadamw": lambda: optax.scale_by_adam(b1, b2, eps, nesterov=True),
+        "adopt": lambda: optax.contrib.scale_by_adopt(b1, b2, eps),
+        "lion": lambda: optax.scale_by_lion(b1, b2),
+        "muon": lambda: scale_by_muon(beta=b1, b1=b1, b2=b2, eps=eps),
+        "sgd": lambda: optax.trace(b1),
+    }[settings.name]
+    parts: list[Optimizer] = []
     if settings.clip_norm:
         parts.append(optax.clip_by_global_norm(settings.clip_norm))
-    if settings.name == "adamw":
-        parts.append(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps))
-    elif settings.name == "lion":
-        parts.append(optax.scale_by_lion(settings.beta1, settings.beta2))
-    else:
-        parts.append(optax.trace(settings.beta1))
+    parts.append(rule())
     if settings.weight_decay:
         parts.append(optax.add_decayed_weights(settings.weight_decay, mask=decay_mask))
     parts.append(optax.scale_by_learning_rate(make_schedule(settings, steps)))
-    return optax.chain(*parts)
+    if settings.ema_decay:
+        parts.append(average_weights(settings.ema_decay))
+    return chain(*parts)
 
 
 def decay_mask(params: Any) -> Any:

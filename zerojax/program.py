@@ -16,7 +16,7 @@ from zerojax.layout import OWNED, Leaf, make_leaf
 from zerojax.mesh import AXES, LOCAL, NODE, World
 from zerojax.paths import Path
 from zerojax.route import Route
-from zerojax.shardable import check_shardable
+from zerojax.shardable import OnLayout, Optimizer, check_shardable
 from zerojax.zero import ZeroConfig
 
 
@@ -100,7 +100,7 @@ class Program:
 
 def build(
     model: Model,
-    tx: optax.GradientTransformation,
+    tx: Optimizer,
     loss_fn: LossFn,
     *,
     mesh: Mesh,
@@ -137,7 +137,10 @@ def build(
             "ZeroConfig.units, or use zerojax.Stack, to gather layer by layer.",
             stacklevel=4,
         )
-    check_shardable(tx, leaves)
+    if isinstance(tx, OnLayout):
+        tx = tx.make(mesh, leaves, zero)
+    else:
+        check_shardable(tx, leaves)
     return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero))
 
 

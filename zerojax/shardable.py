@@ -6,22 +6,52 @@ shards, and padding stays zero. What looks at a leaf's shape (Adafactor's factor
 be right, and is found out by comparing, on a small copy of the tree, natural against flat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.errors import ZeroError
 from zerojax.layout import Leaf
 from zerojax.paths import from_tree, to_tree
+from zerojax.zero import ZeroConfig
 
 # Adafactor factors a matrix from 128 rows on: a smaller probe would not see it.
 _PROBE_SIDE = 128
 _PADDING = 3
+
+
+@dataclass(frozen=True)
+class OnLayout:
+    """An optimizer that must know where each element lives: a transform is made of it for each program.
+
+    Whoever writes one answers for its being right on shards; it is not probed.
+
+    Attributes:
+        make: from the mesh, the layouts and the options to the transform of stored leaves.
+    """
+
+    make: Callable[[Mesh, Sequence[Leaf], ZeroConfig], optax.GradientTransformation]
+
+
+Optimizer = optax.GradientTransformation | OnLayout
+
+
+def chain(*parts: Optimizer) -> Optimizer:
+    """As `optax.chain`, of parts some of which must know the layout."""
+    if not any(isinstance(part, OnLayout) for part in parts):
+        return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
+
+    def make(mesh: Mesh, leaves: Sequence[Leaf], zero: ZeroConfig) -> optax.GradientTransformation:
+        made = (part.make(mesh, leaves, zero) if isinstance(part, OnLayout) else part for part in parts)
+        return optax.chain(*made)
+
+    return OnLayout(make)
 
 
 def state_specs(tx: optax.GradientTransformation, leaves: Sequence[Leaf], specs: Any) -> Any:
@@ -87,14 +117,16 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[Leaf]) ->
         except Exception as error:
             raise ZeroError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} "
-                "Use a transform that works element by element, or by norms of whole leaves."
+                "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
+                "zerojax.scale_by_muon."
             ) from error
     for path, update in flat(wanted).items():
         if not np.allclose(update, found[path], rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ZeroError(
                 f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
                 "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do). Use "
-                "a transform that works element by element, or by norms of whole leaves."
+                "a transform that works element by element, or by norms of whole leaves; for Muon, "
+                "zerojax.scale_by_muon."
             )
 
 

@@ -8,7 +8,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, UInt32
 
@@ -18,7 +17,7 @@ from zerojax.errors import ZeroError
 from zerojax.layout import from_stored, to_stored
 from zerojax.paths import from_tree, to_tree
 from zerojax.program import Program, abstract, build
-from zerojax.shardable import state_specs
+from zerojax.shardable import Optimizer, state_specs
 from zerojax.zero import ZeroConfig
 
 
@@ -57,7 +56,7 @@ class TrainState:
     def create(
         cls,
         model: Model,
-        tx: optax.GradientTransformation,
+        tx: Optimizer,
         loss_fn: LossFn,
         *,
         mesh: Mesh,
@@ -69,7 +68,7 @@ class TrainState:
 
         Args:
             model: a callable ``rngs -> nnx.Module``, or a Linen module.
-            tx: an optax transform that works on shards.
+            tx: an optax transform that works on shards, or one made by ``zerojax.chain``.
             loss_fn: ``(model, batch[, rngs]) -> scalar`` or ``-> (scalar, aux dict of scalars)``. Where
                 aux has ``"tokens"``, the loss is taken as the mean over so many.
             mesh: from ``zerojax.make_mesh``.
@@ -87,7 +86,7 @@ class TrainState:
     def abstract(
         cls,
         model: Model,
-        tx: optax.GradientTransformation,
+        tx: Optimizer,
         loss_fn: LossFn,
         *,
         mesh: Mesh,

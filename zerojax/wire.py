@@ -48,6 +48,7 @@ PHASES = {
     "delta": "what changed in the weights, once per optimizer step",
     "resync": "the whole weights instead of the delta, every so many steps",
     "gradients": "the hops of the gradients",
+    "optimizer": "matrices on their way to be orthogonalised, and back",
     "metrics": "sums of losses, counts and model state",
     "other": "collectives of the model's own",
 }
@@ -291,6 +292,8 @@ def _phase(primitive: str, place: _Place) -> str:
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"
+    if "orthogonalise" in scopes:
+        return "optimizer"
     if "gather_delta" in scopes:
         return "delta"
     if "gather_exact" in scopes:

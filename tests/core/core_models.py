@@ -54,7 +54,9 @@ class Case:
         abstract = zerojax.TrainState.abstract(self.model, tx, self.loss, **self._rest(nodes, local, zero))
         assert not abstract.other
         state = zerojax.put_params(abstract, given)
-        init = jax.jit(tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state))
+        init = jax.jit(
+            abstract.program.tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state)
+        )
         zeros = {
             name: jax.tree.map(
                 lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), getattr(abstract, name)

@@ -44,6 +44,9 @@ GOOD = {
         1e-2, mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1)
     ),
     "lion": lambda: optax.lion(1e-3),
+    "nadamw": lambda: optax.nadamw(1e-2),
+    "adopt": lambda: contrib.adopt(1e-2),
+    "averaged": lambda: optax.chain(optax.adam(1e-2), zerojax.average_weights(0.9)),
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
     "lars": lambda: optax.lars(1e-2),
     "rmsprop": lambda: optax.rmsprop(1e-2),

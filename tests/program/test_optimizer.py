@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 from zerojax.config import OptimizerSection
 from zerojax.optimizer import decay_mask, make_optimizer, make_schedule
@@ -60,7 +61,7 @@ def test_decay_mask_goes_by_name() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "nadamw", "adopt", "lion", "sgd"])
 def test_updates_equal_optax(name: Any) -> None:
     settings = OptimizerSection(
         name=name,
@@ -71,6 +72,12 @@ def test_updates_equal_optax(name: Any) -> None:
     )
     rule = {
         "adamw": optax.adamw(0.01, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=decay_mask),
+        "nadamw": optax.nadamw(0.01, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=decay_mask),
+        "adopt": optax.chain(
+            contrib.scale_by_adopt(0.9, 0.95, 1e-8),
+            optax.add_decayed_weights(0.1, decay_mask),
+            optax.scale(-0.01),
+        ),
         "lion": optax.lion(0.01, 0.9, 0.95, weight_decay=0.1, mask=decay_mask),
         "sgd": optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1, decay_mask), optax.scale(-0.01)),
     }[name]

@@ -65,25 +65,62 @@ class TrainSection:
 
 
 @dataclass(frozen=True)
+class MixtureSource:
+    """One source of a mixture: a table [[data.mixture]] of the TOML file.
+
+    Attributes:
+        source: As data.source.
+        weight: Its share of the sequences, beside the weights of the others.
+        column: As data.column; by default that.
+        pattern: As data.pattern; by default that.
+    """
+
+    source: str
+    weight: float = 1.0
+    column: str | None = None
+    pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an empty source and a weight that is no share.
+
+        Raises:
+            ZeroError: naming the option.
+        """
+        _require(self.source != "", "data.mixture: a source is empty: name a file, folder, glob or 'stdlib'")
+        _require(
+            0 < self.weight < float("inf"),
+            f"data.mixture: the weight of {self.source!r} must be positive, and leave it out to do without",
+        )
+
+
+@dataclass(frozen=True)
 class DataSection:
     """The text to learn from.
 
     Attributes:
         source: "stdlib" (the Python standard library's own source code), or a file, folder or glob
-            of text, or a folder of tokens that an earlier run prepared (RUN/data).
+            of plain text, JSON lines, Parquet or Arrow, or a folder that Hugging Face `datasets`
+            saved, or a folder of tokens that an earlier run prepared (RUN/data).
+        mixture: Several sources with weights, in the place of `source`.
         pattern: Which files of a folder to read.
+        column: Which column of JSON lines, Parquet and Arrow holds the text.
         tokenizer: "byte", or "bpe" (trained on the training split), or the path of a
             tokenizer.json.
         vocab_size: Vocabulary of a newly trained BPE.
         validation: Fraction of the documents held out for validation.
+        packing: "none" cuts all text into sequences, one document running on after another; "documents"
+            packs whole documents into sequences, and none sees another.
         verify: Read the token files once at the start and compare their checksums.
     """
 
     source: str = "stdlib"
+    mixture: tuple[MixtureSource, ...] = ()
     pattern: str = "**/*"
+    column: str = "text"
     tokenizer: str = "byte"
     vocab_size: int = 4096
     validation: float = 0.05
+    packing: Literal["none", "documents"] = "none"
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -93,8 +130,21 @@ class DataSection:
             ZeroError: naming the option.
         """
         _require(self.source != "", "data.source is empty: name a file, folder, glob or 'stdlib'")
+        _require(
+            not self.mixture or self.source == DataSection.source,
+            f"data.source {self.source!r} and data.mixture: add the one to the other",
+        )
+        _require(self.column != "", "data.column is empty: name the column that holds the text")
         _require(self.vocab_size > 256, "data.vocab_size must exceed 256: all bytes, and merges")
         _require(0.0 < self.validation < 1.0, "data.validation must lie between 0 and 1")
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]:
+        """The sources of the mixture, or the one there is, each with its column and pattern."""
+        return tuple(
+            dataclasses.replace(one, column=one.column or self.column, pattern=one.pattern or self.pattern)
+            for one in self.mixture or (MixtureSource(self.source),)
+        )
 
 
 @dataclass(frozen=True)
