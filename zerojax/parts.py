@@ -1,5 +1,6 @@
 """The parts of a run, each made from its settings."""
 
+import functools
 import platform
 import shlex
 import sys
@@ -15,7 +16,15 @@ import zerojax
 from zerojax import checkpoints
 from zerojax.agreement import from_first
 from zerojax.config import RunConfig
-from zerojax.data import Batch, Dataset, TrainBatches, open_dataset, prepare, validation_batches
+from zerojax.data import (
+    Batch,
+    Dataset,
+    TrainBatches,
+    make_rows,
+    open_dataset,
+    prepare,
+    validation_batches,
+)
 from zerojax.errors import ZeroError
 from zerojax.metrics import RunLog, StepCosts
 from zerojax.models import GPT, Block, flops_per_token, lm_loss
@@ -135,18 +144,30 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
         DataError: a split is too short.
     """
     train = config.train
+    rows = functools.partial(make_rows, length=train.sequence_length, packing=config.data.packing)
     place = {"process": jax.process_index(), "processes": jax.process_count()}
     validation = validation_batches(
-        data.validation,
+        [rows(part.validation) for part in data.parts],
+        weights=data.weights,
         batch_size=train.batch_size // train.accumulate,
-        length=train.sequence_length,
         batches=train.eval_batches,
         **place,
     )
     batches = TrainBatches(
-        data.train, batch_size=train.batch_size, length=train.sequence_length, seed=train.seed, **place
+        [rows(part.train) for part in data.parts],
+        weights=data.weights,
+        batch_size=train.batch_size,
+        seed=train.seed,
+        **place,
     )
     return batches, validation
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of a run's global batch."""
+    shape = (config.train.batch_size, config.train.sequence_length + 1)
+    names = ("tokens", "segments") if config.data.packing == "documents" else ("tokens",)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 
 def make_log(
@@ -154,8 +175,7 @@ def make_log(
 ) -> RunLog:
     """The log of a run that stands at `step`; what a step sends is noted in run.json."""
     train = config.train
-    tokens = jax.ShapeDtypeStruct((train.batch_size, train.sequence_length + 1), jnp.int32)
-    report = comm_report(state, {"tokens": tokens})
+    report = comm_report(state, abstract_batch(config))
     if is_first():
         counted = report.to_dict()
         del counted["collectives"]

@@ -43,7 +43,8 @@ def scan_units(body: Body, weights: Sequence[Sharded], x: Any, state: Any, share
         The last layer's ``x``, and the new state, stacked.
     """
     route, leaves, (sources, sinks, seeds) = take_apart(weights)
-    return _scan(route, leaves, rematerialised(body, route.remat), sources, sinks, seeds, x, state, shared)
+    body = jax.named_scope("layer")(rematerialised(body, route.remat))
+    return _scan(route, leaves, body, sources, sinks, seeds, x, state, shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -146,8 +146,9 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     grads, other, secondary, residual, metrics = _gradients(program, state, batch)
     grad_norm = optax.tree.norm(grads)
     ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
-    updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
     keep = functools.partial(_where, ok)
     following = state.replace(
         step=state.step + 1,

@@ -90,7 +90,7 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         their sinks.
     """
     route, leaves, (sources, sinks, seed) = take_apart(weights)
-    body = rematerialised(body, route.remat)
+    body = jax.named_scope("layer")(rematerialised(body, route.remat))
     return _call(route, leaves, body, sources, sinks, seed, inputs)
 
 

@@ -1,0 +1,189 @@
+"""`zerojax report`: a page that stands alone, whatever is left of a run."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from zerojax.cli import main
+from zerojax.html_report import read_story, render
+from zerojax.html_report.charts import Series, draw, short, smoothed, thinned, ticks
+from zerojax.run_folder import RunFolder
+
+
+class Page(HTMLParser):
+    """Every tag, with its attributes, and the text; complains of tags that are not closed in order."""
+
+    VOID = frozenset({"meta", "line", "path", "circle"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+
+def page_of(folder: Path) -> Page:
+    return Page(render(read_story(RunFolder(folder))))
+
+
+def titles(page: Page) -> list[str | None]:
+    return [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
+
+
+def test_a_finished_run(finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(finished.path), "--out", str(tmp_path / "page.html")]) == 0
+    assert str(tmp_path / "page.html") in capsys.readouterr().out
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    names = ("Loss", "Gradient norm", "Learning rate", "Throughput", "Memory")
+    assert titles(page) == [f"{name} by step" for name in names]  # the MFU of a CPU is not known
+    summary = finished.read_summary()
+    for part in (
+        "finished",
+        f"{summary['validation_loss']:.4f}",
+        "weights forward",
+        "gradients",
+        "ZeRO-3 in bf16 would send",
+        "0 to 8",
+        "Checkpoints at steps 6, 8",
+        "learning_rate",
+        summary["versions"]["jax"],
+        summary["host"],
+    ):
+        assert part in page.text, part
+    # Nothing is fetched from anywhere, and no other file is needed.
+    assert not re.search(r"https?://|url\(|@import|\bsrc=|<link", text)
+    assert not [attrs for _, attrs in page.tags if "href" in attrs or "src" in attrs]
+
+
+def test_a_run_that_went_on_after_it_was_killed(finished_copy: RunFolder) -> None:
+    finished_copy.begin_session(6, devices=8, notes=["going on from step 6"])
+    finished_copy.begin_session(6, devices=4, notes=[])
+    story = read_story(finished_copy)
+    assert [one["status"] for one in story.sessions] == ["finished", "killed", "running"]
+    page = page_of(finished_copy.path)
+    assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count("restart") == 2 * 5
+    assert "gone on from a checkpoint" in page.text
+    finished_copy.update_summary(status="failed", step=7, reason="RunError: <b>no</b> & never")
+    page = page_of(finished_copy.path)
+    assert "RunError: <b>no</b> & never" in page.text
+    assert "6 to 7" in page.text
+
+
+def test_a_damaged_folder_is_noted_and_shown(finished_copy: RunFolder) -> None:
+    with finished_copy.metrics.open("a") as file:
+        file.write('{"step": 9, "loss": null, "skipped": 1.0}\n{"step": 10, "lo')
+    finished_copy.summary.write_text("{")
+    finished_copy.config.write_text("[train")
+    shutil.rmtree(finished_copy.checkpoints)
+    page = page_of(finished_copy.path)
+    for part in (
+        "1 line of metrics.jsonl cannot be read",
+        "run.json cannot be read",
+        "config.toml cannot be read",
+        "1 of 9 changed nothing",
+        "unknown",
+    ):
+        assert part in page.text, part
+    assert titles(page)[0] == "Loss by step"
+
+
+def test_before_the_first_step(tmp_path: Path, finished: RunFolder) -> None:
+    shutil.copy(finished.config, tmp_path)
+    page = page_of(tmp_path)
+    assert "No step is done yet" in page.text
+    assert titles(page) == []
+
+
+def test_strings_of_the_run_are_escaped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "<script>alert(1)</script>")
+    folder.create()
+    evil = '"><script>alert(2)</script>'
+    folder.update_summary(status=evil, reason=evil, host=evil, versions={evil: evil}, device_kind=evil)
+    folder.config.write_text(f"[data]\nsource = {json.dumps(evil)}\n")
+    folder.metrics.write_text('{"step": 1, "loss": 2.0, "grad_norm": "x", "mfu": true}\n')
+    page = page_of(folder.path)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert page.text.count("<script>alert(2)</script>") >= 5
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "no run folder" in capsys.readouterr().err
+
+
+class TestCharts:
+    def test_the_ends_of_a_line_are_where_they_belong(self) -> None:
+        chart = draw("t", "", [Series("a", [10, 20], [0.0, 5.0])], last_step=20, from_zero=True, width=100)
+        assert chart is not None
+        (line,) = chart.lines
+        assert line["path"] == f"M58 204L88 {204 - 194 * 5 / 5.3:.1f}".removesuffix(".0")
+        assert [label for _, label in chart.y_ticks] == ["0", "1", "2", "3", "4", "5"]
+
+    def test_what_is_not_finite_leaves_a_gap(self) -> None:
+        chart = draw("t", "", [Series("a", [1, 2, 3, 4], [1.0, None, 2.0, 3.0])], last_step=4)
+        assert chart is not None
+        assert re.findall("[ML]", chart.lines[0]["path"]) == ["M", "M", "L"]
+        assert draw("t", "", [Series("a", [1, 2], [None, None])], last_step=2) is None
+
+    def test_logarithms_leave_out_what_has_none(self) -> None:
+        chart = draw("t", "", [Series("a", [1, 2, 3], [0.01, 0.0, 100.0])], last_step=3, log=True)
+        assert chart is not None
+        assert {"0.1", "1", "10"} <= {label for _, label in chart.y_ticks}
+        assert re.findall("[ML]", chart.lines[0]["path"]) == ["M", "M"]
+
+    def test_equal_values(self) -> None:
+        chart = draw("t", "", [Series("a", [1, 2], [0.0, 0.0])], last_step=2)
+        assert chart is not None
+        assert "nan" not in chart.lines[0]["path"]
+
+    def test_thinning_keeps_every_peak(self) -> None:
+        values: list[float | None] = [1.0] * 10_000
+        values[1234], values[8765], values[5000] = 99.0, -99.0, None
+        steps, kept = thinned(range(10_000), values)
+        assert len(steps) <= 600
+        assert {99.0, -99.0} <= set(kept)
+        assert steps == sorted(steps)
+        assert (steps[0], steps[-1]) == (0, 9999)
+
+    def test_a_rate_is_averaged_by_its_seconds(self) -> None:
+        """A step that seems to take no time does not lift the average."""
+        values: list[float | None] = [100.0] * 70
+        values[50] = 1e9
+        _, line = smoothed("x", range(70), values, rate=True)
+        assert max(v for v in line.values if v is not None) < 110
+
+    def test_ticks(self) -> None:
+        assert ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
+        assert ticks(0.12, 0.31, 4) == [0.15, 0.2, 0.25, 0.3]
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(12345, "12.35k"), (2.5e6, "2.5M"), (0.00012, "0.00012"), (0, "0"), (3.14159, "3.142")],
+    )
+    def test_short(self, value: float, text: str) -> None:
+        assert short(value) == text

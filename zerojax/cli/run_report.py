@@ -1,0 +1,36 @@
+"""`zerojax report RUN`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zerojax.errors import ZeroError
+from zerojax.html_report import read_story, render
+from zerojax.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write one HTML page about a run, finished or not, that needs no network and no other file.
+
+    Attributes:
+        run: The run's folder.
+        out: Where to; RUN/report.html by default.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    out: Path | None = None
+
+
+def run(arguments: list[str]) -> None:
+    """Read the run's files and write the page."""
+    options = tyro.cli(Options, args=arguments, prog="zerojax report")
+    out = options.out or options.run / "report.html"
+    page = render(read_story(RunFolder(options.run)))
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ZeroError(f"{out}: cannot write the report: {error.strerror}") from error
+    print(f"{out}: {len(page) / 1000:.0f} kB")

@@ -1,0 +1,82 @@
+"""Which scope an instruction of a traced program belongs to, read from the trace itself.
+
+A trace holds the programs that ran in it, as XLA's `HloProto`, in the metadata of its host plane. Their
+instructions know the names of the scopes that they were written in ("op_name"). Neither message has a light
+Python package, so the few fields are walked by number in protobuf's wire format; the numbers are those of
+tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
+"""
+
+from collections.abc import Iterator
+
+# Field numbers along the way from XSpace to an XStat's bytes_value.
+_PLANES, _PLANE_NAME, _EVENT_METADATA, _MAP_VALUE, _METADATA_STATS, _STAT_BYTES = 1, 2, 4, 2, 5, 6
+# From HloProto to an instruction, and in it.
+_MODULE, _MODULE_NAME, _COMPUTATIONS, _INSTRUCTIONS = 1, 1, 3, 2
+_NAME, _OPCODE, _METADATA, _OP_NAME = 1, 2, 7, 2
+
+Instructions = dict[str, tuple[str, str]]
+
+
+def instructions(trace: bytes) -> dict[str, Instructions]:
+    """Module name -> instruction name -> (opcode, op_name).
+
+    Args:
+        trace: the bytes of an `.xplane.pb`.
+    """
+    found: dict[str, Instructions] = {}
+    for plane in _all(trace, _PLANES):
+        if b"/host:metadata" not in _all(plane, _PLANE_NAME):
+            continue
+        for entry in _all(plane, _EVENT_METADATA):
+            for metadata in _all(entry, _MAP_VALUE):
+                for stat in _all(metadata, _METADATA_STATS):
+                    for proto in _all(stat, _STAT_BYTES):
+                        found |= dict(_modules(proto))
+    return found
+
+
+def _modules(proto: bytes) -> Iterator[tuple[str, Instructions]]:
+    for module in _all(proto, _MODULE):
+        names: Instructions = {}
+        for computation in _all(module, _COMPUTATIONS):
+            for instruction in _all(computation, _INSTRUCTIONS):
+                op_name = [text for meta in _all(instruction, _METADATA) for text in _all(meta, _OP_NAME)]
+                names[_text(_all(instruction, _NAME))] = (_text(_all(instruction, _OPCODE)), _text(op_name))
+        yield _text(_all(module, _MODULE_NAME)), names
+
+
+def _text(values: list[bytes]) -> str:
+    return values[0].decode(errors="replace") if values else ""
+
+
+def _all(message: bytes, wanted: int) -> list[bytes]:
+    """The values of a length-delimited field, in order."""
+    found, position = [], 0
+    while position < len(message):
+        key, position = _varint(message, position)
+        number, kind = key >> 3, key & 7
+        if kind == 0:
+            _, position = _varint(message, position)
+        elif kind == 1:
+            position += 8
+        elif kind == 5:
+            position += 4
+        elif kind == 2:
+            size, position = _varint(message, position)
+            if number == wanted:
+                found.append(message[position : position + size])
+            position += size
+        else:
+            raise ValueError(f"a field of wire type {kind}: this is no trace")
+    return found
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while True:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
