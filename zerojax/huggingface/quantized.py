@@ -62,7 +62,7 @@ class WeightFormat:
             yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)
 
     def check(self, tensor: Tensor) -> None:
-        """Refuse a tensor that does not divide into blocks, or not into those that training sent.
+        """Refuse a tensor that does not divide into blocks.
 
         Raises:
             ZeroError: names it, and the way out.
@@ -73,12 +73,7 @@ class WeightFormat:
             extent = inputs if self.along == "input" else outputs
             raise ZeroError(
                 f"{tensor.name} has {extent} {self.along}s, which do not divide into blocks of {self.block}: "
-                "choose another --block-size"
-            )
-        if self.along == "output" and (tensor.part.start % height or tensor.leaf.shape[-1] % height):
-            raise ZeroError(
-                f"{tensor.name} begins or ends within a block of {self.block} of {tensor.leaf.name}, which "
-                "was sent as one: use --along input"
+                "choose another --block-size, or blocks --along the other way"
             )
 
     def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:

@@ -38,6 +38,8 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
     path = folder / TOKENIZER
     if path.is_file():
         inner = read_inner(path)
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        inner = _from_vocabulary(folder)
     elif found := [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]:
         raise DataError(
             f"{folder / found[0]}: SentencePiece models are not read: write {TOKENIZER} by transformers' "
@@ -45,7 +47,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
         )
     else:
         return None
-    settings = read_settings(folder / SETTINGS)
+    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
     end = special_token(settings, "eos_token") or _named(inner, config.get("eos_token_id"))
     start = special_token(settings, "bos_token") or _named(inner, config.get("bos_token_id"))
     return BPETokenizer(inner, end_of_text=end, begin_of_text=start)

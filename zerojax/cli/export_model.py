@@ -1,0 +1,135 @@
+"""`zerojax export RUN OUT [--weights FORMAT]`."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.trained import TrainedRun, open_trained
+from zerojax.config import MeshSection, RunConfig, ZeroSection
+from zerojax.errors import ZeroError
+from zerojax.huggingface import (
+    Direction,
+    Dtype,
+    Format,
+    WeightFormat,
+    check_quantizable,
+    export_model,
+    plan_export,
+    quantized_state,
+)
+from zerojax.run_folder import RunFolder
+from zerojax.state import TrainState
+from zerojax.zero import ZeroConfig
+
+REPORT = "zerojax.json"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write a run's latest checkpoint as a Hugging Face model, for transformers or vLLM.
+
+    With --weights, linear layers are quantized by the codec that ZeRO++ sends weights with, in the format
+    of compressed-tensors, and the perplexity of what was written is measured beside that of the full model.
+
+    Attributes:
+        run: The run's folder.
+        out: The folder to write; must not be there yet.
+        weights: Quantize the linear layers to this; int2 and fp8 in blocks are for transformers alone.
+        block_size: Elements that share a scale; by default the run's zero.block_size. vLLM's fast kernels
+            take 128.
+        along: "input" lays blocks along a layer's inputs, as vLLM reads them; "output" along its outputs,
+            which are the very blocks that training sent, for transformers.
+        dtype: Of the tensors that are not quantized; by default as in the imported model, else float32.
+        shard_gb: Gigabytes of one file at most.
+        ema: Take the average of the weights (optimizer.ema_decay) in their place.
+        mesh: Devices to use; by default as in the run.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    weights: Format | None = None
+    block_size: int | None = None
+    along: Direction = "input"
+    dtype: Dtype | None = None
+    shard_gb: float = 5.0
+    ema: bool = False
+    mesh: MeshSection = field(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        """Refuse a file size of nothing, and options that would do nothing.
+
+        Raises:
+            ZeroError: naming the option.
+        """
+        if not self.shard_gb > 0:
+            raise ZeroError(f"--shard-gb {self.shard_gb}: above 0")
+        if self.weights is None and (self.block_size is not None or self.along != "input"):
+            raise ZeroError("--block-size and --along say how weights are quantized: add --weights")
+
+
+def run(arguments: list[str]) -> None:
+    """Restore and write."""
+    mesh = MeshSection()
+    if arguments and not arguments[0].startswith("-"):
+        mesh = RunFolder(Path(arguments[0])).read_config().mesh
+    default = Options(run=tyro.MISSING, out=tyro.MISSING, mesh=mesh)
+    options = tyro.cli(Options, default=default, args=arguments, prog="zerojax export")
+    folder = RunFolder(options.run)
+    config = folder.read_config()
+    how = None
+    if options.weights is not None:
+        block = options.block_size or config.zero.to_zero().block_size
+        ZeroConfig(block_size=block)  # refuses a size that the codec does not take
+        how = WeightFormat(options.weights, block, options.along)
+    # What is written, and measured, are the master weights, however they travelled in training.
+    config = replace(config, zero=ZeroSection(compute_dtype=config.zero.compute_dtype))
+    with joined_cluster(options.mesh, config.cluster):
+        _export(options, folder, config, how)
+
+
+def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightFormat | None) -> None:
+    from zerojax.parts import is_first
+
+    trained = open_trained(folder, config, options.mesh, ema=options.ema)
+    target = plan_export(trained.state, trained.config, folder, options.dtype)
+    if how is not None:
+        check_quantizable(trained.state, target, how)
+    largest = int(options.shard_gb * 10**9)
+    export_model(trained.state, trained.config, folder, target, options.out, how, largest)
+    if is_first():
+        what = f"{target.family.architecture}, {len(target.specs)} tensors"
+        print(f"{options.out}: {what}, from step {trained.step} of {folder.path}")
+    if how is None:
+        return
+    found = _perplexities(trained, folder, quantized_state(trained.state, target, options.out, how))
+    if is_first():
+        report = {"step": trained.step, "weights": how.format, "block_size": how.block, "along": how.along}
+        (options.out / REPORT).write_text(json.dumps(report | found, indent=1) + "\n", encoding="utf-8")
+        print(
+            f"perplexity per token: {found['perplexity']:.4f} with {how.format} weights, "
+            f"{found['perplexity_full']:.4f} with the full ones ({found['validation_tokens']:,} tokens)"
+        )
+
+
+def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState) -> dict[str, float]:
+    """Of the run's validation batches, with the quantized weights and with the full ones."""
+    from zerojax.parts import evaluate, make_batches, prepare_data
+
+    batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
+    batches.close()
+    full, lossy = (float(evaluate(state, validation)) for state in (trained.state, quantized))
+    return {
+        "perplexity": math.exp(lossy),
+        "perplexity_full": math.exp(full),
+        "validation_loss": lossy,
+        "validation_loss_full": full,
+        "validation_tokens": trained.config.train.sequence_length
+        * trained.config.train.batch_size
+        // trained.config.train.accumulate
+        * len(validation),
+    }

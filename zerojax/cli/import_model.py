@@ -1,0 +1,86 @@
+"""`zerojax import MODEL RUN [CONFIG] [--section.key value ...]`."""
+
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zerojax.cli.cluster import joined_cluster
+from zerojax.config import ConfigError, RunConfig, TrainSection, find_config, load_config
+from zerojax.data import DataError
+from zerojax.huggingface import Source, import_model, model_section
+from zerojax.run_folder import RunFolder
+
+_NO_TOKENIZER = ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Begin a run with the weights of a GPT-2, OPT or LLaMA model from Hugging Face.
+
+    `zerojax train RUN/config.toml --run-dir RUN` trains it further; `zerojax sample RUN` and `zerojax eval
+    RUN` look at it. Its shape comes from its config.json and its tokenizer goes with it; all other settings
+    are CONFIG's or the defaults, and each can be overridden.
+
+    Attributes:
+        model: The model's folder: config.json, safetensors files, tokenizer.json. Comes first.
+        run: Folder of the run to begin. Comes second.
+        config: A TOML file, or the name of one in configs/; its [model] gives way to the model's.
+    """
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="CONFIG")] = None
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def run(arguments: list[str]) -> None:
+    """Read the model's config, and the command line on top of it; import."""
+    named = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    if len(named) < 2:
+        if {"-h", "--help"} & set(arguments):
+            tyro.cli(Options, args=["--help"], prog="zerojax import")
+        raise ConfigError("import: name the model's folder and the run's: zerojax import MODEL RUN [CONFIG]")
+    source, folder = Source.open(Path(named[0])), RunFolder(Path(named[1]))
+    default = Options(
+        model=tyro.MISSING,
+        run=tyro.MISSING,
+        settings=_default_settings(source, folder, named[2] if len(named) > 2 else None),
+    )
+    settings = tyro.cli(Options, default=default, args=arguments, prog="zerojax import").settings
+    if settings.data.tokenizer == _NO_TOKENIZER:
+        raise DataError(
+            f"{source.folder} has no tokenizer: choose one by --data.tokenizer (byte, bpe, or the path of a "
+            "tokenizer.json)"
+        )
+    with joined_cluster(settings.mesh, settings.cluster):
+        state = import_model(source, settings, folder)
+
+        from zerojax.models import parameter_count
+        from zerojax.parts import is_first
+
+        if is_first():
+            for note in source.notes:
+                print(note)
+            mesh = state.program.mesh
+            print(
+                f"{folder.path}: {source.family.model_type}, {parameter_count(settings.model):,} parameters, "
+                f"read into the shards of {mesh.shape['node']} x {mesh.shape['local']} devices; "
+                f"go on by: zerojax train {folder.config} --run-dir {folder.path}"
+            )
+
+
+def _default_settings(source: Source, folder: RunFolder, config: str | None) -> RunConfig:
+    """The settings before the command line has its say."""
+    settings = RunConfig() if config is None else load_config(find_config(config))
+    model = model_section(source.model, settings.model)
+    data, train = settings.data, settings.train
+    if source.tokenizer is not None:
+        data = replace(data, tokenizer=str(folder.tokenizer.absolute()))
+    elif config is None:
+        data = replace(data, tokenizer=_NO_TOKENIZER)
+    if config is None:
+        train = TrainSection(sequence_length=min(train.sequence_length, model.max_seq_len))
+    return replace(settings, model=model, data=data, train=train)
