@@ -31,11 +31,11 @@ MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", 
 MOMENTS = ("start", "step", "save")
 
 CONFIG = """
-train = {{steps = {steps}, batch_size = 12, sequence_length = 16, eval_every = 40, eval_batches = 1}}
+train = {{steps = {steps}, batch_size = 12, sequence_length = 16, eval_every = 500, eval_batches = 1}}
 model = {{vocab_size = 256, layers = 1, d_model = 16, heads = 2, max_seq_len = 16, dropout = 0.1}}
 data = {{source = "{text}", validation = 0.2}}
 optimizer = {{learning_rate = 1e-2, warmup_steps = 10}}
-zero = {{preset = "zero++", compute_dtype = "float32", remat = "none", error_feedback = true}}
+zero = {{preset = "{preset}", compute_dtype = "float32", remat = "none"}}
 checkpoint = {{every = 10}}
 log = {{every = 1000, trackers = []}}
 """
@@ -69,21 +69,22 @@ class Soak:
             done += 1
             self.hits[f"{moment}, {'all' if everyone else 'one'}"] += 1
             print(
-                f"kill {done}: {moment}, {'all' if everyone else 'one'}, at step {self._step()}", flush=True
+                f"kill {done}: {moment}, {'all' if everyone else 'one'}, at step {last_step(self.run)}",
+                flush=True,
             )
             self._wait_until_gone(victims)
         return launcher.wait()
 
     def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> bool:
         """Wait for a moment of that kind; False when the run has ended before."""
-        step = self._step()
+        step = last_step(self.run)
         seen = {path.name for path in self.run.glob("checkpoints/*")}
         while launcher.poll() is None:
             if moment == "start" and self._processes(launcher.pid):
                 time.sleep(self.random.uniform(0, 8))
                 return True
-            if moment == "step" and self._step() > step:
-                time.sleep(self.random.uniform(0, 1))
+            if moment == "step" and last_step(self.run) > step:
+                time.sleep(self.random.uniform(0, 0.3))
                 return True
             new = {path.name for path in self.run.glob("checkpoints/*")} - seen
             if moment == "save" and any(not name.isdigit() for name in new):
@@ -91,10 +92,6 @@ class Soak:
                 return True
             time.sleep(0.001)
         return False
-
-    def _step(self) -> int:
-        lines = read_metrics(self.run / "metrics.jsonl") if (self.run / "metrics.jsonl").exists() else []
-        return int(lines[-1]["step"]) if lines else 0
 
     def _processes(self, launcher: int) -> list[int]:
         """The ids of the launcher's trainers that are alive."""
@@ -108,6 +105,19 @@ class Soak:
             if time.monotonic() > end:
                 raise SystemExit("a process has outlived its peer by a minute")
             time.sleep(0.01)
+
+
+def last_step(run: Path) -> int:
+    """The last step that a run has noted; 0 before the first."""
+    lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def write_text(folder: Path) -> None:
+    """Something to learn."""
+    folder.mkdir(parents=True)
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
 
 
 def _is_alive(process: int) -> bool:
@@ -158,7 +168,8 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--processes", type=int, default=3, help="2 to 4, or 6 or 12: the batch is of 12")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=3000, help="enough for the kills: some 50 for each")
+    parser.add_argument("--preset", default="zero3")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--folder", type=Path, help="what remains; removed at the end by default")
     options = parser.parse_args()
@@ -168,15 +179,15 @@ def main() -> None:
 
 def soak(options: argparse.Namespace, folder: Path) -> int:
     """Both runs and their comparison; returns the exit code."""
-    (folder / "text").mkdir(parents=True)
-    for i in range(30):
-        (folder / "text" / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
+    write_text(folder / "text")
     config = folder / "soak.toml"
-    config.write_text(CONFIG.format(steps=options.steps, text=folder / "text"))
-    # Compiled once, not at each of the many starts.
+    config.write_text(CONFIG.format(steps=options.steps, preset=options.preset, text=folder / "text"))
+    # Most of a start is compiling, and there are many: rank 0 finds its programs in the cache (JAX writes no
+    # other rank's), and none is optimized.
     os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
     command = [
         sys.executable, "-m", "zerojax", "launch", "--nodes", str(options.processes),

@@ -93,9 +93,13 @@ def _join(
     peer_timeout: float,
 ) -> peers.Peers:
     host, port = _split(coordinator)
-    listen = _split(bind_address or _own_address(coordinator))[0] if rank == 0 else None
+    listen = None
+    if rank == 0:
+        interface, port = _split(bind_address or _own_address(coordinator))
+        # All interfaces are an address to listen on, not one to call.
+        host, listen = ("localhost", None) if interface == "::" else (interface, interface)
     service = free_port() if rank == 0 else 0
-    place = peers.Place(host, port, None if listen == "::" else listen, rank, size)
+    place = peers.Place(host, port, listen, rank, size)
     others, way = peers.join(
         place, facts, service=service, join_timeout=join_timeout, peer_timeout=peer_timeout
     )
@@ -164,12 +168,17 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
     # JAX gives each process of a scheduler's job one GPU, the one of its local rank. With one process
     # per host that would leave all but one idle.
     ids = list(range(len(visible_gpus()))) or None if tasks_here == 1 else None
-    address, size, rank, gpus = ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get(_VARIABLES[0]), None, None, ids, None, 300
-    )
+    address = size = rank = gpus = None
+    reason = "it finds no job"
+    try:
+        address, size, rank, gpus = ClusterEnv.auto_detect_unset_distributed_params(
+            os.environ.get(_VARIABLES[0]), None, None, ids, None, 300
+        )
+    except Exception as error:  # whatever its readers of many schedulers' variables stumble over
+        reason = f"{type(error).__name__}: {error}"
     if address is None or size is None or rank is None:
         raise ZeroError(
-            "a scheduler's variables are set, but JAX cannot read the job from them: set "
+            f"a scheduler's variables are set, but JAX cannot read the job from them ({reason}): set "
             f"{', '.join(_VARIABLES)}"
         )
     return address, rank, size, list(gpus) if gpus else None
@@ -178,7 +187,7 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
 def _split(address: str) -> tuple[str, int]:
     """ "host:port" in two; an IPv6 address stands in brackets."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ZeroError(f"the coordinator is HOST:PORT, not {address!r}")
     return host.strip("[]"), int(port)
 
@@ -206,9 +215,17 @@ def _tasks_of_a_scheduler() -> int | None:
     """How many processes of the job a scheduler has put on this host; None without a scheduler."""
     if "SLURM_STEP_NODELIST" in os.environ:
         # "2(x3),1": two tasks on each of the first three hosts; all are the same with our scripts.
-        return int(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
+        return _count("SLURM_STEP_TASKS_PER_NODE")
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ:
-        return int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+        return _count("OMPI_COMM_WORLD_LOCAL_SIZE")
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         return 1
     return None
+
+
+def _count(variable: str) -> int:
+    """The first number in a scheduler's variable; 1 where it is not set."""
+    text = os.environ.get(variable, "1").split("(")[0].split(",")[0]
+    if not text.isdecimal():
+        raise ZeroError(f"{variable} is {os.environ[variable]!r}: it should begin with a number of processes")
+    return int(text)

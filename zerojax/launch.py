@@ -25,6 +25,9 @@ from zerojax.distributed import free_port
 from zerojax.errors import ZeroError
 from zerojax.peers import EXIT_PEER_LOST
 
+# On one machine, emulated ones included.
+_MOST_DEVICES = 4096
+
 
 @dataclass(frozen=True)
 class Job:
@@ -51,6 +54,13 @@ def launch(job: Job) -> int:
     """
     if job.restarts < 0:
         raise ZeroError(f"restarts is a number of times, not {job.restarts}")
+    if not 0 <= job.grace < float("inf"):
+        raise ZeroError(f"grace is a number of seconds, not {job.grace}")
+    if job.nodes * job.devices_per_node > _MOST_DEVICES:
+        raise ZeroError(
+            f"{job.nodes} x {job.devices_per_node} devices on one machine? {_MOST_DEVICES} are the most; "
+            "scripts/slurm and scripts/k8s start several machines"
+        )
     if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes:
         raise ZeroError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
     nodes, left = job.nodes, job.restarts

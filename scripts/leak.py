@@ -1,0 +1,102 @@
+#!/usr/bin/env python
+"""Train for a long time, and see whether host memory, open files or threads grow.
+
+    scripts/leak.py --steps 10000
+
+trains a tiny model in two processes with `zerojax launch`, with evaluations and checkpoints, and reads /proc
+meanwhile. Exit code 1 if, after the first fifth, either process gains more files or threads than a save uses
+for a moment, or more than 5% of memory.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+from soak import CONFIG, last_step, write_text
+
+# Files and threads that a save opens and closes again.
+_MOMENTARY = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process holds."""
+
+    step: int
+    megabytes: float
+    files: int
+    threads: int
+
+    def text(self) -> str:
+        """For a person."""
+        held = f"{self.megabytes:.0f} MB, {self.files:.0f} files, {self.threads:.0f} threads"
+        return f"{held} around step {self.step:.0f}"
+
+
+def watch(command: list[str], run: Path, log: Path) -> dict[int, list[Sample]]:
+    """Run to the end; what each process held, twice a second, by process id."""
+    samples: dict[int, list[Sample]] = {}
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(command, stdout=output, stderr=output)
+        while launcher.poll() is None:
+            time.sleep(0.5)
+            step = last_step(run)
+            for process in psutil.Process(launcher.pid).children():
+                try:
+                    memory = process.memory_info().rss / 1e6
+                    held = Sample(step, memory, process.num_fds(), process.num_threads())
+                except psutil.Error:  # it has just ended
+                    continue
+                if step:
+                    samples.setdefault(process.pid, []).append(held)
+    if launcher.returncode != 0:
+        raise SystemExit(f"the run failed:\n{log.read_text()[-2000:]}")
+    return samples
+
+
+def compare(samples: list[Sample], steps: int) -> tuple[Sample, Sample]:
+    """The medians of the second fifth and of the last."""
+
+    def middle(first: float, last: float) -> Sample:
+        rows = [astuple(x) for x in samples if first * steps < x.step <= last * steps]
+        return Sample(*(median(column) for column in zip(*rows, strict=True)))
+
+    return middle(0.2, 0.4), middle(0.8, 1.0)
+
+
+def main() -> None:
+    """Run, print the figures, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--preset", default="zero3")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="zerojax-leak-") as temporary:
+        folder = Path(temporary)
+        write_text(folder / "text")
+        config = folder / "leak.toml"
+        config.write_text(CONFIG.format(steps=options.steps, preset=options.preset, text=folder / "text"))
+        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        command = [
+            sys.executable, "-m", "zerojax", "launch", "--nodes", "2", "--devices-per-node", "1",
+            "--platform", "cpu", str(config), "--run-dir", str(folder / "run"),
+            "--checkpoint.every", str(max(1, options.steps // 50)),
+        ]  # fmt: skip
+        samples = watch(command, folder / "run", folder / "log")
+    grown = False
+    for rank, held in enumerate(samples.values()):
+        early, late = compare(held, options.steps)
+        print(f"rank {rank}: {early.text()}; {late.text()}")
+        grown |= late.megabytes > 1.05 * early.megabytes
+        grown |= max(late.files - early.files, late.threads - early.threads) > _MOMENTARY
+    sys.exit(1 if grown else 0)
+
+
+if __name__ == "__main__":
+    main()
