@@ -35,7 +35,7 @@ import zerojax
 from zerojax.cli.trained import open_trained
 from zerojax.collectives import Way, reduce_gradients
 from zerojax.config import MeshSection, ZeroSection
-from zerojax.data import TrainBatches, open_dataset
+from zerojax.data import TrainBatches, make_rows, open_dataset
 from zerojax.layout import Leaf, make_leaf, unflatten
 from zerojax.mesh import AXES, World
 from zerojax.paths import from_tree
@@ -88,14 +88,16 @@ def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
     folder = RunFolder(run)
     config = replace(folder.read_config(), zero=ZeroSection(compute_dtype="float32"))
     trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
+    data = open_dataset(config.data, folder.data)
     batches = TrainBatches(
-        open_dataset(config.data, folder.data).train,
+        [make_rows(part.train, config.train.sequence_length, config.data.packing) for part in data.parts],
+        weights=data.weights,
         batch_size=4 * NODES * LOCAL,
-        length=config.train.sequence_length,
         seed=12345,
     )
-    tokens = next(batches)["tokens"].reshape(NODES * LOCAL, 4, -1)
-    found = [from_tree(gradients(trained.state, {"tokens": part})) for part in tokens]
+    batch = {name: x.reshape(NODES * LOCAL, 4, -1) for name, x in next(batches).items()}
+    parts = [{name: x[device] for name, x in batch.items()} for device in range(NODES * LOCAL)]
+    found = [from_tree(gradients(trained.state, part)) for part in parts]
     leaves = {leaf.path: leaf for leaf in trained.state.program.leaves if len(leaf.shape) > 1}
 
     def natural(path: tuple[str, ...], leaf: Leaf) -> np.ndarray:

@@ -18,10 +18,12 @@ class Options:
 
     Attributes:
         run: The run's folder.
+        ema: Take the average of the weights (optimizer.ema_decay) in their place.
         mesh: Devices to use; by default as in the run.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    ema: bool = False
     mesh: MeshSection = field(default_factory=MeshSection)
 
 
@@ -35,11 +37,11 @@ def run(arguments: list[str]) -> None:
     folder = RunFolder(options.run)
     config = folder.read_config()
     with joined_cluster(options.mesh, config.cluster):
-        _evaluate(folder, config, options.mesh)
+        _evaluate(folder, config, options)
 
 
-def _evaluate(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> None:
-    trained = open_trained(folder, config, mesh)
+def _evaluate(folder: RunFolder, config: RunConfig, options: Options) -> None:
+    trained = open_trained(folder, config, options.mesh, ema=options.ema)
 
     from zerojax.parts import evaluate, is_first, make_batches, prepare_data
 
@@ -47,10 +49,9 @@ def _evaluate(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> None:
     batches, validation = make_batches(trained.config, data)
     batches.close()
     loss = float(evaluate(trained.state, validation))
-    header = data.validation.header
     if not is_first():
         return
     print(
         f"step {trained.step}: validation loss {loss:.6f} nats per token, "
-        f"{loss * header.tokens / header.text_bytes:.6f} per byte"
+        f"{loss / data.bytes_per_token:.6f} per byte"
     )

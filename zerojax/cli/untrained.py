@@ -65,8 +65,7 @@ def abstract_run(config: RunConfig) -> tuple[Any, dict[str, jax.ShapeDtypeStruct
     emulated = dataclasses.replace(mesh, emulate=True)
     emulate_devices(emulated, processes=1)
 
-    from zerojax.trainer import abstract_state
+    from zerojax.parts import abstract_batch, abstract_state
 
     state = abstract_state(dataclasses.replace(config, mesh=emulated))
-    shape = (config.train.batch_size, config.train.sequence_length + 1)
-    return state, {"tokens": jax.ShapeDtypeStruct(shape, jax.numpy.int32)}
+    return state, abstract_batch(config)

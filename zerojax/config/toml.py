@@ -85,14 +85,7 @@ def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
 
 def config_to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """The inverse of `config_from_dict`; options that are None (not given) are left out."""
-    return {
-        section: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in values.items()
-            if value is not None
-        }
-        for section, values in dataclasses.asdict(config).items()
-    }
+    return _plain(dataclasses.asdict(config))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -137,6 +130,13 @@ def _look_up(data: Any, dotted: str | None) -> Any:
     for key in (dotted or "").split("."):
         data = data[key] if isinstance(data, dict) and key in data else data
     return data
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and no None: what TOML and JSON can say."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _tuples(value: Any) -> Any:

@@ -1,10 +1,22 @@
 """Text, tokens and batches."""
 
-from zerojax.data.batches import Batch, TrainBatches, Windows, validation_batches
-from zerojax.data.prepare import Dataset, is_prepared, open_dataset, open_tokenizer, prepare
-from zerojax.data.source import DataError, Source, held_out, open_source
+from zerojax.data.batches import (
+    Batch,
+    Rows,
+    TrainBatches,
+    Windows,
+    make_rows,
+    validation_batches,
+)
+from zerojax.data.dataset import Dataset, Part, is_prepared, open_dataset, open_tokenizer
+from zerojax.data.formats import DataError, Document
+from zerojax.data.mixture import Shares
+from zerojax.data.packing import PackedRows, best_fit
+from zerojax.data.prepare import prepare
+from zerojax.data.source import Source, open_source
+from zerojax.data.split import rank, validation_limit
 from zerojax.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
-from zerojax.data.tokens import Header, TokenFile, open_tokens, write_tokens
+from zerojax.data.tokens import Header, TokenFile, TokenWriter, open_tokens
 
 __all__ = [
     "BPETokenizer",
@@ -12,20 +24,28 @@ __all__ = [
     "ByteTokenizer",
     "DataError",
     "Dataset",
+    "Document",
     "Header",
+    "PackedRows",
+    "Part",
+    "Rows",
+    "Shares",
     "Source",
     "TokenFile",
+    "TokenWriter",
     "Tokenizer",
     "TrainBatches",
     "Windows",
-    "held_out",
+    "best_fit",
     "is_prepared",
     "load_tokenizer",
+    "make_rows",
     "open_dataset",
     "open_source",
     "open_tokenizer",
     "open_tokens",
     "prepare",
+    "rank",
     "validation_batches",
-    "write_tokens",
+    "validation_limit",
 ]

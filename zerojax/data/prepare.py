@@ -1,139 +1,145 @@
-"""From a text source to two token files: once per run, by one process."""
+"""From text sources to token files: once per run, by one process, a few documents in memory at a time."""
 
 import json
 import shutil
-import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from zerojax.config import DataSection
-from zerojax.data.source import DataError, held_out, open_source
-from zerojax.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
-from zerojax.data.tokens import TokenFile, open_tokens, write_tokens
+from zerojax.data.dataset import (
+    SPLITS,
+    TOKENIZER,
+    is_prepared,
+    make_tokenizer,
+    part_folders,
+    tokenizer_checksum,
+)
+from zerojax.data.formats import DataError, Document
+from zerojax.data.pace import Pace
+from zerojax.data.source import Source, open_source
+from zerojax.data.split import rank, validation_limit
+from zerojax.data.tokenizer import Tokenizer
+from zerojax.data.tokens import TokenWriter
 
-SPLITS = ("train", "validation")
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Tokens to learn from and tokens to check with.
-
-    Attributes:
-        train: the training split.
-        validation: documents that training never sees.
-        tokenizer: what made the tokens.
-    """
-
-    train: TokenFile
-    validation: TokenFile
-    tokenizer: Tokenizer
+_SETTINGS = "settings.json"
+_BATCH_DOCUMENTS = 1024
+_BATCH_BYTES = 1 << 22
 
 
-def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds finished token files."""
-    return all((folder / f"{split}.json").is_file() for split in SPLITS)
+def _print(message: str) -> None:
+    print(message, flush=True)
 
 
-def prepare(settings: DataSection, folder: Path) -> None:
-    """Write the token files and the tokenizer of a source.
+def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _print) -> None:
+    """Write the token files of each source, and the tokenizer.
 
     A folder that is prepared already is left alone, so a run that goes on sees the tokens that it
-    began with, even when the source has changed since. So is a source that is such a folder.
+    began with, even when a source has changed since. So are sources that are such folders.
 
     Args:
-        settings: source, tokenizer, split.
+        settings: sources, tokenizer, split.
         folder: where to; it appears only when it is complete.
+        say: told now and then how far it is, when it takes long.
 
     Raises:
-        DataError: the source or tokenizer cannot be used, or the folder was prepared with other
+        DataError: a source or the tokenizer cannot be used, or the folder was prepared with other
             settings.
     """
-    if is_prepared(Path(settings.source)):
+    draft = folder.with_name(folder.name + ".unfinished")
+    drafts = part_folders(settings, draft)
+    if draft not in (drafts[0], drafts[0].parent):
         return
     wanted = _identity(settings)
-    if is_prepared(folder):
+    if all(is_prepared(part) for part in part_folders(settings, folder)):
         _check_same(wanted, folder)
         return
-    source = open_source(settings.source, settings.pattern)
-    names = set(source.names())
-    validation = held_out(names, settings.validation)
-    splits = {"train": names - validation, "validation": validation}
-    tokenizer = _make_tokenizer(settings, source.documents(splits["train"]))
-    draft = folder.with_name(folder.name + ".unfinished")
+    sources = [open_source(one.source, one.pattern or "", one.column or "") for one in settings.sources]
+    limits = [
+        validation_limit((document.text for document in source.documents()), settings.validation)
+        for source in sources
+    ]
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        draft.mkdir(parents=True)
+        for part in drafts:
+            part.mkdir(parents=True)
     except OSError as error:
         raise DataError(f"{draft}: cannot write: {error.strerror or error}") from error
-    tokenizer.save(draft / "tokenizer.json")
-    checksum = _tokenizer_checksum(draft)
-    for split, members in splits.items():
-        documents = (
-            (np.append(tokenizer.encode(text), np.uint32(tokenizer.end_of_text)), len(text))
-            for text in source.documents(members)
-        )
-        write_tokens(draft / f"{split}.bin", documents, tokenizer.vocab_size, checksum)
-    (draft / "settings.json").write_text(json.dumps(wanted, indent=1) + "\n")
+    tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
+    for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
+        tokenizer.save(part / TOKENIZER)
+        _write_splits(source, limit, tokenizer, part, Pace(f"preparing {one.source}", say))
+    (draft / _SETTINGS).write_text(json.dumps(wanted, indent=1) + "\n")
     draft.rename(folder)
 
 
-def open_dataset(settings: DataSection, folder: Path) -> Dataset:
-    """Open what `prepare` wrote, or, where the source is such a folder itself, that one.
-
-    Raises:
-        DataError: missing or damaged files.
-    """
-    if is_prepared(Path(settings.source)):
-        folder = Path(settings.source)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    train, validation = (open_tokens(folder / f"{split}.bin", verify=settings.verify) for split in SPLITS)
-    if train.header.vocab_size != tokenizer.vocab_size:
-        raise DataError(
-            f"{folder}: the tokens are of a vocabulary of {train.header.vocab_size}, the tokenizer "
-            f"has {tokenizer.vocab_size}: files of two preparations are mixed"
+def _write_splits(source: Source, limit: int, tokenizer: Tokenizer, folder: Path, pace: Pace) -> None:
+    """Encode a source's documents into the token files of its two splits."""
+    checksum = tokenizer_checksum(folder)
+    with ExitStack() as stack:
+        train, validation = (
+            stack.enter_context(TokenWriter(folder / f"{split}.bin", tokenizer, checksum)) for split in SPLITS
         )
-    if train.header.tokenizer_crc32 != _tokenizer_checksum(folder):
-        raise DataError(
-            f"{folder / 'tokenizer.json'}: damaged, or not the one that made the tokens: wrong checksum; "
-            "delete its folder to prepare the data again"
-        )
-    return Dataset(train, validation, tokenizer)
+        for documents in _batches(source.documents()):
+            encoded = _encode(tokenizer, documents)
+            for document, tokens in zip(documents, encoded, strict=True):
+                writer = validation if rank(document.text) < limit else train
+                writer.add(tokens, len(document.text))
+            pace.add(sum(len(document.text) for document in documents), sum(map(len, encoded)))
 
 
-def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
-    """The tokenizer of a run: what made its tokens or, where there are none yet, will make them.
-
-    Raises:
-        DataError: it is to be trained on the data, which are not prepared yet; or its file is gone.
-    """
-    for place in (Path(settings.source), folder):
-        if is_prepared(place):
-            return load_tokenizer(place / "tokenizer.json")
-    if settings.tokenizer == "bpe":
-        raise DataError("data.tokenizer = 'bpe' is trained on the data, and they are not prepared yet")
-    return _make_tokenizer(settings, iter(()))
+def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
+    try:
+        return tokenizer.encode_batch([document.text for document in documents])
+    except DataError:
+        for document in documents:  # whose is it?
+            try:
+                tokenizer.encode(document.text)
+            except DataError as error:
+                raise DataError(f"{document.place}: {error}") from error
+        raise
 
 
-def _tokenizer_checksum(folder: Path) -> int:
-    """Of the tokenizer's file; 0 where there is none, as for bytes."""
-    path = folder / "tokenizer.json"
-    return zlib.crc32(path.read_bytes()) if path.exists() else 0
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _training_texts(sources: list[Source], limits: list[int], say: Callable[[str], None]) -> Iterator[bytes]:
+    pace = Pace("learning the vocabulary", say)
+    for source, limit in zip(sources, limits, strict=True):
+        for document in source.documents():
+            if rank(document.text) >= limit:
+                yield document.text
+                pace.add(len(document.text))
 
 
 def _identity(settings: DataSection) -> dict[str, object]:
     """The settings that decide the tokens."""
-    identity = asdict(settings)
-    del identity["verify"]
-    if settings.tokenizer != "bpe":
-        del identity["vocab_size"]
-    return identity
+    sources = [asdict(one) for one in settings.sources]
+    for one in sources:
+        del one["weight"]
+    identity: dict[str, object] = {
+        "sources": sources,
+        "tokenizer": settings.tokenizer,
+        "validation": settings.validation,
+    }
+    return identity | ({"vocab_size": settings.vocab_size} if settings.tokenizer == "bpe" else {})
 
 
 def _check_same(wanted: dict[str, object], folder: Path) -> None:
-    path = folder / "settings.json"
+    path = folder / _SETTINGS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -143,14 +149,3 @@ def _check_same(wanted: dict[str, object], folder: Path) -> None:
             f"{folder} was prepared with {found}, and this run wants {wanted}: use another "
             "--run-dir, or delete that folder"
         )
-
-
-def _make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
-    if settings.tokenizer == "byte":
-        return ByteTokenizer()
-    if settings.tokenizer == "bpe":
-        return BPETokenizer.train(texts, settings.vocab_size)
-    path = Path(settings.tokenizer).expanduser()
-    if not path.is_file():
-        raise DataError(f"data.tokenizer {settings.tokenizer!r}: 'byte', 'bpe' or an existing file")
-    return load_tokenizer(path)

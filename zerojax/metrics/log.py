@@ -139,15 +139,18 @@ class RunLog:
         values, seconds = dict(record.values), max(record.seconds, 1e-9)
         updates = record.step - 1 - self.skipped
         self.skipped += int(values["skipped"])
+        # Rows of packed documents hold fewer tokens that count than they have places.
+        tokens = values.get("tokens", self._costs.tokens)
         values |= {
             "learning_rate": float(self._rates[min(updates, len(self._rates) - 1)]),
             "step_seconds": record.seconds,
-            "tokens_per_second": self._costs.tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "skipped_total": float(self.skipped),
             "memory_bytes": float(memory_in_use()),
         }
         if self._peak is not None:
-            values["mfu"] = self._costs.flops / seconds / (self._peak * self._costs.devices)
+            flops = self._costs.flops * tokens / self._costs.tokens
+            values["mfu"] = flops / seconds / (self._peak * self._costs.devices)
         if self._costs.internode_bytes is not None:
             values["internode_bytes"] = self._costs.internode_bytes
         return values

@@ -17,7 +17,17 @@ ATTENTION_NAME = "attention"
 CUDNN_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention takes on every GPU since Ampere."""
 
-RopeTable = tuple[Float[Array, "time half"], Float[Array, "time half"]]
+RopeTable = tuple[Float[Array, "*batch time half"], Float[Array, "*batch time half"]]
+
+Segments = Int[Array, "batch time"]
+"""Which document of its row each position belongs to, where a row holds several."""
+
+
+def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
+    """Positions that start again at 0 with each segment, int32."""
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
 def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
@@ -42,9 +52,9 @@ def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
     return (1 - kept) * stretched + kept * plain
 
 
-def rope_table(positions: Int[Array, " time"], frequencies: Float[Array, " half"]) -> RopeTable:
+def rope_table(positions: Int[Array, "*batch time"], frequencies: Float[Array, " half"]) -> RopeTable:
     """The cosines and sines by which rotary embedding turns each pair, fp32."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -56,7 +66,7 @@ def apply_rope(
     Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints.
     """
     # The table depends on no parameter; without this a scanned stack would sum a gradient for it.
-    cos, sin = (jax.lax.stop_gradient(t)[:, None, :] for t in table)
+    cos, sin = (jax.lax.stop_gradient(t)[..., None, :] for t in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -67,28 +77,34 @@ def causal_attention(
     key: Float[Array, "batch time kv_heads dim"],
     value: Float[Array, "batch time kv_heads dim"],
     kernel: AttentionKernel = "auto",
+    segments: Segments | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and those before it.
+
+    Positions of different segments do not see each other. Under cuDNN that takes a bias of 2 x batch x
+    time^2 bytes, written and read anew in each pass of each layer and never kept, and an even time.
 
     Scores and softmax are fp32 whatever the dtype. The output carries the checkpoint name
     "attention", and under cuDNN so does the log-sum-exp that the backward kernel reads: a remat
     policy that saves that name runs the attention kernel once per step, not twice.
     """
     if kernel == "auto":
-        kernel = "cudnn" if _cudnn_takes(query) else "xla"
+        kernel = "cudnn" if _cudnn_takes(query, segments) else "xla"
+    same = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
     if kernel == "cudnn":
-        return _cudnn_attention(query, key, value)
-    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+        return _cudnn_attention(query, key, value, same)
+    out = jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
     return checkpoint_name(out, ATTENTION_NAME)
 
 
-def _cudnn_takes(query: Array) -> bool:
+def _cudnn_takes(query: Array, segments: Array | None) -> bool:
     head_dim = query.shape[-1]
     return (
         jax.default_backend() == "gpu"
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim <= CUDNN_MAX_HEAD_DIM
         and head_dim % 8 == 0
+        and (segments is None or query.shape[1] % 2 == 0)
     )
 
 
@@ -96,28 +112,27 @@ _flash = partial(jax.nn.dot_product_attention, is_causal=True, implementation="c
 
 
 @jax.custom_vjp
-def _cudnn_attention(query: Array, key: Array, value: Array) -> Array:
-    return checkpoint_name(_flash(query, key, value), ATTENTION_NAME)
+def _cudnn_attention(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+    return checkpoint_name(_flash(query, key, value, mask=mask), ATTENTION_NAME)
 
 
-def _cudnn_forward(query: Array, key: Array, value: Array) -> tuple[Array, Callable]:
+def _cudnn_forward(query: Array, key: Array, value: Array, mask: Array | None) -> tuple[Array, Callable]:
     # A name put on the output outside of JAX's own rule names a copy: the rule's residuals stay
     # unnamed, so remat would run the forward kernel again for them. Naming them takes this rule.
-    out, pullback = jax.vjp(_flash, query, key, value)
+    out, pullback = jax.vjp(partial(_flash, mask=mask), query, key, value)
     named_out = checkpoint_name(out, ATTENTION_NAME)
 
     def name(residual: Array) -> Array:
         if residual is out:
             return named_out
-        if residual.size == 0 or any(residual is x for x in (query, key, value)):
-            return residual
-        return checkpoint_name(residual, ATTENTION_NAME)
+        # Of the others only the log-sum-exp has three axes; a mask's bias is cheaper made again than kept.
+        return checkpoint_name(residual, ATTENTION_NAME) if residual.ndim == 3 else residual
 
     return named_out, jax.tree.map(name, pullback)
 
 
-def _cudnn_backward(pullback: Callable, gradient: Array) -> tuple[Array, Array, Array]:
-    return pullback(gradient)
+def _cudnn_backward(pullback: Callable, gradient: Array) -> tuple[Array, Array, Array, None]:
+    return *pullback(gradient), None
 
 
 _cudnn_attention.defvjp(_cudnn_forward, _cudnn_backward)

@@ -21,10 +21,12 @@ from jaxtyping import Float, Int, Key
 from zerojax.errors import ZeroError
 from zerojax.models.attention import (
     RopeTable,
+    Segments,
     apply_rope,
     causal_attention,
     rope_frequencies,
     rope_table,
+    segment_positions,
 )
 from zerojax.models.config import GPTConfig
 from zerojax.stack import Stack
@@ -100,10 +102,10 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         return q, k, v
 
-    def __call__(self, x: Hidden, rope: RopeTable | None) -> Hidden:
-        """Mix each position with those before it; rope is None with learned positions."""
+    def __call__(self, x: Hidden, rope: RopeTable | None, segments: Segments | None = None) -> Hidden:
+        """Mix each position with those before it, in its segment; rope is None with learned positions."""
         q, k, v = self.project(x, rope)
-        return self.join(causal_attention(q, k, v, self.config.attention))
+        return self.join(causal_attention(q, k, v, self.config.attention, segments))
 
     def join(self, heads: Float[Array, "batch time heads head_dim"]) -> Hidden:
         """The output projection of all heads side by side."""
@@ -150,9 +152,15 @@ class Block(nnx.Module):
             # All blocks of a step get one key; this keeps their masks apart.
             self.salt = nnx.Variable(jax.random.bits(rngs.params(), (), jnp.uint32))
 
-    def __call__(self, x: Hidden, rope: RopeTable | None = None, key: Key[Array, ""] | None = None) -> Hidden:
-        """Apply the block; key turns dropout on."""
-        attended = self.attention(self.norm_attention(x), rope)
+    def __call__(
+        self,
+        x: Hidden,
+        rope: RopeTable | None = None,
+        key: Key[Array, ""] | None = None,
+        segments: Segments | None = None,
+    ) -> Hidden:
+        """Apply the block; key turns dropout on, segments keep documents apart."""
+        attended = self.attention(self.norm_attention(x), rope, segments)
         if key is None or not self.dropout:
             x = x + attended
             return x + self.mlp(self.norm_mlp(x))
@@ -191,7 +199,7 @@ class GPT(nnx.Module):
         return (self.embed if self.config.tied else self.head).embedding[...]
 
     def embed_tokens(
-        self, tokens: Int[Array, "batch time"], positions: Int[Array, " time"]
+        self, tokens: Int[Array, "batch time"], positions: Int[Array, "*batch time"]
     ) -> tuple[Hidden, RopeTable | None]:
         """The residual stream's start, and the rotary table where positions are rotary."""
         c = self.config
@@ -200,11 +208,19 @@ class GPT(nnx.Module):
             return x + _look_up(self.position.embedding[...], positions + c.position_offset), None
         return x, rope_table(positions, rope_frequencies(c))
 
-    def hidden(self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None) -> Hidden:
+    def hidden(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        segments: Segments | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Hidden:
         """The normed output of the last block, in the weights' dtype.
 
         Args:
             tokens: ids in [0, vocab_size), at most max_seq_len of them a row.
+            segments: which document of its row each token is of, where a row holds several: equal in
+                neighbours of one document. A document gets what it would get alone in its row.
             rngs: where dropout draws from; None, like `model.eval()`, turns dropout off.
 
         Raises:
@@ -214,23 +230,28 @@ class GPT(nnx.Module):
         length = tokens.shape[1]
         if length > c.max_seq_len:
             raise ZeroError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
-        x, rope = self.embed_tokens(tokens, jnp.arange(length))
+        positions = jnp.arange(length) if segments is None else segment_positions(segments)
+        x, rope = self.embed_tokens(tokens, positions)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
             x = _dropout(x, c.dropout, first)
         if isinstance(self.blocks, Stack):
-            x = self.blocks(x, rope, key)
+            x = self.blocks(x, rope, key, segments)
         else:
             for block in self.blocks:
-                x = block(x, rope, key)
+                x = block(x, rope, key, segments)
         return self.norm(x)
 
     def __call__(
-        self, tokens: Int[Array, "batch time"], *, rngs: nnx.Rngs | None = None
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        segments: Segments | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
         """Logits, fp32, of the token that follows each position; see `hidden`."""
-        return logits(self.hidden(tokens, rngs=rngs), self.unembedding)
+        return logits(self.hidden(tokens, segments=segments, rngs=rngs), self.unembedding)
 
 
 def logits(

@@ -146,23 +146,30 @@ def lm_loss(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Next-token loss of a batch {"tokens": int32[batch, time + 1]}, for `TrainState.create`.
 
-    Positions whose next token is -1 (padding) do not count.
+    Positions whose next token is -1 (padding) do not count. With "segments" (int32, of the same shape) a
+    row holds several documents: none sees another, and where the next token is of another it does not count.
 
     Returns:
         The mean loss in nats per token, and {"tokens": how many it is the mean of}.
 
     Raises:
-        ZeroError: if batch has no "tokens" of two or more columns.
+        ZeroError: if batch has no "tokens" of two or more columns, or "segments" of another shape.
     """
     tokens = batch.get("tokens")
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] < 2:
         shapes = {name: np.shape(value) for name, value in batch.items()}
         raise ZeroError(f'a batch needs "tokens" of shape (batch, time + 1); this one has {shapes}')
-    hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), rngs=rngs)
+    labels, segments = tokens[:, 1:], batch.get("segments")
+    if segments is not None:
+        if segments.shape != tokens.shape:
+            raise ZeroError(f'"segments" has shape {segments.shape}, and "tokens" {tokens.shape}')
+        labels = jnp.where(segments[:, 1:] == segments[:, :-1], labels, IGNORE)
+        segments = segments[:, :-1]
+    hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), segments=segments, rngs=rngs)
     loss, count = cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         model.unembedding,
-        tokens[:, 1:].reshape(-1),
+        labels.reshape(-1),
         chunk=model.config.loss_chunk,
     )
     return loss, {"tokens": count}

@@ -1,0 +1,33 @@
+"""What several tests of the data share."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zerojax.data import ByteTokenizer, TokenFile, TokenWriter, open_tokens
+
+
+@dataclass
+class Ends(ByteTokenizer):
+    """A tokenizer of which only the size and the ends of a text are asked."""
+
+    vocab_size: int
+    end_of_text: int
+    begin_of_text: int
+
+
+def write_documents(
+    folder: Path,
+    documents: Iterable[np.ndarray],
+    vocab_size: int = 1000,
+    end: int = 0,
+    begin: int | None = None,
+) -> TokenFile:
+    """A token file of documents given as arrays of tokens."""
+    path = folder / "train.bin"
+    with TokenWriter(path, Ends(vocab_size, end, end if begin is None else begin)) as writer:
+        for tokens in documents:
+            writer.add(np.asarray(tokens, np.uint32), len(tokens))
+    return open_tokens(path)

@@ -1,0 +1,161 @@
+"""Packed documents against each document by itself, in models, on meshes and over micro-batches."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.attention import causal_attention, segment_positions
+
+VOCAB = 23
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "layers": 2,
+    "d_model": 16,
+    "heads": 4,
+    "max_seq_len": 16,
+    "init_std": 0.3,
+}
+LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "kv_heads": 2}
+FAMILIES = pytest.mark.parametrize("family", [{"scan": False}, LLAMA], ids=["learned", "rope"])
+# The tokens of each document in each row of 17; what is left is padding.
+ROWS = ((17,), (5, 12), (2, 3, 2, 9), (6, 4), (1, 1, 15), (8, 8))
+
+
+def make(**family: Any) -> GPT:
+    return GPT(GPTConfig(**(SMALL | family)), rngs=nnx.Rngs(0))
+
+
+def draw() -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
+    """Documents by row, and the same packed."""
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(0, VOCAB, size) for size in row] for row in ROWS]
+    tokens, segments = np.full((len(ROWS), 17), -1), np.zeros((len(ROWS), 17))
+    for i, row in enumerate(documents):
+        at = 0
+        for number, document in enumerate(row, 1):
+            tokens[i, at : at + len(document)] = document
+            segments[i, at : at + len(document)] = number
+            at += len(document)
+    return documents, {"tokens": tokens.astype(np.int32), "segments": segments.astype(np.int32)}
+
+
+def alone(documents: list[list[np.ndarray]]) -> jax.Array:
+    """Each document in a row of its own, -1 behind it: a causal model needs no mask for that."""
+    flat = [document for row in documents for document in row]
+    return jnp.stack([np.pad(d, (0, 17 - len(d)), constant_values=-1) for d in flat])
+
+
+def plain_loss(model: GPT, rows: jax.Array) -> jax.Array:
+    """The mean over all tokens but each document's first."""
+    labels = rows[:, 1:]
+    scores = model(jnp.maximum(rows[:, :-1], 0))
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(labels, 0))
+    return jnp.sum(losses * (labels >= 0)) / jnp.sum(labels >= 0)
+
+
+@FAMILIES
+def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
+    model = make(**family)
+    documents, batch = draw()
+    forward = nnx.jit(lambda model, tokens, segments: model(jnp.maximum(tokens, 0), segments=segments))
+    packed = forward(model, batch["tokens"][:, :-1], batch["segments"][:, :-1])
+    each = iter(forward(model, alone(documents)[:, :-1], None))
+    for i, row in enumerate(documents):
+        at = 0
+        for document in row:
+            end = min(at + len(document), 16)
+            np.testing.assert_allclose(packed[i, at:end], next(each)[: end - at], atol=2e-5)
+            at = end
+    (loss, aux), gradients = nnx.jit(nnx.value_and_grad(lm_loss, has_aux=True))(model, batch)
+    expected, expected_gradients = nnx.jit(nnx.value_and_grad(plain_loss))(model, alone(documents))
+    assert float(aux["tokens"]) == sum(len(d) - 1 for row in documents for d in row)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-6),
+        nnx.to_pure_dict(gradients),
+        nnx.to_pure_dict(expected_gradients),
+    )
+
+
+def test_a_step_counts_tokens_over_devices_and_micro_batches():
+    documents, batch = draw()
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(GPTConfig(**(SMALL | LLAMA)), rngs=rngs),
+        optax.sgd(1.0),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 3),
+        zero=zerojax.ZeroConfig(accumulate=2, compute_dtype="float32"),
+    )
+    model = zerojax.gather_model(state)
+    expected, gradients = nnx.jit(nnx.value_and_grad(plain_loss))(model, alone(documents))
+    moved = nnx.to_pure_dict(jax.tree.map(lambda x, g: x - g, nnx.state(model, nnx.Param), gradients))
+    state, metrics = zerojax.train_step(state, batch)
+    assert float(metrics["tokens"]) == sum(len(d) - 1 for row in documents for d in row)
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5),
+        zerojax.gather_params(state),
+        moved,
+    )
+
+
+def test_positions_start_again_with_each_segment():
+    segments = jnp.array([[1, 1, 2, 3, 3, 3], [1, 2, 2, 0, 0, 0]])
+    np.testing.assert_array_equal(segment_positions(segments), [[0, 1, 0, 0, 1, 2], [0, 0, 1, 0, 1, 2]])
+
+
+def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
+    # Traced only: neither cuDNN nor a GPU is needed for the program's text.
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    policy = jax.checkpoint_policies.save_only_these_names("attention")
+    segments = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def layer(weight, x, segments):
+        q = (x @ weight).reshape(2, 128, 4, 64)
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "cudnn", segments)
+        return jnp.sum(out.reshape(2, 128, 256) @ weight).astype(jnp.float32)
+
+    def residuals(weight, x, segments):
+        return jax.vjp(lambda w, x: jax.checkpoint(layer, policy=policy)(w, x, segments), weight, x)[1]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (2, 128, 256))]
+    text = str(jax.make_jaxpr(jax.grad(layer))(*shapes, segments))
+    assert text.count("dot_product_attention_bwd_wrapper[") == 1
+    assert "bf16[2,1,128,128]" in text
+    kept = jax.tree.leaves(jax.eval_shape(residuals, *shapes, segments))
+    assert (2, 4, 128) in {x.shape for x in kept}
+    assert (2, 1, 128, 128) not in {x.shape for x in kept}
+
+
+def test_segments_of_another_shape_are_refused():
+    with pytest.raises(ZeroError, match=r'"segments" has shape \(2, 16\), and "tokens" \(2, 17\)'):
+        lm_loss(make(), {"tokens": jnp.zeros((2, 17), int), "segments": jnp.zeros((2, 16), int)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_cudnn_keeps_segments_apart(kv_heads):
+    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 6, (3, 256))), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = [
+        jax.random.normal(k, (3, 256, n, 64)) for k, n in zip(keys, (8, kv_heads, kv_heads), strict=True)
+    ]
+    half = [x.astype(jnp.bfloat16) for x in inputs]
+
+    def loss(q, k, v, kernel):
+        out = causal_attention(q, k, v, kernel, segments)
+        return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(64.0)))
+
+    ours = jax.grad(loss, argnums=(0, 1, 2))(*half, "cudnn")
+    theirs = jax.grad(loss, argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in half), "xla")
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert float(jnp.linalg.norm(mine.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)) < 0.01

@@ -1,0 +1,34 @@
+"""Which source each row of a mixture comes from: a function of the row's number and the weights alone."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+class Shares:
+    """Rows dealt out to sources in proportion to their weights.
+
+    Of any first k rows each source has its share of k, give or take the number of sources: the order is
+    no draw, and its proportions are exact. It is that of `grain.MapDataset.mix`, with any weights.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """Take the sources' weights, all positive; only their ratios matter."""
+        exact = [Fraction(weight) for weight in weights]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._shares = [int(weight * scale) for weight in exact]
+
+    def taken(self, rows: int) -> list[int]:
+        """How many of the first `rows` rows come from each source."""
+        counts, left = [], sum(self._shares)
+        for share in self._shares:
+            others = rows * (left - share) // left
+            counts.append(rows - others)
+            rows, left = others, left - share
+        return counts
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row, and how many rows of that source went before it."""
+        before, after = self.taken(row), self.taken(row + 1)
+        source = next(i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a > b)
+        return source, before[source]
