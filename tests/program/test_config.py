@@ -157,11 +157,11 @@ def test_options_are_frozen_in() -> None:
     del options["model"], options["zero"]
     assert options == {
         "train": 8,
-        "data": 6,
+        "data": 9,
         "optimizer": 11,
         "mesh": 3,
         "checkpoint": 2,
-        "log": 2,
+        "log": 3,
     }
 
 
