@@ -24,6 +24,7 @@ class Options:
         top_k: Draw from this many likeliest tokens only.
         top_p: Draw from the fewest likeliest tokens that have this probability together.
         seed: The same seed writes the same text.
+        ema: Take the average of the weights (optimizer.ema_decay) in their place.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -33,6 +34,7 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    ema: bool = False
 
 
 def run(arguments: list[str]) -> None:
@@ -42,7 +44,7 @@ def run(arguments: list[str]) -> None:
     config = folder.read_config()
     # One device computes with the master weights: how they travelled in training does not matter.
     config = replace(config, zero=ZeroSection())
-    trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
+    trained = open_trained(folder, config, MeshSection(nodes=1, local=1), ema=options.ema)
 
     import jax
     import jax.numpy as jnp

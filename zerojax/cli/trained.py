@@ -25,16 +25,19 @@ class TrainedRun:
     step: int
 
 
-def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> TrainedRun:
+def open_trained(
+    folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False
+) -> TrainedRun:
     """Restore a run's newest sound checkpoint.
 
     Args:
         folder: the run's.
         config: its settings.
         mesh: to restore onto; need not be that of the training.
+        ema: take the average of the weights in their place.
 
     Raises:
-        ZeroError: there is no checkpoint, or all are damaged.
+        ZeroError: there is no checkpoint, or all are damaged; or the run keeps no average.
     """
     from zerojax.parts import abstract_model
 
@@ -45,5 +48,5 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection) -> Tra
         print(f"zerojax: {damage_line(folder.checkpoints, step, why)}", file=sys.stderr)
     if choice.step is None:
         raise ZeroError(f"{folder.path} has no checkpoint yet")
-    state = restore(folder.checkpoints / str(choice.step), abstract_model(config))
+    state = restore(folder.checkpoints / str(choice.step), abstract_model(config), average=ema)
     return TrainedRun(config, state, choice.step)

@@ -192,7 +192,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
         return [low]
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
-    apart = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    apart = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * raw)
     first = math.ceil(low / apart - 1e-9)
     return [round(i * apart, 12) for i in range(first, math.floor(high / apart + 1e-9) + 1)]
 

@@ -1,6 +1,7 @@
 """What ran on the devices in a trace, from JAX's own reader of it."""
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,11 @@ def events_of(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> lis
         profile: the trace.
         names: of the programs' instructions, as `instructions` gives them.
     """
-    return sorted(_events(profile, names), key=lambda event: (event.start, event.end))
+    with warnings.catch_warnings():
+        # JAX's reader makes its types at their first use, with a DeprecationWarning from C++ that aborts the
+        # process where warnings are errors.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return sorted(_events(profile, names), key=lambda event: (event.start, event.end))
 
 
 def _events(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> Iterator[Event]:
