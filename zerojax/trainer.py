@@ -1,5 +1,6 @@
 """A training run, from settings to a trained model; `Trainer.train` is the loop."""
 
+import errno
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from typing import Self
 import jax
 
 import zerojax
-from zerojax.agreement import Agreement, Wishes
+from zerojax.agreement import Agreement, Wishes, from_first
 from zerojax.checkpoints import Checkpoints, Record, Retention, TrainingClock, find, restore, restore_weights
 from zerojax.config import RunConfig, config_from_dict, config_to_dict
 from zerojax.data import Batch, Dataset, TrainBatches
@@ -37,6 +38,8 @@ from zerojax.profile import StepProfile
 from zerojax.run_folder import Resume, RunFolder, check_same_model, check_same_run
 from zerojax.stop import StopRequest
 from zerojax.watchdog import Watchdog
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 @dataclass
@@ -107,7 +110,7 @@ class Trainer:
             state = restore(folder.checkpoints / str(seal.step), abstract_state(config))
         else:
             state = initial_state(config)
-            source = None if init_from is None else find(init_from)
+            source = None if init_from is None else Path(from_first(lambda: str(find(init_from))))
             if seal is not None and source is None:
                 check_same_model(config_from_dict(seal.record.config), config, folder)
                 source = folder.checkpoints / str(seal.step)
@@ -129,7 +132,7 @@ class Trainer:
             checkpoints=Checkpoints(
                 folder.checkpoints,
                 Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-                start=step,
+                start=None if seal is None else step,
             ),
             clock=TrainingClock(record.seconds, minutes=saving.minutes),
             log=log,
@@ -288,6 +291,8 @@ def told_of_disk_errors(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
         raise RunError(
             f"cannot write to {error.filename or folder.path}: {error.strerror or error}; "
             "checkpoints are intact"

@@ -46,7 +46,7 @@ def loss(model: Model, batch: jax.Array, rngs: nnx.Rngs) -> jax.Array:
 
 
 def create(
-    nodes: int, local: int, preset: str = "zero3", *, abstract: bool = False, **zero: Any
+    nodes: int, local: int, preset: Any = "zero3", *, abstract: bool = False, **zero: Any
 ) -> TrainState:
     make = TrainState.abstract if abstract else TrainState.create
     settings = ZeroConfig.preset(preset, compute_dtype="float32", units=(nnx.Linear,), **zero)

@@ -7,10 +7,13 @@ reads the parameters alone, and the seal. docs/checkpoints.md says what a user m
 from zerojax.checkpoints.choose import Choice, damage_line, find, newest_sound, sealed
 from zerojax.checkpoints.clock import TrainingClock
 from zerojax.checkpoints.names import move_aside
+from zerojax.checkpoints.quiet import quiet_orbax
 from zerojax.checkpoints.restore import restore, restore_weights
 from zerojax.checkpoints.retention import Retention
 from zerojax.checkpoints.seal import DamagedError, Record, Seal, read_seal, verify
 from zerojax.checkpoints.store import Checkpoints
+
+quiet_orbax()
 
 __all__ = [
     "Checkpoints",

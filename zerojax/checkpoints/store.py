@@ -1,5 +1,6 @@
 """Saving while training goes on: Orbax writes, a thread seals, names and clears up."""
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class Checkpoints:
         folder: Path,
         retention: Retention | None = None,
         *,
-        start: int = 0,
+        start: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Take the folder over, and remove what a process that died there left half written.
@@ -39,7 +40,7 @@ class Checkpoints:
         Args:
             folder: of the checkpoints; made when the first is saved.
             retention: what is kept; all by default.
-            start: the step that the run goes on from; it is saved already.
+            start: the step that the run goes on from, which is saved already; None if it begins.
             clock: Unix time, noted for people.
         """
         self._folder = folder
@@ -80,10 +81,10 @@ class Checkpoints:
         if step == self._last:
             return
         self.wait()
-        draft = names.unfinished(self._folder, step)
+        draft, arrays = names.unfinished(self._folder, step), to_natural(state)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            writing = ocp.save_checkpointables_async(str(draft.absolute()), to_natural(state))
+            writing = ocp.save_checkpointables_async(str(draft.absolute()), arrays)
         except Exception as error:
             raise self._failure(step, error) from error
         self._saving = step, self._worker.submit(self._finish, writing, step, record)
@@ -134,6 +135,6 @@ def _reason(error: Exception) -> str:
     """The system's own words where there are any: TensorStore wraps them in pages of context."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    if found := re.search(r"\[OS error \d+:? ?(?:E[A-Z]+ )?([^\]]+)\]", str(error)):
-        return found[1]
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(found[1]))
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -50,7 +50,7 @@ def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainS
     state = begin_with(state, load_params(state.program, files, parts), config.train.seed)
     mesh = state.program.mesh
     record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
-    with Checkpoints(folder.checkpoints, start=-1) as checkpoints:
+    with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(0, state, record)
     from_first(lambda: _finish(source, config, folder))
     return state

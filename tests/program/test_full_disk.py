@@ -1,0 +1,106 @@
+"""A disk that is full, or cannot be written to: one clear line, and what was saved stays."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program.micro_run import micro_config
+
+import zerojax
+from zerojax.checkpoints import names, newest_sound
+from zerojax.errors import RunError, ZeroError
+from zerojax.run_folder import RunFolder
+from zerojax.trainer import Trainer
+
+# Orbax closes its event loop while writes that nobody waits for any more are still on their way.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, number: int, happen: Any) -> None:
+    """Let something happen before the step with this number."""
+    real, step = zerojax.train_step, iter(range(1, 100))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        if next(step) == number:
+            happen()
+        return real(state, batch)
+
+    monkeypatch.setattr(zerojax, "train_step", train_step)
+
+
+@pytest.mark.parametrize(
+    ("free", "message"),
+    [
+        (24 << 10, r"cannot save checkpoint .*/6: No space left on device; older ones are intact"),
+        (0, "cannot "),
+    ],
+)
+def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, free: int, message: str) -> None:
+    """At a checkpoint, and at the next line of metrics."""
+    folder = RunFolder(small_disk / "run")
+
+    def fill() -> None:
+        trainer.checkpoints.wait()
+        left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        (small_disk / "filler").write_bytes(bytes(left - free))
+
+    config = micro_config(text, train={"eval_every": 0})
+    with Trainer.open(config, folder) as trainer:
+        before_step(monkeypatch, 5, fill)
+        with pytest.raises(RunError, match=message):
+            trainer.train()
+    assert names.steps(folder.checkpoints) == [3]
+    assert newest_sound(folder.checkpoints).step == 3
+    (small_disk / "filler").unlink()
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["3"]
+
+
+def test_files_may_grow_no_more(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a quota; the run then goes on when there is room."""
+    folder, config = RunFolder(tmp_path / "run"), micro_config(text, train={"eval_every": 0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def forbid() -> None:
+        trainer.checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
+
+    try:
+        with Trainer.open(config, folder) as trainer:
+            before_step(monkeypatch, 5, forbid)
+            with pytest.raises(RunError, match=r"cannot save checkpoint .*/6: File too large"):
+                trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert folder.read_summary()["status"] == "failed"
+    with Trainer.open(config, folder, "must") as trainer:
+        assert trainer.step == 3
+
+
+def test_a_folder_that_cannot_be_written_to(text: Path, tmp_path: Path) -> None:
+    """Refused at the start; /proc is one, even to root."""
+    with pytest.raises(ZeroError, match="cannot"):
+        Trainer.open(micro_config(text), RunFolder(Path("/proc/run")))
+    if os.geteuid() == 0:
+        folder = Path("/proc/self")
+    else:
+        folder = tmp_path / "run"
+        folder.mkdir(mode=0o500)
+    with pytest.raises(ZeroError, match="the run cannot write here"):
+        Trainer.open(micro_config(text), RunFolder(folder))
