@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up zerojax for development in .venv, then lint, check types and run all tests.
-# Options go to pytest, such as -k wire.
+# Set up zerojax for development in .venv, then lint, check types, build the documentation and run all tests.
+# With options, such as -k wire, pytest runs what they choose, in one process.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/.."
@@ -10,4 +10,9 @@ PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/pyright
-.venv/bin/pytest "$@"
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+if [ $# -gt 0 ]; then
+    exec .venv/bin/pytest "$@"
+fi
+.venv/bin/pytest -n 2 --dist loadfile -m "not slow and not alone"
+.venv/bin/pytest -m "alone and not slow"

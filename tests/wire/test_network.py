@@ -6,7 +6,10 @@ import pytest
 
 from zerojax import cluster
 
-pytestmark = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable())),
+]
 
 STEPS = 20
 
