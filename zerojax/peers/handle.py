@@ -20,6 +20,10 @@ from zerojax.watchdog import dump_stacks
 EXIT_PEER_LOST = 4
 _EXIT_WRONG_USE = 2
 
+# Seconds that a process which is stuck stays after it has dumped its stacks: its end would break the
+# collectives that the others hang in, before they have dumped theirs.
+_LINGER = 2.0
+
 # Seconds that a process whose peer has failed gets to end by itself: often it has failed in the same way.
 _GRACE = 3.0
 
@@ -119,7 +123,10 @@ class Peers:
 
     def _die(self, verdict: Verdict) -> NoReturn:
         """End the process at once, whatever its main thread is stuck in."""
-        where = dump_stacks(self.stacks) if verdict.kind == "stuck" and self.stacks is not None else ""
+        where = ""
+        if verdict.kind == "stuck" and self.stacks is not None:
+            where = dump_stacks(self.stacks)
+            time.sleep(_LINGER)
         # A disk or pipe that hangs must not keep the process.
         last = threading.Thread(target=lambda: (self.note(verdict.why), sys.stdout.flush()), daemon=True)
         last.start()
