@@ -1,11 +1,12 @@
 """The average of the weights: numpy's, sharded, checkpointed, and used in the weights' place."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from core_models import CASES
-from plain_loop import by_path, masters
+from plain_loop import by_path, distance, masters
 
 import zerojax
 from zerojax.checkpoints import Checkpoints, Record, restore
@@ -56,6 +57,12 @@ def test_is_restored_and_read_alone(trained, tmp_path):
     alone = restore(tmp_path / "4", case.create(optax.identity(), nodes=2, local=2, **DELTA), average=True)
     for found in (zerojax.averaged(again), alone):
         jax.tree.map(np.testing.assert_array_equal, zerojax.gather_params(found), wanted)
+    # A run that goes on averages on.
+    found, expected = (
+        masters(zerojax.averaged(zerojax.train_step(s, batch)[0]))
+        for s in (again, jax.tree.map(jnp.copy, state))
+    )
+    assert distance(found, expected) < 1e-3
     # The secondary copies are of the average, too: the loss is that of a model with these weights.
     fresh = zerojax.put_params(case.create(optax.identity(), nodes=2, local=2, **DELTA), wanted)
     found, expected = zerojax.eval_step(alone, batch), zerojax.eval_step(fresh, batch)

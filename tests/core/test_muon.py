@@ -61,7 +61,7 @@ def plain_rest(tx: optax.GradientTransformation) -> optax.GradientTransformation
     [
         ("nnx", 3, 2, {}),
         ("stack", 2, 4, {}),
-        ("stack", 1, 1, {"stage": 0}),
+        ("stack", 2, 2, {"stage": 0}),
         ("awkward", 2, 2, {"stage": 2}),
     ],
 )

@@ -172,10 +172,15 @@ class TestCharts:
 
     def test_a_rate_is_averaged_by_its_seconds(self) -> None:
         """A step that seems to take no time does not lift the average."""
-        values: list[float | None] = [100.0] * 70
+        values: list[float | None] = [100.0] * 1000
         values[50] = 1e9
-        _, line = smoothed("x", range(70), values, rate=True)
+        _, line = smoothed("x", range(1000), values, rate=True)
         assert max(v for v in line.values if v is not None) < 110
+
+    def test_a_smoothed_line_does_not_lag(self) -> None:
+        falling: list[float | None] = [500.0 - i for i in range(500)]
+        _, line = smoothed("x", range(500), falling)
+        assert list(line.values)[10:-10] == pytest.approx(falling[10:-10])
 
     def test_ticks(self) -> None:
         assert ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]

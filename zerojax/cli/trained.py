@@ -25,9 +25,7 @@ class TrainedRun:
     step: int
 
 
-def open_trained(
-    folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False
-) -> TrainedRun:
+def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
     """Restore a run's newest sound checkpoint.
 
     Args:

@@ -10,8 +10,8 @@ from zerojax.report import size
 # Inside the box: left for the labels of y, bottom for those of x.
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
 _POINTS = 500
-# Weight of the newest step in a smoothed line.
-_SMOOTHING = 0.06
+# A smoothed line is a mean over a hundredth of the steps to either side: centred, it does not lag behind.
+_WINDOWS = 100
 _SMOOTHED_FROM = 60
 
 Values = Sequence[float | None]
@@ -150,7 +150,7 @@ def draw(
 
 
 def smoothed(name: str, steps: Sequence[int], values: Values, *, rate: bool = False) -> list[Series]:
-    """A noisy line as two: all of it, faint, and its moving average; a short one as it is.
+    """A noisy line as two: all of it, faint, and its moving mean; a short one as it is.
 
     Args:
         name: of the line.
@@ -160,15 +160,18 @@ def smoothed(name: str, steps: Sequence[int], values: Values, *, rate: bool = Fa
     """
     if len(values) < _SMOOTHED_FROM:
         return [Series(name, steps, values)]
-    average: float | None = None
-    averages: list[float | None] = []
+    reach = max(1, len(values) // _WINDOWS)
+    sums, counts = [0.0], [0]
     for value in values:
-        if not value:
-            averages.append(None if rate else value)
-            continue
-        new = 1 / value if rate else value
-        average = new if average is None else average + _SMOOTHING * (new - average)
-        averages.append(1 / average if rate else average)
+        known = value is not None and (value > 0 or not rate)
+        sums.append(sums[-1] + ((1 / value if rate else value) if value is not None and known else 0.0))
+        counts.append(counts[-1] + known)
+    averages: list[float | None] = []
+    for i, value in enumerate(values):
+        first, end = max(0, i - reach), min(len(values), i + reach + 1)
+        count = counts[end] - counts[first]
+        mean = (sums[end] - sums[first]) / count if count and value is not None else None
+        averages.append(1 / mean if rate and mean else mean)
     return [Series(name, steps, values, "faint"), Series(f"{name} (smoothed)", steps, averages)]
 
 
