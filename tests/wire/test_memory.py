@@ -1,6 +1,11 @@
 """Memory as the plan predicts it, as ZeRO's formulas have it, and as a compile for H100s takes it."""
 
+import importlib.util
+import itertools
 import re
+import sys
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -95,3 +100,53 @@ def _most_whole_weights(compiled: jax.stages.Compiled, plan) -> int:
 
 def _copies(size: int, matrices: list) -> int:
     return sum(int(np.prod(shape)) == size for shape in matrices)
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_plan.py"
+PRESETS = ("zero3", "zero++", "delta")
+
+
+@pytest.fixture(scope="module")
+def check_plan() -> Any:
+    """scripts/check_plan.py, which plans, compiles and compares."""
+    spec = importlib.util.spec_from_file_location("check_plan", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_plan"] = module  # where its dataclasses look for their own annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def compare(check_plan: Any, *case: Any) -> None:
+    try:
+        found = check_plan.check(check_plan.Case(*case))
+    except aot.CompilerMissingError as error:
+        pytest.skip(str(error))
+    assert found.memory[0] == pytest.approx(found.memory[1], rel=0.15)
+    assert found.local_bytes[0] == pytest.approx(found.local_bytes[1], rel=1e-3)
+    assert found.node_bytes[0] == pytest.approx(found.node_bytes[1], rel=1e-3)
+    if case[0] != "gpt-tiny":  # two layers are no pipeline
+        assert found.hidden > 0.4
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("gpt-tiny", "zero3", "none", 4, 4, 2, 4),
+        ("gpt2-124m", "zero3", "none", 4, 4, 2, 4),
+        ("gpt-350m", "delta", "full", 4, 2, 2, 4),
+    ],
+    ids=str,
+)
+def test_planned_memory_and_bytes_are_those_of_the_compiled_step(check_plan, case):
+    compare(check_plan, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(itertools.product(PRESETS, ("full", "none"), (1, 4))), ids=str)
+@pytest.mark.parametrize(
+    ("config", "sequences"), [("gpt-tiny", 4), ("gpt2-124m", 4), ("gpt-350m", 2), ("gpt-1.3b", 2)]
+)
+def test_from_tiny_to_billions(check_plan, config, sequences, case):
+    compare(check_plan, config, *case, sequences, 2, 4)

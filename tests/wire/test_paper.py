@@ -53,7 +53,7 @@ def test_table_4(hundred_billion, preset):
     """Traffic between nodes; the paper leaves out scales (1.6% of int4), and a node's own part (1/64)."""
     there = on_world(hundred_billion, DGX2, zerojax.ZeroConfig.preset(preset))
     m = 2 * sum(leaf.count for leaf in there.leaves)
-    sent = dict.fromkeys(("weights forward", "weights backward", "gradients"), 0.0)
+    sent: dict[str, float] = {"weights forward": 0.0, "weights backward": 0.0, "gradients": 0.0}
     for hop in hops_of(there):
         sent[hop.phase] += hop.node_bytes * DGX2.local * DGX2.nodes / (DGX2.nodes - 1) / m
     assert tuple(sent.values()) == pytest.approx(TABLE_4[preset], rel=0.03)

@@ -102,7 +102,7 @@ def _predict(options: PlanOptions, gpu: str) -> None:
 def _cluster(options: PlanOptions, name: str) -> "Cluster":
     from zerojax.plan.cluster import Cluster
 
-    mesh = options.settings.mesh
+    known, mesh = find_gpu(name), options.settings.mesh
     nodes, local = options.nodes or mesh.nodes, options.gpus_per_node or mesh.local
     if not (nodes and local):
         raise ZeroError("how large is the cluster? Give --nodes and --gpus-per-node")
@@ -119,7 +119,7 @@ def _cluster(options: PlanOptions, name: str) -> "Cluster":
     return Cluster(
         nodes=nodes,
         local=local,
-        gpu=dataclasses.replace(find_gpu(name), **corrected),
+        gpu=dataclasses.replace(known, **corrected),
         bandwidth=bandwidth,
         local_bandwidth=None if options.local_bandwidth is None else 1e9 * options.local_bandwidth,
         efficiency=options.efficiency,

@@ -13,8 +13,9 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 =========== ============== ============== ================ ====================
 
 and hpZ or delta weights add 2 N / L. Activations are the model's and the batch's (``zerojax.plan.work``);
-where they are known, a step is fullest either in its backward pass or, when the vocabulary is large, while it
-computes the loss: then gradients are not there yet (but for sums of earlier micro-batches), logits are.
+where they are known, a step is fullest at one of three moments: in its backward pass; or, with a large
+vocabulary, while it computes the loss, when logits are there and gradients not yet (but for sums of earlier
+micro-batches); or at its end, when the tables' fp32 gradients are.
 """
 
 import math
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from zerojax.layout import Leaf
 from zerojax.plan.work import Work
-from zerojax.program import Group, Program
+from zerojax.program import Program
 from zerojax.report import size
 from zerojax.state import abstract_fields
 
@@ -98,7 +99,7 @@ def predict_memory(
     lasting = held_bytes(program) if held is None else held
     moments = [_in_backward(program, work)]
     if work is not None:
-        moments.append(_in_loss(program, work))
+        moments += [_in_loss(program, work), _at_end(program, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
     return Memory(kinds | {"workspace": workspace})
@@ -145,9 +146,9 @@ def _in_backward(program: Program, work: Work | None) -> dict[str, int]:
         "gradients": _gradients(program),
         "secondary": _hpz_copy(program),
         "weights": _gathered(program, 2),
-        "weight gradients": _whole_gradients(program),
+        "weight gradients": _whole_gradients(program, rest=work is None),
         "wire": _payload(program),
-        "activations": work.kept + work.working if work else 0,
+        "activations": work.kept + work.working + work.head if work else 0,
     }
 
 
@@ -170,6 +171,18 @@ def _in_loss(program: Program, work: Work) -> dict[str, int]:
         "weights": _gathered(program, 1),
         "weight gradients": _whole_gradients(program) if route.sink == "full" else 0,
         "activations": work.kept + work.loss,
+    }
+
+
+def _at_end(program: Program, work: Work) -> dict[str, int]:
+    """When the embedding's gradient is there, and what belongs to no unit is sent and arrives."""
+    sharded = program.route.sink != "full"
+    return {
+        "gradients": _gradients(program),
+        "weights": _gathered(program, 0),
+        "weight gradients": _of_no_unit(program) if sharded else _whole_gradients(program),
+        "wire": _of_no_unit(program) if sharded else 0,
+        "activations": work.tables,
     }
 
 
@@ -223,24 +236,33 @@ def _gathered(program: Program, units: int) -> int:
     return _of_no_unit(program) + sum(_largest_units(program, _weight_bytes, units))
 
 
-def _whole_gradients(program: Program) -> int:
-    """Before they are summed: of all parameters at stages 0 and 1, else of a unit and what is in none."""
+def _whole_gradients(program: Program, *, rest: bool = True) -> int:
+    """Before they are summed: of all parameters at stages 0 and 1, else of a unit, and of the rest.
+
+    Quantized gradients leave leaf by leaf: only the largest leaf's is whole.
+    """
     if program.route.sink == "full":
         item = jnp.dtype(program.route.grad_dtype).itemsize
         every = sum(leaf.count * item for leaf in program.leaves)
         return every * (2 if program.zero.accumulate > 1 else 1)
-    return _of_no_unit(program) + sum(_largest_units(program, _weight_bytes, 1))
+    outside = _of_no_unit(program) if rest else 0
+    if all(leaf.grads[0].raw for leaf in program.leaves):
+        return outside + sum(_largest_units(program, _weight_bytes, 1))
+    in_units = [leaf for group in program.groups if group.unit is not None for leaf in group.leaves]
+    return outside + max((_weight_bytes(program, leaf) for leaf in in_units), default=0)
 
 
 def _payload(program: Program) -> int:
     """A unit's encoded gradients, those sent and those that arrive; raw ones travel as they are.
 
-    Before stage 3 no unit is a layer behind the one at work.
+    Rotated ones are there in fp32 too, where XLA runs the codec rather than a kernel. Before stage 3 no unit
+    is a layer behind the one at work.
     """
 
     def encoded(program: Program, leaf: Leaf) -> int:
         codec, peers = leaf.grads[0], program.world.local
-        return 0 if codec.raw else 2 * peers * codec.row_bytes(leaf.padded // peers)
+        rotated = 4 * leaf.padded if leaf.rotation else 0
+        return 0 if codec.raw else rotated + 2 * peers * codec.row_bytes(leaf.padded // peers)
 
     return sum(_largest_units(program, encoded, 1)) if program.zero.stage == 3 else 0
 
@@ -253,10 +275,10 @@ def _of_no_unit(program: Program) -> int:
 def _largest_units(program: Program, of: Callable[[Program, Leaf], int], count: int) -> list[int]:
     """Bytes of the ``count`` largest units."""
 
-    def whole(group: Group) -> int:
-        return sum(of(program, leaf) for leaf in group.leaves)
-
     units = [
-        whole(group) for group in program.groups if group.unit is not None for _ in range(group.layers or 1)
+        (sum(of(program, leaf) for leaf in group.leaves), group.layers or 1)
+        for group in program.groups
+        if group.unit is not None
     ]
-    return sorted(units, reverse=True)[:count]
+    every = [size for size, copies in units for _ in range(min(copies, count))]
+    return sorted(every, reverse=True)[:count]

@@ -18,8 +18,10 @@ none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 ========= ============================== =========================
 
 cuDNN's attention keeps an fp32 number per head more; XLA's has fp32 scores, heads s a token, of which
-"none" keeps one and the backward pass works on 2.7 and on 3 q more, in a layout of its own. The loss holds one chunk's logits in fp32 and their
-gradient in the compute dtype, the gradient of the unembedding twice in fp32, and eight widths a token.
+"none" keeps one and the backward pass works on 2.7 and on 3 q more, in a layout of its own. The loss holds
+one chunk's logits in fp32, their gradient in the compute dtype, and eight widths a token. Over several chunks
+it adds up the gradient of the unembedding in fp32, from one buffer to another; of a single chunk the logits'
+gradient waits, and that matmul comes last.
 """
 
 from dataclasses import dataclass
@@ -44,6 +46,8 @@ class Work:
         kept: bytes of activations that wait for the backward pass, of all layers.
         working: bytes of activations while one layer's backward pass runs.
         loss: bytes while the loss is computed.
+        head: bytes that wait for the gradient of the unembedding, or are it, while the blocks run backward.
+        tables: bytes of the fp32 gradients of embedding and unembedding, when they are joined at the end.
     """
 
     tokens: int
@@ -53,6 +57,8 @@ class Work:
     kept: int
     working: int
     loss: int
+    head: int
+    tables: int
 
     @property
     def flops(self) -> float:
@@ -99,7 +105,7 @@ def decoder_work(
         model_flops=model_flops - (0 if head else unembedding),
         kept=kept,
         working=round(tokens * (item * _working_width(c, remat) + own)),
-        loss=_loss_bytes(c, tokens, item) if head else tokens * c.d_model * (4 + item),
+        **(_head_bytes(c, tokens, item) if head else _distance_bytes(c, tokens, item)),
     )
 
 
@@ -132,7 +138,18 @@ def _working_width(c: GPTConfig, remat: Remat) -> float:
     return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.mlp == "swiglu" else 2) * c.ffn_width
 
 
-def _loss_bytes(c: GPTConfig, tokens: int, item: int) -> int:
-    chunk = -(-tokens // -(-tokens // c.loss_chunk))
+def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
+    chunks = -(-tokens // c.loss_chunk)
     columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
-    return chunk * columns * (4 + item) + 2 * 4 * columns * c.d_model + 8 * tokens * c.d_model * item
+    logits, table = -(-tokens // chunks) * columns, columns * c.d_model
+    sums = 2 * 4 * table
+    return {
+        "loss": logits * (4 + item) + (sums if chunks > 1 else 0) + 8 * tokens * c.d_model * item,
+        "head": item * (table if chunks > 1 else logits),
+        "tables": sums,
+    }
+
+
+def _distance_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
+    """Of a bare stack, whose loss is a distance in fp32."""
+    return {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}
