@@ -77,15 +77,18 @@ def test_files_may_grow_no_more(text: Path, tmp_path: Path, monkeypatch: pytest.
     folder, config = RunFolder(tmp_path / "run"), micro_config(text, train={"eval_every": 0})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def forbid() -> None:
-        trainer.checkpoints.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
+    def run() -> None:
+        def forbid() -> None:
+            trainer.checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
 
-    try:
         with Trainer.open(config, folder) as trainer:
             before_step(monkeypatch, 5, forbid)
-            with pytest.raises(RunError, match=r"cannot save checkpoint .*/6: File too large"):
-                trainer.train()
+            trainer.train()
+
+    try:
+        with pytest.raises(RunError, match=r"cannot save checkpoint .*/6: File too large"):
+            run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert folder.read_summary()["status"] == "failed"
