@@ -88,7 +88,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ('[zero]\nremat = "some"', r"zero\.remat = 'some' should be one of full, attention, none"),
         ('[zero]\ngrads = ["int4"]', r"zero\.grads = .* should be a list"),
         ('[zero]\ngrads = "int4"', r"zero\.grads = 'int4' should be a list"),
-        ('[optimizer]\nname = "adam"', r"one of adamw, lion, sgd"),
+        ('[optimizer]\nname = "adam"', r"one of adamw, nadamw, adopt, lion, muon, sgd"),
         ("[train]\nsteps = 0", r"train\.steps must be at least 1"),
         ("[train]\nbatch_size = 9\naccumulate = 2", r"9 does not divide into"),
         ("[train]\nsequence_length = 4096", r"longer than model\.max_seq_len 1024"),
@@ -158,9 +158,10 @@ def test_options_are_frozen_in() -> None:
     assert options == {
         "train": 8,
         "data": 9,
-        "optimizer": 11,
+        "optimizer": 12,
         "mesh": 3,
-        "checkpoint": 2,
+        "checkpoint": 7,
+        "cluster": 5,
         "log": 3,
     }
 
