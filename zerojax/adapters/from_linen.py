@@ -100,7 +100,8 @@ class LinenAdapter:
         self._units = units
         self._loss_fn = loss_fn
         self._batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), sample_batch
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)),
+            sample_batch,
         )
         weights, self.abstract_other = jax.eval_shape(self.init, jax.random.key(0))
         if not weights:
