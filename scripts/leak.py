@@ -61,14 +61,14 @@ def watch(command: list[str], run: Path, log: Path) -> dict[int, list[Sample]]:
     return samples
 
 
-def compare(samples: list[Sample], steps: int) -> tuple[Sample, Sample]:
-    """The medians of the second fifth and of the last."""
+def fifths(samples: list[Sample], steps: int) -> list[Sample]:
+    """The medians of the second fifth of a run and of those behind it."""
 
-    def middle(first: float, last: float) -> Sample:
-        rows = [astuple(x) for x in samples if first * steps < x.step <= last * steps]
+    def middle(fifth: int) -> Sample:
+        rows = [astuple(x) for x in samples if fifth * steps < 5 * x.step <= (fifth + 1) * steps]
         return Sample(*(median(column) for column in zip(*rows, strict=True)))
 
-    return middle(0.2, 0.4), middle(0.8, 1.0)
+    return [middle(fifth) for fifth in range(1, 5)]
 
 
 def main() -> None:
@@ -91,8 +91,8 @@ def main() -> None:
         samples = watch(command, folder / "run", folder / "log")
     grown = False
     for rank, held in enumerate(samples.values()):
-        early, late = compare(held, options.steps)
-        print(f"rank {rank}: {early.text()}; {late.text()}")
+        early, *middle, late = fifths(held, options.steps)
+        print(f"rank {rank}", *(x.text() for x in (early, *middle, late)), sep="\n  ")
         grown |= late.megabytes > 1.05 * early.megabytes
         grown |= max(late.files - early.files, late.threads - early.threads) > _MOMENTARY
     sys.exit(1 if grown else 0)
