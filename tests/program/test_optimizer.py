@@ -84,6 +84,7 @@ def test_updates_equal_optax(name: Any) -> None:
     reference = optax.chain(optax.clip_by_global_norm(1.0), rule)
     ours, theirs = PARAMS, PARAMS
     tx = make_optimizer(settings, 10)
+    assert isinstance(tx, optax.GradientTransformation)
     our_state, their_state = tx.init(ours), reference.init(theirs)
     for step in range(5):
         grads = jax.tree.map(lambda p, s=step: jnp.sin(p + s), PARAMS)
@@ -105,6 +106,7 @@ def test_no_clip_no_decay() -> None:
         beta1=0.0,
     )
     tx = make_optimizer(settings, 10)
+    assert isinstance(tx, optax.GradientTransformation)
     grads = jax.tree.map(lambda p: p * 100, PARAMS)
     updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
     jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g), updates, grads)
