@@ -81,6 +81,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.task == "make":
         hf_fixtures.write(options.folder, CASES)
+        # To be trained: with the weights that transformers itself begins with.
+        torch.manual_seed(0)
+        fresh = options.folder.with_name("fresh")
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(fresh)
+        hf_fixtures.make_tokenizer().save_pretrained(fresh)
         return
     tokens = np.load(options.tokens)
     if options.task == "loss":
