@@ -126,7 +126,8 @@ def compare(check_plan: Any, *case: Any) -> None:
     assert found.memory[0] == pytest.approx(found.memory[1], rel=0.15)
     assert found.local_bytes[0] == pytest.approx(found.local_bytes[1], rel=1e-3)
     assert found.node_bytes[0] == pytest.approx(found.node_bytes[1], rel=1e-3)
-    if case[0] != "gpt-tiny":  # two layers are no pipeline
+    # Two layers are no pipeline, and delta's hops between nodes are taken once per step.
+    if case[0] != "gpt-tiny" and case[1] != "delta":
         assert found.hidden > 0.4
 
 
