@@ -14,9 +14,9 @@ from zerojax.config import RunConfig
 
 _INTRODUCTION = """# Every config key
 
-A config is a TOML file of the tables below; each key is also an option of the command line, such as
-`--train.steps 500`, which wins over the file. A key that is missing takes the default shown. A key that
-does not exist is an error that names the nearest one that does.
+A config is a TOML file of the tables below; each key but `data.mixture` is also an option of the command
+line, such as `--train.steps 500`, which wins over the file. A key that is missing takes the default shown.
+A key that does not exist is an error that names the nearest one that does.
 """
 
 

@@ -83,7 +83,8 @@ def test_help_lists_every_option_with_its_meaning(config: Path, capsys: pytest.C
     text = capsys.readouterr().out
     for section in fields(RunConfig):
         for field in fields(section.type):  # type: ignore[arg-type]  # every section is a dataclass
-            assert f"--{section.name}.{field.name.replace('_', '-')}" in text
+            option = f"--{section.name}.{field.name.replace('_', '-')}"
+            assert (option in text) == (option != "--data.mixture"), "a list of tables needs a file"
             assert f"{field.name}:" in (section.type.__doc__ or ""), f"{section.name}.{field.name}"
     with pytest.raises(SystemExit):
         parse([str(config), "--help"])

@@ -116,7 +116,7 @@ class Poisoned(Iterator[Batch]):
 
     def __init__(self, batches: TrainBatches, steps: set[int]) -> None:
         self.batches, self.steps, self.step = batches, steps, 0
-        self.get_state, self.close = batches.get_state, batches.close
+        self.get_state, self.rounds, self.close = batches.get_state, batches.rounds, batches.close
 
     def __next__(self) -> Batch:
         self.step += 1

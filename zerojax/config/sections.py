@@ -101,7 +101,7 @@ class DataSection:
         source: "stdlib" (the Python standard library's own source code), or a file, folder or glob
             of plain text, JSON lines, Parquet or Arrow, or a folder that Hugging Face `datasets`
             saved, or a folder of tokens that an earlier run prepared (RUN/data).
-        mixture: Several sources with weights, in the place of `source`.
+        mixture: Several sources with weights, in the place of `source`; in a file only.
         pattern: Which files of a folder to read.
         column: Which column of JSON lines, Parquet and Arrow holds the text.
         tokenizer: "byte", or "bpe" (trained on the training split), or the path of a
