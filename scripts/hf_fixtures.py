@@ -6,6 +6,7 @@ Needs PyTorch and transformers, which zerojax does not; any Python that has them
     hf/bin/python scripts/hf_fixtures.py tests/hf/fixtures
 """
 
+# pyright: reportMissingImports=false
 import argparse
 import shutil
 from pathlib import Path

@@ -1,5 +1,6 @@
 """The PyTorch side of scripts/hf_compare.py, which calls it: models made and judged by transformers."""
 
+# pyright: reportMissingImports=false
 import argparse
 import json
 from pathlib import Path
@@ -91,7 +92,7 @@ def main() -> None:
     if options.task == "loss":
         options.out.write_text(json.dumps(mean_loss(options.folder, tokens)))
     else:
-        np.savez(options.out, **inspect(options.folder, tokens))
+        np.savez(options.out, allow_pickle=False, **inspect(options.folder, tokens))
 
 
 if __name__ == "__main__":

@@ -3,29 +3,26 @@
 import jax
 import psutil
 
-# Dense bf16 FLOP/s from the makers' data sheets (without sparsity); the first match counts.
-_PEAK_BF16 = (
-    ("GB200", 2.5e15),
-    ("B200", 2.25e15),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("A6000", 155e12),
-    ("L4", 121e12),
-    ("TPU v6", 918e12),
-    ("TPU v5p", 459e12),
-    ("TPU v5", 197e12),
-    ("TPU v4", 275e12),
-)
+from zerojax.gpus import GPUS
+
+# Dense bf16 FLOP/s, by the makers' data sheets, of chips that the planner has no table of.
+_OTHERS = {
+    "A100": 312e12,
+    "A800": 312e12,
+    "GB200": 2.5e15,
+    "H800": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6": 918e12,
+}
+_PEAK_BF16 = _OTHERS | {gpu.kind: gpu.flops for gpu in GPUS.values()}
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak dense bf16 FLOP/s of a `jax.Device.device_kind`, or None where the chip is not known."""
-    return next((peak for name, peak in _PEAK_BF16 if name in device_kind), None)
+    names = [name for name in _PEAK_BF16 if name in device_kind]
+    return _PEAK_BF16[max(names, key=len)] if names else None
 
 
 def memory_in_use() -> int:
