@@ -27,6 +27,9 @@ from zerojax.run_folder import RunFolder
 from zerojax.state import TrainState
 from zerojax.trainer import Trainer
 
+# Orbax closes its event loop while reads that nobody waits for any more are still on their way.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def hurt(path: Path, random: np.random.Generator) -> None:
     """Flip a bit, cut the file, put something in, or write nonsense over a part of it."""
@@ -86,8 +89,6 @@ def test_no_damage_to_a_checkpoint_goes_unseen(checkpoint: Path, tmp_path: Path)
     assert seen > 100
 
 
-# Orbax closes its event loop while reads that nobody waits for any more are still on their way.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> None:
     """Files that nobody verified: an error that names the checkpoint, or the arrays as they were."""
     expected = jax.tree.map(np.asarray, to_natural(state()))

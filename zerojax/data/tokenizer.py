@@ -160,7 +160,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return ByteTokenizer()
     settings = read_settings(path.with_name(SETTINGS))
     ends = (special_token(settings, role) for role in ("eos_token", "bos_token"))
-    return BPETokenizer(read_inner(path), *ends)
+    inner = read_inner(path)
+    try:
+        return BPETokenizer(inner, *ends)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def read_inner(path: Path) -> tokenizers.Tokenizer:
