@@ -22,21 +22,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_import_eval_sample_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = str(tmp_path / "run")
     data = ["--data.source", str(text), "--data.validation", "0.2"]
     assert main(["import", str(FIXTURES / "llama2"), run, *MESH, *TRAINING, *data]) == 0
     assert "8,016 parameters, read into the shards of 2 x 4 devices" in capsys.readouterr().out
     assert main(["eval", run]) == 0
     before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
-    assert main(["sample", run, "--prompt", "all work", "--tokens", "5"]) == 0
-    assert capsys.readouterr().out.startswith("all work")
     # Settings of the training may still change, the model's dropout among them; its shape may not.
     again = ["train", f"{run}/config.toml", "--run-dir", run]
     assert main([*again, "--model.norm-eps", "0.1"]) == 2
     assert "holds an imported model with model.norm_eps" in capsys.readouterr().err
     steps = ["--train.steps", "4", "--optimizer.learning-rate", "1e-2", "--optimizer.warmup-steps", "1"]
-    assert main([*again, *steps, "--zero.preset", "zero++", "--model.dropout", "0.1"]) == 0
+    assert main([*again, *steps, "--zero.remat", "none", "--model.dropout", "0.1"]) == 0
     assert f"beginning with the weights of {run}/checkpoints/0" in capsys.readouterr().out
     after = json.loads((tmp_path / "run" / "run.json").read_text())["validation_loss"]
     assert after < before - 0.1
