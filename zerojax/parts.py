@@ -209,9 +209,16 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
     return Watchdog(config.cluster, peers.stuck)
 
 
+_EVALUATIONS_AHEAD = 8
+
+
 def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
-    """The mean loss over all tokens of some batches, in nats per token; not waited for."""
-    measured = [zerojax.eval_step(state, batch) for batch in batches]
+    """The mean loss over all tokens of some batches, in nats per token; the last few are not waited for."""
+    measured = []
+    for batch in batches:
+        measured.append(zerojax.eval_step(state, batch))
+        # XLA:CPU runs 32 programs at a time, and two processes that filled up with different ones hang.
+        jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
     loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
     return jnp.asarray(loss / sum(metrics["tokens"] for metrics in measured))
 
