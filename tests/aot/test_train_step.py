@@ -41,10 +41,10 @@ def loss_fn(model, batch):
 @pytest.mark.parametrize(
     ("preset", "nodes", "local", "dtypes"),
     [
-        ("zero3", 2, 4, {"bf16"}),
+        pytest.param("zero3", 2, 4, {"bf16"}, marks=pytest.mark.slow),
         ("zero++", 2, 4, {"u8"}),
         ("delta", 2, 4, {"u8"}),
-        ("delta", 64, 8, {"u8"}),
+        pytest.param("delta", 64, 8, {"u8"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_compiled_step_sends_what_the_traced_one_says(cuda_mesh, preset, nodes, local, dtypes):

@@ -22,6 +22,7 @@ def to_run(kind: str) -> dict[str, list[CodeBlock]]:
 
 
 COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
+LONG = ("docs/monitor.md", "docs/huggingface.md", "docs/checkpoints.md")  # each minutes of training
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,9 @@ def run(command: list[str], block: CodeBlock, checkout: Path) -> None:
     assert done.returncode == 0, f"{block}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("page", COMMANDS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in COMMANDS]
+)
 def test_the_commands_of_a_page_work_in_their_order(page: str, checkout: Path):
     for block in COMMANDS[page]:
         run(["bash", "-euo", "pipefail", "-c", block.code], block, checkout)

@@ -26,6 +26,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "delta": {"preset": "delta"},
     "delta, all": {"preset": "delta", "accumulate": 2, "error_feedback": True, "delta_resync": 3},
 }
+# What these do the others do as well.
+COVERED = ("stage 1", "zero3, accumulated", "zero++", "delta")
 OTHERS = [(4, 2), (1, 8), (3, 2)]
 
 
@@ -75,7 +77,9 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in CONFIGS]
+)
 def test_resume(name: str, tmp_path: Path) -> None:
     """Stop after 3 of 6 steps: on the same mesh nothing is lost; on others parameters and optimizer."""
     state, _ = steps(create(2, 4, **CONFIGS[name]), 1, 3)
