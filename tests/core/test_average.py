@@ -46,6 +46,7 @@ def test_lives_where_the_parameters_live(trained):
     jax.tree.map(lambda a, p: (a.sharding == p.sharding) or pytest.fail("elsewhere"), average, state.params)
 
 
+@pytest.mark.slow
 def test_is_restored_and_read_alone(trained, tmp_path):
     state, _ = trained
     with Checkpoints(tmp_path) as checkpoints:
@@ -69,6 +70,7 @@ def test_is_restored_and_read_alone(trained, tmp_path):
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_one(tmp_path):
     case = CASES["nnx"]
     state = case.create(optax.adam(1e-2), nodes=1, local=2)
@@ -81,6 +83,7 @@ def test_a_checkpoint_without_one(tmp_path):
         restore(tmp_path / "1", case.create(optax.identity(), nodes=1, local=2), average=True)
 
 
+@pytest.mark.slow
 def test_begins_when_it_is_asked_for(tmp_path):
     """A run that goes on with an average has that of the steps since."""
     case = CASES["nnx"]

@@ -93,6 +93,7 @@ def test_its_bytes_are_reported():
     assert 0.5 * sent <= between_nodes <= sent
 
 
+@pytest.mark.slow
 def test_its_state_is_restored_on_another_mesh(tmp_path):
     case = CASES["stack"]
     state = case.create(sharded_muon(), nodes=2, local=2)

@@ -18,6 +18,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["tokens"]) for line in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_torn_run_on_a_mixture_goes_on_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [json.dumps({"body": f"row {i}: " + "to be or not to be " * (i % 5)}) for i in range(200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

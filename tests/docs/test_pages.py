@@ -25,30 +25,33 @@ COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
 LONG = ("docs/monitor.md", "docs/huggingface.md", "docs/checkpoints.md")  # each minutes of training
 
 
-@pytest.fixture(scope="session")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a checkout to a command and takes what the commands write."""
-    folder = tmp_path_factory.mktemp("checkout")
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like a checkout to a command and takes what the commands of a page write."""
+    folder = tmp_path
     for name in ("configs", "scripts", "examples", "tests", "docs"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
 
-def environment(checkout: Path) -> dict[str, str]:
-    """Eight emulated devices, this Python's commands first, and one compilation cache for all."""
+def environment(checkout: Path, devices: int) -> dict[str, str]:
+    """This Python's commands first, a compilation cache for all of them, eight devices for a program.
+
+    The commands emulate what their configs ask for.
+    """
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}" if devices else "",
         "JAX_COMPILATION_CACHE_DIR": str(checkout / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "PYTHONWARNINGS": "default",
     }
 
 
-def run(command: list[str], block: CodeBlock, checkout: Path) -> None:
+def run(command: list[str], block: CodeBlock, checkout: Path, devices: int = 0) -> None:
     done = subprocess.run(
-        command, cwd=checkout, env=environment(checkout), capture_output=True, text=True, timeout=500
+        command, cwd=checkout, env=environment(checkout, devices), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, f"{block}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
@@ -64,7 +67,7 @@ def test_the_commands_of_a_page_work_in_their_order(page: str, checkout: Path):
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_python_of_a_page_runs_as_one_program(page: str, checkout: Path):
     program = "\n".join(block.code for block in PROGRAMS[page])
-    run([sys.executable, "-W", "error", "-c", program], PROGRAMS[page][0], checkout)
+    run([sys.executable, "-W", "error", "-c", program], PROGRAMS[page][0], checkout, devices=8)
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)
