@@ -84,6 +84,23 @@ def test_a_step_that_fails_ends_the_trace(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+def test_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    def program(scope: str) -> jax.stages.Wrapped:
+        def _train(x: jax.Array) -> jax.Array:
+            with jax.named_scope(scope):
+                return jnp.sin(x @ x)
+
+        return jax.jit(_train)
+
+    x = jnp.ones((8, 8))
+    ran, idle = program("optimizer"), program("layer")
+    jax.block_until_ready((ran(x), idle(x)))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(ran(x))
+    (path,) = trace_files(tmp_path)
+    assert "optimizer" in {event.scope for event in read_events(path)}
+
+
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "7:5", "0:3", "a:b", "1:2:3", "-1:2"])
 def test_steps_that_are_none(text: str) -> None:
     with pytest.raises(ZeroError, match="give two step numbers, start:stop"):
@@ -142,16 +159,18 @@ class Profile:
 
 
 def kernel(name: str, start: float, end: float, op: str) -> Kernel:
-    return Kernel(name, start, end - start, [("hlo_op", op), ("hlo_module", "jit__train")])
+    return Kernel(name, start, end - start, [("hlo_op", op), ("hlo_module", "jit__train"), ("program_id", 7)])
 
 
 NAMES = {
-    "jit__train": {
+    "jit__train(7)": {
         "fusion.1": ("fusion", "jit(_train)/shard_map/jvp(layer)/dot_general"),
         "all-gather-start.1": ("all-gather-start", "jit(_train)/shard_map/jvp(gather_node)/all_gather"),
         "all-to-all.2": ("all-to-all", "jit(_train)/shard_map/transpose(jvp(reduce_local))/all_to_all"),
         "while.1": ("while", "jit(_train)/while"),
-    }
+    },
+    # Another program of the same name, which did not run.
+    "jit__train(9)": {"fusion.1": ("fusion", "jit(_train)/shard_map/reduce_node/mul")},
 }
 
 

@@ -79,7 +79,7 @@ def events_of(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> lis
 
     On GPUs each device has a plane "/device:GPU:n" with a line per stream; CPU devices share the host's
     plane, and each event says which device it is of. In both an event of a program's instruction has the
-    stats "hlo_op" and "hlo_module".
+    stats "hlo_op", "hlo_module" and "program_id".
 
     Args:
         profile: the trace.
@@ -107,8 +107,8 @@ def _events(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> Itera
                 if "hlo_op" not in stats and not kernel:
                     continue
                 device = int(on_device[1]) if on_device else stats.get("device_ordinal", 0)
-                of_module = names.get(stats.get("hlo_module", ""), {})
-                opcode, op_name = of_module.get(stats.get("hlo_op", ""), ("", ""))
+                program = names.get(f"{stats.get('hlo_module')}({stats.get('program_id')})", {})
+                opcode, op_name = program.get(stats.get("hlo_op", ""), ("", ""))
                 if opcode in ("while", "call", "conditional"):  # what is in them has events of its own
                     continue
                 communicates = kernel or bool(_COLLECTIVE.match(opcode or event.name))

@@ -9,16 +9,20 @@ tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
 from collections.abc import Iterator
 
 # Field numbers along the way from XSpace to an XStat's bytes_value.
-_PLANES, _PLANE_NAME, _EVENT_METADATA, _MAP_VALUE, _METADATA_STATS, _STAT_BYTES = 1, 2, 4, 2, 5, 6
+_PLANES, _PLANE_NAME, _EVENT_METADATA, _MAP_VALUE, _METADATA_NAME = 1, 2, 4, 2, 2
+_METADATA_STATS, _STAT_BYTES = 5, 6
 # From HloProto to an instruction, and in it.
-_MODULE, _MODULE_NAME, _COMPUTATIONS, _INSTRUCTIONS = 1, 1, 3, 2
+_MODULE, _COMPUTATIONS, _INSTRUCTIONS = 1, 3, 2
 _NAME, _OPCODE, _METADATA, _OP_NAME = 1, 2, 7, 2
 
 Instructions = dict[str, tuple[str, str]]
 
 
 def instructions(trace: bytes) -> dict[str, Instructions]:
-    """Module name -> instruction name -> (opcode, op_name).
+    """Program -> instruction name -> (opcode, op_name).
+
+    A program is called "module(program_id)", as the trace itself calls it: a process may hold several
+    programs of one module name, and a trace has those that did not run in it too.
 
     Args:
         trace: the bytes of an `.xplane.pb`.
@@ -29,20 +33,19 @@ def instructions(trace: bytes) -> dict[str, Instructions]:
             continue
         for entry in _all(plane, _EVENT_METADATA):
             for metadata in _all(entry, _MAP_VALUE):
+                names = found.setdefault(_text(_all(metadata, _METADATA_NAME)), {})
                 for stat in _all(metadata, _METADATA_STATS):
                     for proto in _all(stat, _STAT_BYTES):
-                        found |= dict(_modules(proto))
+                        names |= dict(_named(proto))
     return found
 
 
-def _modules(proto: bytes) -> Iterator[tuple[str, Instructions]]:
+def _named(proto: bytes) -> Iterator[tuple[str, tuple[str, str]]]:
     for module in _all(proto, _MODULE):
-        names: Instructions = {}
         for computation in _all(module, _COMPUTATIONS):
             for instruction in _all(computation, _INSTRUCTIONS):
                 op_name = [text for meta in _all(instruction, _METADATA) for text in _all(meta, _OP_NAME)]
-                names[_text(_all(instruction, _NAME))] = (_text(_all(instruction, _OPCODE)), _text(op_name))
-        yield _text(_all(module, _MODULE_NAME)), names
+                yield _text(_all(instruction, _NAME)), (_text(_all(instruction, _OPCODE)), _text(op_name))
 
 
 def _text(values: list[bytes]) -> str:
