@@ -1,6 +1,13 @@
-"""What a person is told instead of a traceback."""
+"""What a person is told instead of a traceback, and the codes that processes exit with."""
 
 import traceback
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_WRONG_USE = 2
+EXIT_PEER_LOST = 4  # because another process of the run ended: `zerojax launch` looks for the cause there
+EXIT_STOPPED = 75  # sysexits.h calls it EX_TEMPFAIL: the same command, given again, goes on
+EXIT_INTERRUPTED = 130
 
 
 class ZeroError(ValueError):
@@ -22,4 +29,4 @@ class JobError(Exception):
 def show_traceback(error: BaseException) -> tuple[int, str]:
     """Print an error as Python does; return the exit code and a line that says what it was."""
     traceback.print_exception(error)
-    return 1, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]
+    return EXIT_FAILED, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]

@@ -19,11 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerojax import supervise
-from zerojax.cli import EXIT_OK, EXIT_STOPPED, EXIT_WRONG_USE
 from zerojax.devices import Platform, share_devices
 from zerojax.distributed import free_port
-from zerojax.errors import ZeroError
-from zerojax.peers import EXIT_PEER_LOST
+from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_WRONG_USE, ZeroError
 
 # On one machine, emulated ones included.
 _MOST_DEVICES = 4096

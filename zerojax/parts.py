@@ -35,6 +35,8 @@ from zerojax.trackers import check_trackers
 from zerojax.watchdog import Watchdog, end_alone
 from zerojax.wire import comm_report
 
+_EVALUATIONS_AHEAD = 8
+
 
 def abstract_state(config: RunConfig) -> zerojax.TrainState:
     """The shapes and places of a run's model and optimizer, to restore into.
@@ -209,11 +211,11 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
     return Watchdog(config.cluster, peers.stuck)
 
 
-_EVALUATIONS_AHEAD = 8
-
-
 def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
-    """The mean loss over all tokens of some batches, in nats per token; the last few are not waited for."""
+    """The mean loss over all tokens of some batches, in nats per token.
+
+    The last batches are only dispatched: who reads the number waits for them.
+    """
     measured = []
     for batch in batches:
         measured.append(zerojax.eval_step(state, batch))

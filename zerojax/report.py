@@ -17,6 +17,11 @@ def size(count: float) -> str:
     return f"{count:.{max(0, 3 - len(f'{abs(count):.0f}'))}f} {_UNITS[unit]}"
 
 
+def milliseconds(seconds: float) -> str:
+    """0.01234 -> "12.3"."""
+    return f"{1e3 * seconds:,.1f}"
+
+
 def plain_text(renderable: RenderableType, width: int = 120) -> str:
     """What rich would draw, without colours or trailing blanks.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.distributed import free_port
-from zerojax.peers import EXIT_PEER_LOST
+from zerojax.errors import EXIT_PEER_LOST
 
 # A job whose processes meet in a collective again and again, when `work` says nothing else.
 MEET = """

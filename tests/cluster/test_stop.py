@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from zerojax.checkpoints import names, newest_sound, read_seal
-from zerojax.cli import EXIT_STOPPED
+from zerojax.errors import EXIT_STOPPED
 from zerojax.metrics import read_metrics
 
 CONFIG = """

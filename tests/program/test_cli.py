@@ -11,7 +11,7 @@ from program.micro_run import micro_config
 
 from zerojax.cli import COMMANDS, main
 from zerojax.cli.cluster import emulate_devices
-from zerojax.cli.train import parse
+from zerojax.cli.on_config import Options, parse
 from zerojax.config import MeshSection, RunConfig, dump_config
 from zerojax.errors import ZeroError
 from zerojax.run_folder import RunFolder
@@ -78,7 +78,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_help_lists_every_option_with_its_meaning(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        parse(["--help"])
+        parse(Options, "train", ["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     for section in fields(RunConfig):
@@ -87,12 +87,14 @@ def test_help_lists_every_option_with_its_meaning(config: Path, capsys: pytest.C
             assert (option in text) == (option != "--data.mixture"), "a list of tables needs a file"
             assert f"{field.name}:" in (section.type.__doc__ or ""), f"{section.name}.{field.name}"
     with pytest.raises(SystemExit):
-        parse([str(config), "--help"])
+        parse(Options, "train", [str(config), "--help"])
     assert "(default: 4)" in capsys.readouterr().out  # the config's own
 
 
 def test_overrides(config: Path) -> None:
-    options = parse([str(config), "--optimizer.learning-rate", "0.5", "--train.batch_size", "24"])
+    options = parse(
+        Options, "train", [str(config), "--optimizer.learning-rate", "0.5", "--train.batch_size", "24"]
+    )
     assert options.settings.optimizer.learning_rate == 0.5
     assert options.settings.train.batch_size == 24
     assert options.settings.train.steps == 4

@@ -6,7 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zerojax.errors import JobError, RunError, Stopped, ZeroError, show_traceback
+from zerojax.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_WRONG_USE,
+    JobError,
+    RunError,
+    Stopped,
+    ZeroError,
+    show_traceback,
+)
 
 # name -> (module with `run(arguments)`, what it does)
 COMMANDS = {
@@ -24,12 +35,6 @@ COMMANDS = {
     "launch": ("zerojax.launch", "start zerojax train in several processes on this machine"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and the mesh to choose"),
 }
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_WRONG_USE = 2
-EXIT_STOPPED = 75  # sysexits.h calls it EX_TEMPFAIL: the same command, given again, goes on
-EXIT_INTERRUPTED = 130
 
 # What is told in a line, without a traceback.
 _CODES: dict[type[BaseException], int] = {

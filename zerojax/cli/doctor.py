@@ -6,17 +6,19 @@ import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import jax
+import psutil
 import tyro
 
+from pallas_kernels import backend_report
+from zerojax import links, make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
+from zerojax.links import Link
+from zerojax.metrics import peak_flops
 from zerojax.report import size
-
-if TYPE_CHECKING:
-    from zerojax.links import Link
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
 _GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
@@ -56,8 +58,6 @@ def run(arguments: list[str]) -> None:
         process_id=options.process_id,
         num_processes=options.num_processes,
     ):
-        import jax
-
         sections = {
             "versions": _versions(),
             "devices": _devices(),
@@ -89,10 +89,6 @@ def _versions() -> Rows:
 
 
 def _devices() -> Rows:
-    import jax
-
-    from zerojax.metrics import peak_flops
-
     rows = [("processes", str(jax.process_count())), ("devices", str(jax.device_count()))]
     for device in jax.local_devices():
         stats = device.memory_stats() or {}
@@ -107,8 +103,6 @@ def _devices() -> Rows:
 
 def _choice(settings: MeshSection) -> Rows:
     """The mesh, its links as they are, and the preset to begin with."""
-    from zerojax import links, make_mesh
-
     try:
         mesh = make_mesh(settings.nodes or None, settings.local or None)
     except ZeroError as error:
@@ -125,13 +119,13 @@ def _choice(settings: MeshSection) -> Rows:
     ]
 
 
-def _link(link: "Link | None", absent: str) -> str:
+def _link(link: Link | None, absent: str) -> str:
     if link is None:
         return f"{absent}: no link"
     return f"{size(link.bytes_per_second)}/s a device, {link.seconds * 1e6:.0f} us for a few bytes"
 
 
-def _shared(link: "Link | None", local: int) -> str:
+def _shared(link: Link | None, local: int) -> str:
     return "" if link is None or local == 1 else f"; {size(link.bytes_per_second * local)}/s a node"
 
 
@@ -149,14 +143,10 @@ def _mesh_reason(settings: MeshSection) -> str:
 
 
 def _kernels() -> Rows:
-    from pallas_kernels import backend_report
-
     return [(str(name), str(value)) for name, value in backend_report().items()]
 
 
 def _host(runs: Path) -> Rows:
-    import psutil
-
     memory, place = psutil.virtual_memory(), _existing(runs)
     disk = shutil.disk_usage(place)
     rows = [

@@ -9,6 +9,7 @@ import tyro
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.trained import open_trained
 from zerojax.config import MeshSection, RunConfig
+from zerojax.parts import evaluate, is_first, make_batches, prepare_data
 from zerojax.run_folder import RunFolder
 
 
@@ -42,9 +43,6 @@ def run(arguments: list[str]) -> None:
 
 def _evaluate(folder: RunFolder, config: RunConfig, options: Options) -> None:
     trained = open_trained(folder, config, options.mesh, ema=options.ema)
-
-    from zerojax.parts import evaluate, is_first, make_batches, prepare_data
-
     data = prepare_data(trained.config, folder)
     batches, validation = make_batches(trained.config, data)
     batches.close()

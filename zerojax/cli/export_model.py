@@ -22,6 +22,7 @@ from zerojax.huggingface import (
     plan_export,
     quantized_state,
 )
+from zerojax.parts import evaluate, is_first, make_batches, prepare_data
 from zerojax.run_folder import RunFolder
 from zerojax.state import TrainState
 from zerojax.zero import ZeroConfig
@@ -93,8 +94,6 @@ def run(arguments: list[str]) -> None:
 
 
 def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightFormat | None) -> None:
-    from zerojax.parts import is_first
-
     trained = open_trained(folder, config, options.mesh, ema=options.ema)
     target = plan_export(trained.state, trained.config, folder, options.dtype)
     if how is not None:
@@ -118,8 +117,6 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
 
 def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState) -> dict[str, float]:
     """Of the run's validation batches, with the quantized weights and with the full ones."""
-    from zerojax.parts import evaluate, make_batches, prepare_data
-
     batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
     batches.close()
     full, lossy = (float(evaluate(state, validation)) for state in (trained.state, quantized))

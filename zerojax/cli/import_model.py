@@ -11,6 +11,8 @@ from zerojax.cli.cluster import joined_cluster
 from zerojax.config import ConfigError, RunConfig, TrainSection, find_config, load_config
 from zerojax.data import DataError
 from zerojax.huggingface import Source, import_model, model_section
+from zerojax.models import parameter_count
+from zerojax.parts import is_first
 from zerojax.run_folder import RunFolder
 
 _NO_TOKENIZER = ""
@@ -57,10 +59,6 @@ def run(arguments: list[str]) -> None:
         )
     with joined_cluster(settings.mesh, settings.cluster):
         state = import_model(source, settings, folder)
-
-        from zerojax.models import parameter_count
-        from zerojax.parts import is_first
-
         if is_first():
             for note in source.notes:
                 print(note)

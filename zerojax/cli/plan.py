@@ -4,30 +4,30 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zerojax.cli.untrained import Options, abstract_run, parse
+from zerojax.cli import on_config
+from zerojax.cli.untrained import abstract_run
 from zerojax.cluster.network import bytes_per_second
 from zerojax.config import MeshSection
 from zerojax.errors import ZeroError
 from zerojax.gpus import MATMUL_EFFICIENCY, find_gpu
-
-if TYPE_CHECKING:
-    from zerojax.plan.cluster import Cluster
-    from zerojax.plan.outlook import Outlook
-
-DESCRIPTION = """Show what a run of a config will hold and send: units, wire formats, bytes, memory by kind.
-
-With --gpu, predict for a cluster of such GPUs the memory, the time of a step and the MFU under every preset,
-the largest batch and the smallest cluster. Reckoned from formulas; none of the devices has to be there."""
+from zerojax.plan import plan_state
+from zerojax.plan.cluster import MEMORY_FRACTION, Cluster
+from zerojax.plan.outlook import Outlook, foresee
+from zerojax.plan.outlook_tables import outlook_tables
+from zerojax.plan.picture import draw_outlook
+from zerojax.report import plain_text
 
 
 @dataclass(frozen=True)
-class PlanOptions(Options):
-    """Options of `zerojax plan`; those of a cluster need --gpu.
+class Options(on_config.Options):
+    """Show what a run of a config will hold and send: units, wire formats, bytes, memory by kind.
+
+    With --gpu, predict for a cluster of such GPUs the memory, the time of a step and the MFU under every
+    preset, the largest batch and the smallest cluster. Reckoned from formulas; none of the devices has to be
+    there.
 
     Attributes:
-        config: A TOML file, or the name of one in configs/, such as gpt-tiny. Comes first.
         json: Print JSON instead of tables.
         gpu: Predict for a cluster of these: h100, h200, a100-80 and others (a wrong name lists them).
         nodes: How many nodes; by default mesh.nodes.
@@ -43,13 +43,14 @@ class PlanOptions(Options):
         local_bandwidth: What a GPU sends to the others of its node beside compute, in GB/s, as measured.
     """
 
+    json: bool = False
     gpu: str | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
     bandwidth: str | None = None
     sequences: int | None = None
     picture: Path | None = None
-    memory_fraction: float = 0.75
+    memory_fraction: float = MEMORY_FRACTION
     efficiency: float = MATMUL_EFFICIENCY
     peak_tflops: float | None = None
     memory_gb: float | None = None
@@ -59,38 +60,29 @@ class PlanOptions(Options):
 
 def run(arguments: list[str]) -> None:
     """Reckon and print."""
-    options = parse("plan", DESCRIPTION, arguments, PlanOptions)
+    options = on_config.parse(Options, "plan", arguments)
     if options.gpu is not None:
         _predict(options, options.gpu)
         return
     _refuse_without_gpu(options)
     state, _ = abstract_run(options.settings)
-
-    from zerojax.plan import plan_state
-
     plan = plan_state(state)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
 
 
-def _refuse_without_gpu(options: PlanOptions) -> None:
-    fields = {field.name: field.default for field in dataclasses.fields(PlanOptions)}
-    own = fields.keys() - {field.name for field in dataclasses.fields(Options)} - {"gpu"}
+def _refuse_without_gpu(options: Options) -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(Options)}
+    own = fields.keys() - {field.name for field in dataclasses.fields(on_config.Options)} - {"gpu", "json"}
     given = sorted(name for name in own if getattr(options, name) != fields[name])
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ZeroError(f"{named}: for a cluster of which GPUs? Give --gpu, such as h100")
 
 
-def _predict(options: PlanOptions, gpu: str) -> None:
+def _predict(options: Options, gpu: str) -> None:
     cluster = _cluster(options, gpu)
     outlook = _outlook(options, cluster)
-
-    from zerojax.plan.outlook_tables import outlook_tables
-    from zerojax.report import plain_text
-
     if options.picture is not None:
-        from zerojax.plan.picture import draw_outlook
-
         draw_outlook(outlook, options.picture, Path(options.config).stem)
     print(
         json.dumps(outlook.to_dict(), indent=2)
@@ -99,9 +91,7 @@ def _predict(options: PlanOptions, gpu: str) -> None:
     )
 
 
-def _cluster(options: PlanOptions, name: str) -> "Cluster":
-    from zerojax.plan.cluster import Cluster
-
+def _cluster(options: Options, name: str) -> Cluster:
     known, mesh = find_gpu(name), options.settings.mesh
     nodes, local = options.nodes or mesh.nodes, options.gpus_per_node or mesh.local
     if not (nodes and local):
@@ -127,13 +117,10 @@ def _cluster(options: PlanOptions, name: str) -> "Cluster":
     )
 
 
-def _outlook(options: PlanOptions, cluster: "Cluster") -> "Outlook":
+def _outlook(options: Options, cluster: Cluster) -> Outlook:
     settings, train = options.settings, options.settings.train
     # The model's parameters and units do not depend on the mesh: two devices stand for all.
     state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=1)))
-
-    from zerojax.plan.outlook import foresee
-
     sequences = options.sequences
     if sequences is None:
         sequences = max(1, train.batch_size // (cluster.world.size * train.accumulate))

@@ -4,11 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import jax
+import jax.numpy as jnp
 import tyro
 
+from zerojax import gather_model
 from zerojax.cli.trained import open_trained
 from zerojax.config import MeshSection, ZeroSection
 from zerojax.data import open_tokenizer
+from zerojax.models import Sampling, generate
 from zerojax.run_folder import RunFolder
 
 
@@ -45,13 +49,6 @@ def run(arguments: list[str]) -> None:
     # One device computes with the master weights: how they travelled in training does not matter.
     config = replace(config, zero=ZeroSection())
     trained = open_trained(folder, config, MeshSection(nodes=1, local=1), ema=options.ema)
-
-    import jax
-    import jax.numpy as jnp
-
-    from zerojax import gather_model
-    from zerojax.models import Sampling, generate
-
     tokenizer = open_tokenizer(config.data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode())
     start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from zerojax.checkpoints import damage_line, newest_sound, restore
 from zerojax.config import MeshSection, RunConfig
 from zerojax.errors import ZeroError
+from zerojax.parts import abstract_model
 from zerojax.run_folder import RunFolder
 from zerojax.state import TrainState
 
@@ -37,8 +38,6 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     Raises:
         ZeroError: there is no checkpoint, or all are damaged; or the run keeps no average.
     """
-    from zerojax.parts import abstract_model
-
     zero = replace(config.zero, error_feedback=False)  # of gradients, and there are none
     config = replace(config, mesh=mesh, zero=zero)
     choice = newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)

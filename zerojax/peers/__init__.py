@@ -9,6 +9,6 @@ names it. JAX's own connections pass through the same door (`relay`), so that a 
 so that JAX never sees process 0 vanish.
 """
 
-from zerojax.peers.handle import EXIT_PEER_LOST, Peers, Place, join
+from zerojax.peers.handle import Peers, Place, join
 
-__all__ = ["EXIT_PEER_LOST", "Peers", "Place", "join"]
+__all__ = ["Peers", "Place", "join"]

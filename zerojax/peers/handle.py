@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerojax.errors import JobError, ZeroError
+from zerojax.errors import EXIT_PEER_LOST, EXIT_WRONG_USE, JobError, ZeroError
 from zerojax.peers.hub import Hub
 from zerojax.peers.member import Member
 from zerojax.peers.messages import Verdict
 from zerojax.watchdog import dump_stacks
-
-# A process that ends because of another one; `zerojax launch` looks for the cause elsewhere.
-EXIT_PEER_LOST = 4
-_EXIT_WRONG_USE = 2
 
 # Seconds that a process which is stuck stays after it has dumped its stacks: its end would break the
 # collectives that the others hang in, before they have dumped theirs.
@@ -132,7 +128,7 @@ class Peers:
         last.start()
         last.join(2)
         os.write(2, f"zerojax: {verdict.why}{where}\n".encode())
-        os._exit(_EXIT_WRONG_USE if verdict.code == _EXIT_WRONG_USE else EXIT_PEER_LOST)
+        os._exit(EXIT_WRONG_USE if verdict.code == EXIT_WRONG_USE else EXIT_PEER_LOST)
 
     def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

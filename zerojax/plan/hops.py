@@ -25,7 +25,7 @@ from zerojax.adapters.from_nnx import NNXAdapter
 from zerojax.codec import Codec
 from zerojax.layout import Leaf
 from zerojax.program import Group, Program
-from zerojax.report import size
+from zerojax.report import milliseconds, size
 
 
 @dataclass(frozen=True)
@@ -174,20 +174,43 @@ def _sum(hops: list[tuple[HopPlan, int]]) -> HopPlan:
     )
 
 
-def hops_table(hops: Sequence[HopPlan]) -> Table:
-    """Bytes by phase and axis."""
-    table = Table(title="Expected bytes that one device sends per step")
+def hops_table(
+    hops: Sequence[HopPlan],
+    title: str = "Expected bytes that one device sends per step",
+    seconds: Callable[[HopPlan], tuple[float, float]] | None = None,
+) -> Table:
+    """Bytes by phase and axis, and their time where it is known.
+
+    Args:
+        hops: of a step.
+        title: of the table.
+        seconds: that a hop takes within the node, and between nodes.
+    """
+    table = Table(title=title)
     for name in ("phase", "over", "formats"):
         table.add_column(name)
     for name in ("in the node", "between nodes"):
         table.add_column(name, justify="right")
+        if seconds is not None:
+            table.add_column("ms", justify="right")
+
+    def cells(sent: tuple[int, int], took: tuple[float, float]) -> list[str]:
+        if seconds is None:
+            return [size(count) for count in sent]
+        pairs = zip(sent, took, strict=True)
+        return [text for count, time in pairs for text in (size(count), milliseconds(time))]
+
+    totals = (0.0, 0.0)
     for hop in hops:
-        sent = [size(hop.local_bytes), size(hop.node_bytes)]
-        if not hop.usual:
-            sent = [f"({value})" for value in sent]
-        table.add_row(hop.phase, hop.axis, ", ".join(hop.formats), *sent)
+        took = (0.0, 0.0) if seconds is None else seconds(hop)
+        row = cells((hop.local_bytes, hop.node_bytes), took)
+        if hop.usual:
+            totals = (totals[0] + took[0], totals[1] + took[1])
+        else:
+            row = [f"({cell})" for cell in row]
+        table.add_row(hop.phase, hop.axis, ", ".join(hop.formats), *row)
     table.add_section()
-    table.add_row("total", "", "", *(size(total) for total in usual_bytes(hops)))
+    table.add_row("total", "", "", *cells(usual_bytes(hops), totals))
     if not all(hop.usual for hop in hops):
         table.caption = "(in parentheses: not in every step, and in no total)"
     return table

@@ -70,10 +70,15 @@ class Memory:
         names = ("parameters", "optimizer", "residual", "other")
         return sum(self.kinds[name] for name in names)
 
-    def table(self) -> Table:
-        """By kind, what takes nothing left out."""
+    def table(self, title: str | None = None, of: str = "") -> Table:
+        """By kind, what takes nothing left out.
+
+        Args:
+            title: by default, what the memory is of.
+            of: what the total is to be compared to.
+        """
         without = "" if self.kinds["activations"] else ", without activations"
-        table = Table(title=f"Memory of one device in a step{without}")
+        table = Table(title=title or f"Memory of one device in a step{without}")
         table.add_column("kind")
         table.add_column("what it is")
         table.add_column("bytes", justify="right")
@@ -81,7 +86,7 @@ class Memory:
             if count:
                 table.add_row(kind, KINDS[kind], size(count))
         table.add_section()
-        table.add_row("total", "", size(self.total))
+        table.add_row("total", of, size(self.total))
         return table
 
 

@@ -4,11 +4,10 @@ from rich.console import Group as Rows
 from rich.console import RenderableType
 from rich.table import Table
 
-from zerojax.plan.hops import usual_bytes
-from zerojax.plan.memory import KINDS
+from zerojax.plan.hops import hops_table
 from zerojax.plan.outlook import Forecast, Outlook
 from zerojax.plan.speed import hop_seconds
-from zerojax.report import size
+from zerojax.report import milliseconds, size
 
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
@@ -37,49 +36,17 @@ def assumptions(outlook: Outlook) -> list[str]:
     ]
 
 
-def milliseconds(seconds: float) -> str:
-    """0.01234 -> "12.3"."""
-    return f"{1e3 * seconds:,.1f}"
-
-
 def _memory(outlook: Outlook) -> Table:
     own = outlook.own
     verdict = "fits" if own.fits else "does not fit"
-    table = Table(title=f"Memory of one device, {own.name}: {verdict}")
-    table.add_column("kind")
-    table.add_column("what it is")
-    table.add_column("bytes", justify="right")
-    for kind, count in own.memory.kinds.items():
-        if count:
-            table.add_row(kind, KINDS[kind], size(count))
-    table.add_section()
-    table.add_row("total", f"of {size(outlook.cluster.budget)}", size(own.memory.total))
-    return table
+    title = f"Memory of one device, {own.name}: {verdict}"
+    return own.memory.table(title, of=f"of {size(outlook.cluster.budget)}")
 
 
 def _hops(outlook: Outlook) -> Table:
     own = outlook.own
-    table = Table(title=f"What one device sends per step, {own.name}")
-    for name in ("phase", "over", "formats"):
-        table.add_column(name)
-    for name in ("in the node", "ms", "between nodes", "ms"):
-        table.add_column(name, justify="right")
-    totals = [0.0, 0.0]
-    for hop in own.hops:
-        local, node = hop_seconds(hop, outlook.cluster)
-        cells = [size(hop.local_bytes), milliseconds(local), size(hop.node_bytes), milliseconds(node)]
-        if hop.usual:
-            totals = [totals[0] + local, totals[1] + node]
-        else:
-            cells = [f"({cell})" for cell in cells]
-        table.add_row(hop.phase, hop.axis, ", ".join(hop.formats), *cells)
-    table.add_section()
-    local_bytes, node_bytes = usual_bytes(own.hops)
-    sums = [size(local_bytes), milliseconds(totals[0]), size(node_bytes), milliseconds(totals[1])]
-    table.add_row("total", "", "", *sums)
-    if not all(hop.usual for hop in own.hops):
-        table.caption = "(in parentheses: not in every step, and in no total)"
-    return table
+    title = f"What one device sends per step, {own.name}"
+    return hops_table(own.hops, title, lambda hop: hop_seconds(hop, outlook.cluster))
 
 
 def _side_by_side(outlook: Outlook) -> Table:

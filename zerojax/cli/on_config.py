@@ -1,0 +1,42 @@
+"""A command line on top of the config that it names: `zerojax COMMAND CONFIG [--section.key value ...]`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from zerojax.config import ConfigError, RunConfig, find_config, load_config
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every such command takes; a command's own options are a subclass.
+
+    Attributes:
+        config: A TOML file, or the name of one in configs/, such as gpt-tiny. Comes first.
+        settings: The config's, with those that the command line gives in their place.
+    """
+
+    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def parse[Chosen: Options](options: type[Chosen], command: str, arguments: list[str]) -> Chosen:
+    """Read the command line on top of the config that it names.
+
+    Args:
+        options: the class of the command's options, all but the config with defaults, documented for --help.
+        command: its name.
+        arguments: of the command line.
+
+    Raises:
+        ConfigError: no config is named, or it cannot be read.
+        SystemExit: wrong options (code 2), or after --help (code 0).
+    """
+    settings = RunConfig()
+    if arguments and not arguments[0].startswith("-"):
+        settings = load_config(find_config(arguments[0]))
+    elif not {"-h", "--help"} & set(arguments):
+        raise ConfigError(f"{command}: name a config first: zerojax {command} CONFIG [options]")
+    default = options(config=tyro.MISSING, settings=settings)
+    return tyro.cli(options, default=default, args=arguments, prog=f"zerojax {command}")
