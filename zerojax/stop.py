@@ -5,7 +5,6 @@ import signal
 import socket
 import sys
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -39,12 +38,7 @@ class StopRequest:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give both back."""
         if self._active:
             signal.set_wakeup_fd(self._fd)

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from zerojax import supervise
@@ -64,12 +63,7 @@ class EmulatedCluster:
         """Return the cluster itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the network down, whatever happened."""
         self.close()
 

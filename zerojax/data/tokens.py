@@ -10,7 +10,6 @@ written last, so a folder without it is unfinished.
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import dacite
@@ -129,12 +128,7 @@ class TokenWriter:
         self._crc = zlib.crc32(raw, self._crc)
         self._tokens += len(tokens)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files, and without an error write the header.
 
         Raises:

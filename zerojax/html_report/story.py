@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerojax.checkpoints import names
 from zerojax.config import RunConfig, config_to_dict
 from zerojax.errors import ZeroError
 from zerojax.metrics import read_lines
@@ -102,7 +103,7 @@ def read_story(folder: RunFolder) -> Story:
         steps=_in_order(steps),
         notes=notes,
         written=written,
-        checkpoints=sorted(int(p.name) for p in folder.checkpoints.glob("*") if p.name.isdecimal()),
+        checkpoints=names.steps(folder.checkpoints),
         profiles=sorted(
             str(p.parent.relative_to(folder.path)) for p in folder.profile.glob("**/*.xplane.pb")
         ),

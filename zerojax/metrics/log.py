@@ -1,7 +1,6 @@
 """Everything that a step leaves behind: its record, made and spread without holding the next one up."""
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -79,12 +78,7 @@ class RunLog:
         self._queue.restart_clock()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files; what is still under way is lost, unless `drain` was called."""
         self._progress.__exit__(kind, error, trace)
         if self._file is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -53,12 +52,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the last state of the line standing."""
         if self._live is not None:
             self._live.stop()
