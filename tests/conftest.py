@@ -5,23 +5,21 @@ Tests run on twelve CPU devices (enough for a 4 x 3 mesh) unless another platfor
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from environment import prepare, share_compiled
 
 _MAPS = Path("/proc/self/maps")
-_FLAGS = {
-    "--xla_force_host_platform_device_count": 12,
-    # Twelve devices on two busy cores may take longer to meet than the 40 s after which XLA aborts.
-    "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
-}
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-for flag, value in _FLAGS.items():
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
+prepare()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is compiled twice is compiled once; pytest clears the folder away."""
+    share_compiled(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Jobs of real processes in which something goes wrong: all end soon, with a line that says what."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environment import for_programs
 
 from zerojax.distributed import free_port
 from zerojax.errors import EXIT_PEER_LOST
@@ -35,7 +35,7 @@ class Job:
 
     def __init__(self, program, size, folder):
         self.port = free_port()
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+        env = for_programs()
         self.out = [folder / f"out{rank}" for rank in range(size)]
         self.err = [folder / f"err{rank}" for rank in range(size)]
         self.processes = [self._begin(program, rank, size, env) for rank in range(size)]

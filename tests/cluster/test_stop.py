@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from environment import for_programs
 
 from zerojax.checkpoints import names, newest_sound, read_seal
 from zerojax.errors import EXIT_STOPPED
@@ -61,10 +61,9 @@ def config(tmp_path: Path) -> Path:
 @contextmanager
 def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A Python program, killed at the end if it has not ended by itself."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     with subprocess.Popen(
         [sys.executable, *map(str, arguments)],
-        env=environment,
+        env=for_programs(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,12 +1,12 @@
 """Every command and every piece of code in the documentation, run word for word."""
 
-import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from environment import for_programs
 from pages import PAGES, REASONS, ROOT, RUN, SHOWN, CodeBlock, blocks
 
 from zerojax.config import config_from_dict
@@ -34,24 +34,18 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def environment(checkout: Path, devices: int) -> dict[str, str]:
-    """This Python's commands first, a compilation cache for all of them, eight devices for a program.
-
-    The commands emulate what their configs ask for.
-    """
-    return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}" if devices else "",
-        "JAX_COMPILATION_CACHE_DIR": str(checkout / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        "PYTHONWARNINGS": "default",
-    }
+def environment(devices: int) -> dict[str, str]:
+    """This Python first; devices for a program, where commands emulate what their config asks for."""
+    variables = for_programs()
+    if devices:
+        variables["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
+    path = f"{Path(sys.executable).parent}:{variables['PATH']}"
+    return variables | {"PATH": path, "PYTHONWARNINGS": "default"}
 
 
 def run(command: list[str], block: CodeBlock, checkout: Path, devices: int = 0) -> None:
     done = subprocess.run(
-        command, cwd=checkout, env=environment(checkout, devices), capture_output=True, text=True, timeout=500
+        command, cwd=checkout, env=environment(devices), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, f"{block}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from environment import for_programs
 from program.micro_run import micro_config
 
 from zerojax.cli import COMMANDS, main
@@ -19,9 +20,8 @@ from zerojax.run_folder import RunFolder
 
 def zerojax(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the program as a person does: nothing prepared in the environment."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "zerojax", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)
 
 
 @pytest.fixture
