@@ -22,7 +22,17 @@ def to_run(kind: str) -> dict[str, list[CodeBlock]]:
 
 
 COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
-LONG = ("docs/monitor.md", "docs/huggingface.md", "docs/checkpoints.md")  # each minutes of training
+# Each trains for half a minute or more.
+LONG = (
+    "docs/benchmarks.md",
+    "docs/checkpoints.md",
+    "docs/clusters.md",
+    "docs/data.md",
+    "docs/huggingface.md",
+    "docs/monitor.md",
+    "docs/optimizers.md",
+    "docs/start.md",
+)
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ def check_format(fmt):
         for rounding in ("nearest", "stochastic"):
             seed = SEED if rounding == "stochastic" else None
             for rotation in (0, 32):
-                for x in inputs:
+                # Every case in short rows; rows of several programs differ in where they begin alone.
+                for x in inputs if n < block * 16 else inputs[:1]:
                     check("encode", x, seed, rounding=rounding, rotation=rotation, **shared)
             check("encode_delta", inputs[0], inputs[1], seed, rounding=rounding, **shared)
             check("encode_delta", inputs[6], inputs[0], seed, rounding=rounding, **shared)

@@ -80,7 +80,11 @@ def test_a_run_learns_and_leaves_its_files(finished: RunFolder, text: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "sections", [{"train": {"batch_size": 16, "accumulate": 2}}, {"zero": EVERYTHING}], ids=["exact", "all"]
+    "sections",
+    [
+        pytest.param({"train": {"batch_size": 16, "accumulate": 2}}, id="exact", marks=pytest.mark.slow),
+        pytest.param({"zero": EVERYTHING}, id="all"),
+    ],
 )
 def test_resume_is_bit_identical(
     sections: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
