@@ -22,6 +22,15 @@ def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     share_compiled(tmp_path_factory.mktemp("compiled"))
 
 
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of thirty documents."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def forget_compiled_programs() -> Iterator[None]:
     """Free what earlier tests compiled before it is too much for one process.

@@ -11,15 +11,6 @@ from zerojax.trainer import Trainer
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of thirty documents."""
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
-    return folder
-
-
-@pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run that was trained to its end; not to be written to."""
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")

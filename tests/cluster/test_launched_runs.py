@@ -1,0 +1,50 @@
+"""Two processes that train together keep the checkpoints, and begin with the weights, that one would."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from environment import for_programs
+from program.micro_run import micro_config
+
+from zerojax.checkpoints import names
+from zerojax.config import dump_config
+from zerojax.metrics import read_metrics
+
+LAUNCH = ("launch", "--nodes", 2, "--devices-per-node", 1)
+CHECKPOINT = {"every": 1, "keep": 1, "keep_every": 4, "keep_best": 1}
+
+
+@pytest.fixture
+def config(text: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "micro.toml"
+    mesh = {"nodes": 2, "local": 1, "emulate": True}
+    train = {"steps": 6, "eval_every": 1}
+    path.write_text(dump_config(micro_config(text, mesh=mesh, train=train, checkpoint=CHECKPOINT)))
+    return path
+
+
+def zerojax(*arguments: object) -> None:
+    command = [sys.executable, "-m", "zerojax", *map(str, arguments)]
+    done = subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    zerojax(*LAUNCH, config, "--run-dir", run)
+    lines = read_metrics(run / "metrics.jsonl")
+    best = min(lines, key=lambda line: line["validation_loss"])["step"]
+    assert names.steps(run / "checkpoints") == sorted({4, 6, best})
+
+    weights = ("--init-from", run / "checkpoints" / "4")
+    options = (config, *weights, "--train.steps", 2, "--zero.preset", "zero++")
+    zerojax(*LAUNCH, *options, "--run-dir", tmp_path / "two")
+    zerojax("train", *options, "--run-dir", tmp_path / "one")
+    two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    for name in ("loss", "grad_norm", "validation_loss"):
+        np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-5)
+    assert two[0]["loss"] < lines[0]["loss"], "trained weights"
