@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerojax import distributed, launch
+from zerojax import distributed
+from zerojax.cli import launch
 from zerojax.cli.cluster import emulate_devices
 from zerojax.config import MeshSection
 from zerojax.errors import ZeroError

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from zerojax import launch
+from zerojax.cli import launch
 from zerojax.errors import ZeroError
 
 SHOW = """
@@ -175,7 +175,7 @@ def test_refuses(options, message):
 
 
 def test_wrong_options_end_with_code_2():
-    code = "from zerojax import launch; launch.run(['--nodes', '2'])"
+    code = "from zerojax.cli import launch; launch.run(['--nodes', '2'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--devices-per-node" in done.stderr

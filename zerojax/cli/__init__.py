@@ -32,7 +32,7 @@ COMMANDS = {
     "plan": ("zerojax.cli.plan", "show what a run will hold and send: units, formats, bytes, memory"),
     "from-deepspeed": ("zerojax.cli.from_deepspeed", "turn a DeepSpeed config into one of zerojax"),
     "comm": ("zerojax.cli.comm", "count every collective of a training step, with its bytes"),
-    "launch": ("zerojax.launch", "start zerojax train in several processes on this machine"),
+    "launch": ("zerojax.cli.launch", "start zerojax train in several processes on this machine"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and the mesh to choose"),
 }
 
