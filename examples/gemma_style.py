@@ -49,7 +49,7 @@ def main():
     rng, mesh = np.random.default_rng(0), zerojax.make_mesh(2, 4)
     zero = zerojax.ZeroConfig.preset("delta", units=(Block,), accumulate=2)
     state = zerojax.TrainState.create(Transformer, optax.adamw(5e-3), loss_fn, mesh=mesh, zero=zero)
-    for step in range(91):
+    for step in range(61):
         state, metrics = zerojax.train_step(state, {"tokens": np.tile(rng.integers(0, VOCAB, (64, 3)), 8)})
         if step % 30 == 0:
             print(f"step {step:2d}  loss {float(metrics['loss']):.4f}")

@@ -79,12 +79,9 @@ def test_a_run_learns_and_leaves_its_files(finished: RunFolder, text: Path) -> N
     assert summary["validation_loss"] == lines[-1]["validation_loss"]
 
 
+@pytest.mark.slow  # test_resume.py holds the same of the state, test_soak.py of the whole program
 @pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({"train": {"batch_size": 16, "accumulate": 2}}, id="exact", marks=pytest.mark.slow),
-        pytest.param({"zero": EVERYTHING}, id="all"),
-    ],
+    "sections", [{"train": {"batch_size": 16, "accumulate": 2}}, {"zero": EVERYTHING}], ids=["exact", "all"]
 )
 def test_resume_is_bit_identical(
     sections: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
