@@ -180,7 +180,10 @@ def prepare(
 ) -> tuple[Any, bench_gspmd.Step, int]:
     """A variant's first state, its step, and its micro-batches."""
     mesh = zerojax.make_mesh(options.nodes, options.local)
-    factory = lambda rngs: model(rngs=rngs)  # noqa: E731  (a callable of rngs by position)
+
+    def factory(rngs: nnx.Rngs) -> BlockStack:
+        return model(rngs=rngs)
+
     tx = optax.adamw(1e-4)
     if variant == GSPMD:
         return *bench_gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
@@ -203,8 +206,7 @@ def make_batch(options: argparse.Namespace, accumulate: int) -> dict[str, jax.Ar
     rng = np.random.default_rng(jax.process_index())
     rows = options.sequences * accumulate * len(jax.local_devices())
     shape = (rows, options.seq, options.d_model)
-    draw = lambda: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)  # noqa: E731
-    batch = {"x": draw(), "y": draw()}
+    batch = {name: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for name in "xy"}
     mesh = zerojax.make_mesh(options.nodes, options.local)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "local")))
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}

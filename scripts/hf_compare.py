@@ -18,22 +18,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-EMULATED = "--xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EMULATED}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import numpy as np  # noqa: E402  # after the environment is set
-from safetensors.numpy import load_file  # noqa: E402
+import numpy as np
+from safetensors.numpy import load_file
 
-from zerojax.cli import main as zerojax  # noqa: E402
-from zerojax.cli.trained import open_trained  # noqa: E402
-from zerojax.config import MeshSection, ZeroSection  # noqa: E402
-from zerojax.huggingface import Direction, Format, WeightFormat  # noqa: E402
-from zerojax.huggingface.quantized import QuantizedFiles  # noqa: E402
-from zerojax.huggingface.safetensors_files import SafetensorFiles  # noqa: E402
-from zerojax.parts import evaluate, make_batches, prepare_data  # noqa: E402
-from zerojax.run_folder import RunFolder  # noqa: E402
-from zerojax.state import gather_model  # noqa: E402
+from zerojax.cli import main as zerojax
+from zerojax.cli.trained import open_trained
+from zerojax.config import MeshSection, ZeroSection
+from zerojax.huggingface import Direction, Format, WeightFormat
+from zerojax.huggingface.quantized import QuantizedFiles
+from zerojax.huggingface.safetensors_files import SafetensorFiles
+from zerojax.parts import evaluate, make_batches, prepare_data
+from zerojax.run_folder import RunFolder
+from zerojax.state import gather_model
 
 LOGITS_BOUND = 1e-4
 LOSS_BOUND = 1e-3

@@ -1,8 +1,12 @@
-"""Reading a config.json: every key is used, known to be harmless, or refused by name."""
+"""Reading a config.json: every key is used, known to be harmless, or refused by name.
+
+And writing one: what a family has no word for is refused by name, too.
+"""
 
 from typing import Any
 
 from zerojax.errors import ZeroError
+from zerojax.models import GPTConfig
 
 # Tokens' roles, the text that a model writes, how a library runs it: nothing that the logits depend on.
 HARMLESS = frozenset(
@@ -114,3 +118,20 @@ class ConfigKeys:
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{name} = {self._values[name]!r}" for name in unknown)
             raise ZeroError(f"{self._origin}: not understood, so not imported: {given}")
+
+
+def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
+    """Refuse to write a model that is not what a family's models all are.
+
+    Args:
+        model: to be written.
+        family: its name, for the error.
+        wanted: field -> its only value, or a tuple of those that it may have.
+
+    Raises:
+        ZeroError: naming the field.
+    """
+    for name, value in wanted.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if (found := getattr(model, name)) not in allowed:
+            raise ZeroError(f"model.{name} = {found!r}, and {family} has {' or '.join(map(repr, allowed))}")

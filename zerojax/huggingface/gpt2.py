@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from zerojax.errors import ZeroError
-from zerojax.huggingface.config_keys import ConfigKeys
+from zerojax.huggingface.config_keys import ConfigKeys, refuse_others
 from zerojax.huggingface.mapping import Part, Parts, whole
 from zerojax.models import GPTConfig
 
@@ -57,18 +56,17 @@ def write(model: GPTConfig) -> dict[str, Any]:
     Raises:
         ZeroError: naming what GPT-2 has no word for.
     """
-    for name, wanted in (
-        ("positions", "learned"),
-        ("position_offset", 0),
-        ("norm", "layer"),
-        ("biases", True),
-        ("key_value_heads", model.heads),
-        ("head_dim", model.d_model // model.heads),
-    ):
-        if getattr(model, name) != wanted:
-            raise ZeroError(f"model.{name} = {getattr(model, name)!r}, and GPT-2 has {wanted!r}")
-    if model.mlp not in _NAMES:
-        raise ZeroError(f"model.mlp = {model.mlp!r}, and GPT-2 has one of {', '.join(_NAMES)}")
+    refuse_others(
+        model,
+        "GPT-2",
+        positions="learned",
+        position_offset=0,
+        norm="layer",
+        biases=True,
+        key_value_heads=model.heads,
+        head_dim=model.d_model // model.heads,
+        mlp=tuple(_NAMES),
+    )
     return {
         "activation_function": _NAMES[model.mlp],
         **dict.fromkeys(DROPOUTS, model.dropout),

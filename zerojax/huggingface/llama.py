@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerojax.errors import ZeroError
-from zerojax.huggingface.config_keys import ConfigKeys
+from zerojax.huggingface.config_keys import ConfigKeys, refuse_others
 from zerojax.huggingface.mapping import Part, Parts, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
@@ -76,9 +76,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     Raises:
         ZeroError: naming what LLaMA has no word for.
     """
-    for name, wanted in (("positions", "rope"), ("norm", "rms"), ("mlp", "swiglu")):
-        if getattr(model, name) != wanted:
-            raise ZeroError(f"model.{name} = {getattr(model, name)!r}, and LLaMA has {wanted!r}")
+    refuse_others(model, "LLaMA", positions="rope", norm="rms", mlp="swiglu")
     scaling: dict[str, Any] | None = None
     if model.rope_scaling == "linear":
         scaling = {"rope_type": "linear", "factor": model.rope_factor}

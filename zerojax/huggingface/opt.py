@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from zerojax.errors import ZeroError
-from zerojax.huggingface.config_keys import ConfigKeys
+from zerojax.huggingface.config_keys import ConfigKeys, refuse_others
 from zerojax.huggingface.mapping import Part, Parts, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
@@ -47,19 +46,18 @@ def write(model: GPTConfig) -> dict[str, Any]:
     Raises:
         ZeroError: naming what OPT has no word for.
     """
-    for name, wanted in (
-        ("positions", "learned"),
-        ("position_offset", POSITION_OFFSET),
-        ("norm", "layer"),
-        ("norm_eps", 1e-5),
-        ("biases", True),
-        ("key_value_heads", model.heads),
-        ("head_dim", model.d_model // model.heads),
-    ):
-        if getattr(model, name) != wanted:
-            raise ZeroError(f"model.{name} = {getattr(model, name)!r}, and OPT has {wanted!r}")
-    if model.mlp not in _NAMES:
-        raise ZeroError(f"model.mlp = {model.mlp!r}, and OPT has one of {', '.join(_NAMES)}")
+    refuse_others(
+        model,
+        "OPT",
+        positions="learned",
+        position_offset=POSITION_OFFSET,
+        norm="layer",
+        norm_eps=1e-5,
+        biases=True,
+        key_value_heads=model.heads,
+        head_dim=model.d_model // model.heads,
+        mlp=tuple(_NAMES),
+    )
     return {
         "_remove_final_layer_norm": False,
         "activation_function": _NAMES[model.mlp],
