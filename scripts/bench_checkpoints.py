@@ -47,6 +47,7 @@ def main() -> None:
             trainer.state, metrics = zerojax.train_step(trainer.state, next(trainer.batches))
             trainer.step += 1
             trainer.log.step(trainer.step, metrics)
+        trainer.log.drain()
         jax.block_until_ready(trainer.state)
         trainer.checkpoints.wait()
         return time.perf_counter() - begun, time.process_time() - worked, stood
