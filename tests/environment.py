@@ -5,6 +5,8 @@ has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 _LEVEL = "--xla_backend_optimization_level"
@@ -40,5 +42,11 @@ def share_compiled(folder: Path) -> None:
 
 def for_programs() -> dict[str, str]:
     """The variables of a program that emulates its devices itself, as one that a person starts does."""
-    flags = os.environ["XLA_FLAGS"].split()
-    return os.environ | {"XLA_FLAGS": " ".join(flag for flag in flags if flag.startswith(_LEVEL))}
+    level = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.startswith(_LEVEL)]
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(level)}
+
+
+def zerojax(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end, as a person does."""
+    command = [sys.executable, "-m", "zerojax", *map(str, arguments)]
+    return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)

@@ -1,12 +1,10 @@
 """Two processes that train together keep the checkpoints, and begin with the weights, that one would."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from environment import for_programs
+from environment import zerojax
 from program.micro_run import micro_config
 
 from zerojax.checkpoints import names
@@ -26,24 +24,23 @@ def config(text: Path, tmp_path: Path) -> Path:
     return path
 
 
-def zerojax(*arguments: object) -> None:
-    command = [sys.executable, "-m", "zerojax", *map(str, arguments)]
-    done = subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=300)
+def run_through(*arguments: object) -> None:
+    done = zerojax(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    zerojax(*LAUNCH, config, "--run-dir", run)
+    run_through(*LAUNCH, config, "--run-dir", run)
     lines = read_metrics(run / "metrics.jsonl")
     best = min(lines, key=lambda line: line["validation_loss"])["step"]
     assert names.steps(run / "checkpoints") == sorted({4, 6, best})
 
     weights = ("--init-from", run / "checkpoints" / "4")
     options = (config, *weights, "--train.steps", 2, "--zero.preset", "zero++")
-    zerojax(*LAUNCH, *options, "--run-dir", tmp_path / "two")
-    zerojax("train", *options, "--run-dir", tmp_path / "one")
+    run_through(*LAUNCH, *options, "--run-dir", tmp_path / "two")
+    run_through("train", *options, "--run-dir", tmp_path / "one")
     two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     for name in ("loss", "grad_norm", "validation_loss"):
         np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-5)

@@ -1,13 +1,11 @@
 """The command line: help, errors and exit codes, and whole runs in processes of their own."""
 
 import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from environment import for_programs
+from environment import zerojax
 from program.micro_run import micro_config
 
 from zerojax.cli import COMMANDS, main
@@ -16,12 +14,6 @@ from zerojax.cli.on_config import Options, parse
 from zerojax.config import MeshSection, RunConfig, dump_config
 from zerojax.errors import ZeroError
 from zerojax.run_folder import RunFolder
-
-
-def zerojax(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the program as a person does: nothing prepared in the environment."""
-    command = [sys.executable, "-m", "zerojax", *map(str, arguments)]
-    return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)
 
 
 @pytest.fixture

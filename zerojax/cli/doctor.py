@@ -16,7 +16,6 @@ from zerojax import links, make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
-from zerojax.links import Link
 from zerojax.metrics import peak_flops
 from zerojax.report import size
 
@@ -119,13 +118,13 @@ def _choice(settings: MeshSection) -> Rows:
     ]
 
 
-def _link(link: Link | None, absent: str) -> str:
+def _link(link: links.Link | None, absent: str) -> str:
     if link is None:
         return f"{absent}: no link"
     return f"{size(link.bytes_per_second)}/s a device, {link.seconds * 1e6:.0f} us for a few bytes"
 
 
-def _shared(link: Link | None, local: int) -> str:
+def _shared(link: links.Link | None, local: int) -> str:
     return "" if link is None or local == 1 else f"; {size(link.bytes_per_second * local)}/s a node"
 
 

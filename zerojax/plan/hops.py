@@ -194,23 +194,21 @@ def hops_table(
         if seconds is not None:
             table.add_column("ms", justify="right")
 
-    def cells(sent: tuple[int, int], took: tuple[float, float]) -> list[str]:
-        if seconds is None:
-            return [size(count) for count in sent]
-        pairs = zip(sent, took, strict=True)
-        return [text for count, time in pairs for text in (size(count), milliseconds(time))]
+    def sent(together: Sequence[HopPlan]) -> Iterator[str]:
+        """What some hops send and take: within the node, and between nodes."""
+        totals = sum(hop.local_bytes for hop in together), sum(hop.node_bytes for hop in together)
+        for link, total in enumerate(totals):
+            yield size(total)
+            if seconds is not None:
+                yield milliseconds(sum(seconds(hop)[link] for hop in together))
 
-    totals = (0.0, 0.0)
     for hop in hops:
-        took = (0.0, 0.0) if seconds is None else seconds(hop)
-        row = cells((hop.local_bytes, hop.node_bytes), took)
-        if hop.usual:
-            totals = (totals[0] + took[0], totals[1] + took[1])
-        else:
-            row = [f"({cell})" for cell in row]
+        row = sent([hop])
+        if not hop.usual:
+            row = (f"({cell})" for cell in row)
         table.add_row(hop.phase, hop.axis, ", ".join(hop.formats), *row)
     table.add_section()
-    table.add_row("total", "", "", *cells(usual_bytes(hops), totals))
+    table.add_row("total", "", "", *sent([hop for hop in hops if hop.usual]))
     if not all(hop.usual for hop in hops):
         table.caption = "(in parentheses: not in every step, and in no total)"
     return table
