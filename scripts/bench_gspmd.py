@@ -26,7 +26,8 @@ def make(
     """Its state, sharded from birth, and its compiled step.
 
     Args:
-        factory: makes a module whose `blocks` is a `zerojax.Stack`, the model's only parameters.
+        factory: makes a module whose `blocks` is a `zerojax.Stack`, the model's only parameters, and whose
+            `rope(length)` is what every block is given besides.
         tx: the optimizer.
         mesh: (node, local).
         remat: what a layer's backward pass computes again.
@@ -35,7 +36,8 @@ def make(
         The state, and (state, batch) -> (state, {"loss", "grad_norm"}), which donates the state.
     """
 
-    graph = nnx.graphdef(nnx.eval_shape(lambda: factory(nnx.Rngs(0)).blocks.block))
+    abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
+    graph = nnx.graphdef(abstract.blocks.block)
     whole = NamedSharding(mesh, PartitionSpec())
 
     def init(seed: jax.Array) -> Any:
@@ -44,14 +46,15 @@ def make(
 
     places = jax.tree.map(lambda x: _spread(x.shape, mesh), jax.eval_shape(init, jnp.uint32(0)))
 
-    def layer(weights: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(graph, jax.lax.with_sharding_constraint(weights, whole))(x)
+    def layer(weights: Any, x: jax.Array, rope: Any) -> jax.Array:
+        return nnx.merge(graph, jax.lax.with_sharding_constraint(weights, whole))(x, rope)
 
     body = rematerialised(layer, remat)
 
     def loss(masters: Any, batch: dict[str, jax.Array]) -> jax.Array:
         weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), masters)
-        out, _ = jax.lax.scan(lambda x, w: (body(w, x), None), batch["x"], weights)
+        rope = abstract.rope(batch["x"].shape[1])
+        out, _ = jax.lax.scan(lambda x, w: (body(w, x, rope), None), batch["x"], weights)
         return jnp.mean(jnp.square(out.astype(jnp.float32) - batch["y"].astype(jnp.float32)))
 
     def step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:

@@ -5,15 +5,18 @@
     scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         scripts/bench_train.py --nodes 2 --local 4 --variants zero3 zero++ delta
 
-The model is a stack of pre-norm GPT blocks without embeddings, fed random bf16 activations: what is
-measured is the blocks and their communication. "gspmd" is JAX's own sharding (scripts/bench_gspmd.py);
-PyTorch's run the same stack (scripts/bench_peers.py). A variant whose loss after the same steps is more
-than 1% from that of the first with as many micro-batches is marked: it computes something else.
+The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
+SwiGLU), fed random bf16 activations: what is measured is the blocks and their communication. "gspmd" is JAX's
+own sharding (scripts/bench_gspmd.py); PyTorch's run the same stack (scripts/bench_peers.py). A variant whose
+loss after the same steps is more than 1% from that of the first with as many micro-batches is marked: it
+computes something else. Two steps after the timed ones are traced: "hidden" is the part of their
+communication that ran beside compute, "exposed" the time of a step in which there was nothing else.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,6 +35,9 @@ import zerojax
 from zerojax.cluster.network import ClusterError, link_bytes
 from zerojax.distributed import joined
 from zerojax.models import Block, GPTConfig
+from zerojax.models.attention import RopeTable, rope_frequencies, rope_table
+from zerojax.profile import measure_overlap, read_events, trace_files
+from zerojax.xla import GPU_OPTIONS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero3": {"preset": "zero3"},
@@ -45,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-x8": {"preset": "delta", "accumulate": 8},
 }
 GSPMD = "gspmd"
+TRACED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,9 @@ class Row:
         sent_per_node: bytes that a node put on its link in a step, headers included; None where the
             nodes are not those of scripts/emulate_cluster.py.
         peak_gib: the most memory that device 0 held.
+        loss: after the timed steps; the gradient's norm likewise.
+        exposed_ms: milliseconds of a step in which device 0 communicates and does nothing else.
+        hidden: the part of device 0's communication that runs beside compute.
     """
 
     variant: str
@@ -72,6 +82,8 @@ class Row:
     loss: float
     grad_norm: float
     compile_seconds: float
+    exposed_ms: float
+    hidden: float
 
 
 class BlockStack(nnx.Module):
@@ -79,11 +91,18 @@ class BlockStack(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         """Draw the weights."""
+        self.config = config
         self.blocks = zerojax.Stack(partial(Block, config), config.layers, rngs=rngs)
+
+    def rope(self, length: int) -> RopeTable | None:
+        """The rotary table of a sequence, where positions are rotary."""
+        if self.config.positions != "rope":
+            return None
+        return rope_table(jnp.arange(length), rope_frequencies(self.config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Activations in, activations out."""
-        return self.blocks(x)
+        return self.blocks(x, self.rope(x.shape[1]))
 
 
 def loss_fn(model: BlockStack, batch: dict[str, jax.Array]) -> jax.Array:
@@ -101,6 +120,8 @@ def main() -> None:
     parser.add_argument("--local", type=int, required=True)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument("--llama", action="store_true", help="blocks of LLaMA's kind")
+    parser.add_argument("--ffn", type=int, help="hidden width of the MLP; by default the family's own")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
@@ -110,8 +131,13 @@ def main() -> None:
     )
     parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--profile", type=Path, help="write traces of three steps here")
+    parser.add_argument("--profile", type=Path, help="keep the traces here")
+    parser.add_argument(
+        "--xla", nargs="+", default=[], metavar="OPTION=VALUE",
+        help="tell the compiler so, in place of what zerojax.xla says",
+    )  # fmt: skip
     options = parser.parse_args()
+    GPU_OPTIONS.update(given.split("=", 1) for given in options.xla)
     with joined():
         rows: list[Row] = []
         for variant in options.variants:
@@ -126,14 +152,7 @@ def main() -> None:
 
 def measure(variant: str, options: argparse.Namespace) -> Row:
     """Compile and time one variant."""
-    config = GPTConfig(
-        vocab_size=256,
-        layers=options.layers,
-        d_model=options.d_model,
-        heads=options.d_model // 128,
-        max_seq_len=options.seq,
-        biases=False,
-    )
+    config = make_config(options)
     state, step, accumulate = prepare(variant, partial(BlockStack, config), options)
     batch = make_batch(options, accumulate)
     begun = time.perf_counter()
@@ -150,16 +169,11 @@ def measure(variant: str, options: argparse.Namespace) -> Row:
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - begun)
     sent = None if sent is None else ((sent_so_far() or 0) - sent) / options.steps
-    if options.profile:
-        with jax.profiler.trace(str(options.profile / variant)):
-            for _ in range(3):
-                state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
+    exposed, hidden = trace(variant, state, step, batch, options.profile)
     tokens = options.seq * options.sequences * accumulate * options.nodes * options.local
     median = statistics.median(seconds)
     stats = jax.local_devices()[0].memory_stats() or {}
-    parameters = options.layers * (12 * options.d_model**2 + 2 * options.d_model)
-    flops = tokens * (6 * parameters + 6 * options.layers * options.d_model * options.seq)
+    flops = tokens * flops_per_token(config)
     peak = options.peak_tflops and options.peak_tflops * 1e12 * options.nodes * options.local
     return Row(
         variant=variant,
@@ -172,7 +186,48 @@ def measure(variant: str, options: argparse.Namespace) -> Row:
         loss=float(metrics["loss"]),
         grad_norm=float(metrics["grad_norm"]),
         compile_seconds=compile_seconds,
+        exposed_ms=exposed,
+        hidden=hidden,
     )
+
+
+def make_config(options: argparse.Namespace) -> GPTConfig:
+    """The blocks that the command line asks for."""
+    family: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu"} if options.llama else {}
+    return GPTConfig(
+        vocab_size=256,
+        layers=options.layers,
+        d_model=options.d_model,
+        heads=options.d_model // 128,
+        ffn=options.ffn,
+        max_seq_len=options.seq,
+        biases=False,
+        **family,
+    )
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Of a forward and a backward pass: 6 a weight, and causal attention's two products."""
+    matrices = 3 if config.mlp == "swiglu" else 2
+    weights = 4 * config.d_model**2 + matrices * config.d_model * config.ffn_width
+    return config.layers * (6 * weights + 6 * config.d_model * config.max_seq_len)
+
+
+def trace(
+    variant: str, state: Any, step: bench_gspmd.Step, batch: Any, keep: Path | None
+) -> tuple[float, float]:
+    """Milliseconds of a step's communication that nothing hides, and the part that is hidden."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Every node writes traces, and those of an emulated cluster share a file system.
+        place = (keep or Path(folder)) / variant / f"process{jax.process_index()}"
+        with jax.profiler.trace(str(place)):
+            for _ in range(TRACED_STEPS):
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+        events = read_events(trace_files(place)[-1])
+    own = [event for event in events if event.device == events[0].device]
+    overlap = measure_overlap(own)
+    return 1e3 * (overlap.total - overlap.hidden) / TRACED_STEPS, overlap.fraction
 
 
 def prepare(
@@ -221,6 +276,7 @@ def line(row: Row) -> str:
     return (
         f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
         f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB"
+        f"  exposed {row.exposed_ms:6.1f} ms  hidden {row.hidden:6.1%}"
         f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
     )
 

@@ -2,8 +2,9 @@
 
 The order of a training step:
 
-1. ``sources``: weights are brought to the level at which units find them: delta's copies get what changed,
-   stages 0 to 2 gather everything, stage 3 does nothing yet.
+1. ``sources``: weights are brought to the level at which units find them: delta's copies get what changed
+   (but those of stacks, which do it layer by layer in 2), stages 0 to 2 gather everything, stage 3 does
+   nothing yet.
 2. ``accumulate``: each micro-batch runs forward and backward; units gather and reduce as they are called.
 3. ``to_owners``: hops that are taken once per step bring gradients to their owners.
 
@@ -11,9 +12,10 @@ Losses are summed with the number of tokens each is the mean of, and divided onc
 result is the mean over all tokens of the world, however they are spread.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,18 @@ Blocks = dict[Path, Num[Array, "..."]]
 TOKENS = "tokens"
 
 
+class Weights(NamedTuple):
+    """What units are given.
+
+    Attributes:
+        sources: per path, at the level of the route; at "primary" where there is a copy.
+        copies: delta's copies ``[.., nodes, shard]`` of the units that bring them up to date themselves.
+    """
+
+    sources: Blocks
+    copies: Blocks
+
+
 def flat_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
     """Stored blocks of this device without their trailing ones: ``[n]``, or ``[layers, n]``."""
     return {
@@ -62,11 +76,16 @@ def first_secondary(program: Program, params: Blocks) -> Blocks:
     return _by_group(program, lambda leaves, _, shards: _flat(gather_exact(shards, leaves)), params)
 
 
-def next_secondary(program: Program, params: Blocks, secondary: Blocks, step: Array) -> Blocks:
-    """Delta's secondary copies, brought up to date by what changed, or resynchronised."""
+def next_secondary(
+    program: Program, params: Blocks, secondary: Blocks, step: Array, later: Sequence[Group] = ()
+) -> Blocks:
+    """Delta's secondary copies, brought up to date by what changed, or resynchronised.
+
+    Those of the groups that do it ``later`` are left as they are.
+    """
 
     def update() -> Blocks:
-        return _by_group(program, _delta, params, secondary)
+        return secondary | _by_group(program, _delta, params, secondary, skip=later)
 
     every = program.zero.delta_resync
     if not every:
@@ -75,81 +94,101 @@ def next_secondary(program: Program, params: Blocks, secondary: Blocks, step: Ar
     return lax.cond(due, lambda: first_secondary(program, params), update)
 
 
-def sources(program: Program, params: Blocks, secondary: Blocks) -> Blocks:
-    """Weights at the level at which units find them."""
+def last_secondary(program: Program, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
+    """Delta's secondary copies after a step, of which units have ``updated`` some.
+
+    A unit that the model did not call, or whose result a transformation of JAX's own swallowed, has not:
+    its copy is brought up to date now.
+    """
+    here = {leaf.path: updated[leaf.path] for leaf in program.leaves if leaf.path in updated}
+    missing = [g for g in program.updating if not all(leaf.path in here for leaf in g.leaves)]
+    done = [group for group in program.groups if group not in missing]
+    late = _by_group(program, _delta, params, secondary, skip=done)
+    flat = {path: copy.reshape(secondary[path].shape) for path, copy in here.items()}
+    return secondary | flat | late
+
+
+def sources(program: Program, params: Blocks, secondary: Blocks, updating: Sequence[Group] = ()) -> Weights:
+    """Weights at the level at which units find them; ``updating`` bring their copies up to date."""
     route = program.route
     if route.source == "primary":
-        return params
+        return Weights(params, {})
     if route.source == "secondary":
-        return {
+        rows = {
             leaf.path: secondary[leaf.path].reshape(
                 *(() if leaf.layers is None else (leaf.layers,)), leaf.world.nodes, leaf.shard
             )
             for leaf in program.leaves
         }
+        later = [leaf.path for group in updating for leaf in group.leaves]
+        found = rows | {path: params[path] for path in later}
+        return Weights(found, {path: rows[path] for path in later})
     if program.zero.stage == 0:
-        return {
+        whole = {
             leaf.path: from_stored(params[leaf.path], leaf).astype(route.weight_dtype(leaf))
             for leaf in program.leaves
         }
+        return Weights(whole, {})
 
-    def whole(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
+    def gather(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
         dtypes = [route.weight_dtype(leaf) for leaf in leaves]
         return gather_local(gather_node(shards, leaves), leaves, dtypes)
 
-    return _by_group(program, whole, params)
+    return Weights(_by_group(program, gather, params), {})
 
 
 def accumulate(
-    program: Program, weights: Blocks, other: Other, batch: Any, seed: Seed
-) -> tuple[Blocks, Other, dict[str, Array]]:
+    program: Program, weights: Weights, other: Other, batch: Any, seed: Seed
+) -> tuple[Blocks, Other, dict[str, Array], Blocks]:
     """Forward and backward over this device's micro-batches.
 
     Args:
         program: what to run.
-        weights: per path, as ``sources`` returns.
+        weights: as ``sources`` returns.
         other: non-parameter state.
         batch: this device's rows.
         seed: of this step.
 
     Returns:
-        Gradient sums at the route's sink level, the state as the passes left it, and the sums over the
-        world of the loss, of ``tokens`` and of what else the loss function measured.
+        Gradient sums at the route's sink level; the state as the passes left it; the sums over the
+        world of the loss, of ``tokens`` and of what else the loss function measured; and the copies that
+        units brought up to date.
     """
     steps = program.zero.accumulate
     sinks = program.by_path(program.route.zero_sink)
 
-    def micro(other: Other, batch: Any, index: Array | int) -> tuple[Blocks, Other, dict[str, Array]]:
+    def micro(other: Other, batch: Any, index: Array | int) -> tuple[Blocks, Other, dict[str, Array], Blocks]:
         own = mix(seed, index)
 
-        def loss(sinks: Blocks) -> tuple[Array, tuple[Other, dict[str, Array]]]:
-            total, sums, other_after = _forward(program, weights, sinks, other, batch, own, train=True)
-            return total, (other_after, sums)
+        def loss(sinks: Blocks) -> tuple[Array, Any]:
+            total, *rest = _forward(program, weights, sinks, other, batch, own, train=True)
+            return total, rest
 
-        (_, (after, sums)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
-        return grads, after, sums
+        (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
+        return grads, after, sums, updated
 
+    updated: Blocks = {}
     if steps == 1:
-        grads, other, sums = micro(other, batch, 0)
+        grads, other, sums, updated = micro(other, batch, 0)
     else:
         batches = jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), batch)
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
             total, other = carry
-            grads, other, sums = micro(other, *xs)
+            grads, other, sums, _ = micro(other, *xs)
             return (jax.tree.map(jnp.add, total, (grads, sums)), other), None
 
         first = jax.tree.map(lambda x: x[0], batches)
-        _, _, shapes = jax.eval_shape(micro, other, first, 0)
+        _, _, shapes, _ = jax.eval_shape(micro, other, first, 0)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
         ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(steps)))
-    return grads, _shared(other), lax.psum(sums, AXES)
+    return grads, _shared(other), lax.psum(sums, AXES), updated
 
 
-def evaluate(program: Program, weights: Blocks, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
+def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
     """Forward only: the sums over the world that ``accumulate`` returns."""
     sinks = program.by_path(program.route.zero_sink)
-    _, sums, _ = _forward(program, weights, sinks, other, batch, seed, train=False)
+    _, sums, _, _ = _forward(program, weights, sinks, other, batch, seed, train=False)
     return lax.psum(sums, AXES)
 
 
@@ -196,8 +235,8 @@ def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
 
 
 def _forward(
-    program: Program, weights: Blocks, sinks: Blocks, other: Other, batch: Any, seed: Seed, *, train: bool
-) -> tuple[Array, dict[str, Array], Other]:
+    program: Program, weights: Weights, sinks: Blocks, other: Other, batch: Any, seed: Seed, *, train: bool
+) -> tuple[Array, dict[str, Array], Other, Blocks]:
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = program.adapter.bind(_place(program, weights, sinks, seed), other, train=train, key=key)
@@ -208,18 +247,23 @@ def _forward(
     sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
     if TOKENS in aux:
         sums[TOKENS] = count
-    return total, jax.tree.map(lax.stop_gradient, sums), bound.other()
+    updated = {path: copy for path, copy in bound.updated().items() if path in weights.copies}
+    return total, jax.tree.map(lax.stop_gradient, sums), bound.other(), updated
 
 
-def _place(program: Program, weights: Blocks, sinks: Blocks, seed: Seed) -> dict[Path, Any]:
+def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> dict[Path, Any]:
     """Every weight as the model gets it: sharded for units, whole for the rest."""
     placed: dict[Path, Any] = {}
     for number, group in enumerate(program.groups):
         own = mix(seed, number)
         if group.layers is not None:
             own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
+        route, copies = program.route, [weights.copies.get(leaf.path) for leaf in group.leaves]
+        if copies[0] is not None:
+            route = dataclasses.replace(route, source="primary")
         sharded = [
-            Sharded(weights[leaf.path], sinks[leaf.path], own, leaf, program.route) for leaf in group.leaves
+            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, route, copy)
+            for leaf, copy in zip(group.leaves, copies, strict=True)
         ]
         values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
         placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
@@ -234,11 +278,17 @@ def _shared(other: Other) -> Other:
 
 
 def _by_group(
-    program: Program, hop: Callable[..., Sequence[Any]], *values: dict[Path, Any], seed: Seed | None = None
+    program: Program,
+    hop: Callable[..., Sequence[Any]],
+    *values: dict[Path, Any],
+    seed: Seed | None = None,
+    skip: Sequence[Group] = (),
 ) -> dict[Path, Any]:
     """Run ``hop(leaves, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(program.groups):
+        if group in skip:
+            continue
         own = mix(jnp.uint32(0) if seed is None else seed, number)
         mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
         out = _over_layers(group, hop, own, mine)

@@ -3,7 +3,7 @@
 One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's
 iterations by itself. In the order of the program:
 
-- forward, layer i: gather layer i + 1 (both hops); run layer i.
+- forward, layer i: gather layer i + 1 (both hops; delta's copy of it is brought up to date); run layer i.
 - the last layer's weights stay for the backward pass, which begins with them.
 - backward, layer i: gather layer i - 1; deliver layer i + 1's gradients (both hops); run layer i's vjp;
   encode its gradients.
@@ -29,7 +29,9 @@ from zerojax.route import Route, Values
 from zerojax.unit import Body, Sharded, take_apart
 
 
-def scan_units(body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any) -> tuple[Any, Any]:
+def scan_units(
+    body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any
+) -> tuple[Any, Any, Values | None]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
     Args:
@@ -40,11 +42,13 @@ def scan_units(body: Body, weights: Sequence[Sharded], x: Any, state: Any, share
         shared: arrays that every layer is given alike.
 
     Returns:
-        The last layer's ``x``, and the new state, stacked.
+        The last layer's ``x``; the new state, stacked; and where the weights have a ``copy``, these copies
+        as the gathers brought them up to date, stacked, else None.
     """
     route, leaves, (sources, sinks, seeds) = take_apart(weights)
+    copies = None if weights[0].copy is None else tuple(weight.copy for weight in weights)
     body = jax.named_scope("layer")(rematerialised(body, route.remat))
-    return _scan(route, leaves, body, sources, sinks, seeds, x, state, shared)
+    return _scan(route, leaves, body, sources, sinks, seeds, copies, x, state, shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -55,44 +59,58 @@ def _scan(
     sources: Values,
     sinks: Values,
     seeds: Seed,
+    copies: Values | None,
     x: Any,
     state: Any,
     shared: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Values | None]:
     del sinks, seeds
 
     def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, None]:
         return *body(whole, x, state, shared), None
 
-    x, states, _, _ = _forward(route, leaves, run, sources, x, state)
-    return x, states
+    x, states, copies, _, _ = _forward(route, leaves, run, sources, copies, x, state)
+    return x, states, copies
 
 
 def _forward(
-    route: Route, leaves: tuple[Leaf, ...], run: Any, sources: Values, x: Any, state: Any
-) -> tuple[Any, Any, Any, Any]:
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    run: Any,
+    sources: Values,
+    copies: Values | None,
+    x: Any,
+    state: Any,
+) -> tuple[Any, Any, Values | None, Any, Any]:
     """Every layer in order, each gathered while the one before it runs.
 
-    Returns the activations, the stacked state, and what the backward pass needs: of all layers but the
-    last, stacked, and of the last.
+    Returns the activations, the stacked state, the copies, and what the backward pass needs: of all layers
+    but the last, stacked, and of the last.
     """
     last = sources[0].shape[0] - 1
-    kept = route.to_kept(_at(sources, 0), leaves)
+
+    def start(copies: Values | None, index: Any) -> tuple[Values | None, Values]:
+        if copies is None:
+            return None, route.to_kept(_at(sources, index), leaves)
+        fresh = route.to_updated(_at(sources, index), _at(copies, index), leaves)
+        return _put(copies, fresh, index), fresh
 
     def layer(carry: Any, index: Array) -> tuple[Any, Any]:
-        x, kept, whole = carry
-        ahead = route.to_kept(_at(sources, index + 1), leaves)
+        x, copies, kept, whole = carry
+        copies, ahead = start(copies, index + 1)
         next_whole = route.to_whole(ahead, leaves)
         x, after, residual = run(whole, x, _at(state, index))
-        return (x, ahead, next_whole), (after, residual, None if route.source == route.keep else kept)
+        stack = copies is None and route.source != route.keep
+        return (x, copies, ahead, next_whole), (after, residual, kept if stack else None)
 
-    carry, (states, residuals, copies) = lax.scan(
-        layer, (x, kept, route.to_whole(kept, leaves)), jnp.arange(last)
+    copies, kept = start(copies, 0)
+    carry, (states, residuals, stacked) = lax.scan(
+        layer, (x, copies, kept, route.to_whole(kept, leaves)), jnp.arange(last)
     )
-    x, kept, whole = carry
+    x, copies, kept, whole = carry
     x, after, residual = run(whole, x, _at(state, last))
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    return x, states, (residuals, copies), (residual, whole)
+    return x, states, copies, (residuals, stacked if copies is None else copies), (residual, whole)
 
 
 def _scan_fwd(
@@ -102,10 +120,11 @@ def _scan_fwd(
     sources: Values,
     sinks: Values,
     seeds: Seed,
+    copies: Values | None,
     x: Any,
     state: Any,
     shared: Any,
-) -> tuple[tuple[Any, Any], Any]:
+) -> tuple[tuple[Any, Any, Values | None], Any]:
     del sinks
 
     def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, Any]:
@@ -115,8 +134,8 @@ def _scan_fwd(
         _, own_x, own_state, _ = vjp.args_res
         return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
 
-    x, states, most, last = _forward(route, leaves, run, sources, x, state)
-    return (x, states), (sources, seeds, shared, most, last)
+    x, states, copies, most, last = _forward(route, leaves, run, sources, copies, x, state)
+    return (x, states, copies), (sources, seeds, shared, most, last)
 
 
 def _scan_bwd(
@@ -124,7 +143,7 @@ def _scan_bwd(
 ) -> tuple[Any, ...]:
     del body
     sources, seeds, shared, (stacked, copies), (last_residual, last_whole) = residuals
-    cotangent, state_cotangents = cotangents
+    cotangent, state_cotangents, _ = cotangents
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
     # No gradient flows through the state; its cotangents only say which shapes zeros must have.
@@ -148,7 +167,7 @@ def _scan_bwd(
         return route.deliver(payload, leaves, seeds[index])
 
     def finish(sums: Values, of_shared: Any, cotangent: Any) -> tuple[Any, ...]:
-        return None, sums, None, cotangent, None, _with_float0(of_shared, shared)
+        return None, sums, None, None, cotangent, None, _with_float0(of_shared, shared)
 
     # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
     sums = tuple(route.zero_sink(leaf) for leaf in leaves)

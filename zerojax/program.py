@@ -85,6 +85,18 @@ class Program:
         return (leaf.padded,) if leaf.layers is None else (leaf.layers, leaf.padded)
 
     @property
+    def updating(self) -> tuple[Group, ...]:
+        """Groups whose units bring delta's copies up to date on their way, beside the forward pass.
+
+        With several micro-batches a step, or copies sent whole from time to time, none does: it is done
+        before the first forward pass.
+        """
+        zero = self.zero
+        if not zero.weights_delta or zero.accumulate > 1 or zero.delta_resync or self.world.nodes == 1:
+            return ()
+        return tuple(group for group in self.groups if group.unit in self.adapter.updating)
+
+    @property
     def batch_spec(self) -> PartitionSpec:
         """How a batch is sharded: its leading axis over all devices."""
         return PartitionSpec(AXES)

@@ -12,7 +12,8 @@ stage 3, hpZ          primary   secondary primary
 stage 3, delta        secondary secondary primary
 ===================== ========= ========= =========
 
-and where the node hop is taken once per step, the sink is the secondary partition.
+and where the node hop is taken once per step, the sink is the secondary partition. A stack whose layers bring
+delta's copies up to date as they are gathered (``Sharded.copy``) finds its weights at "primary" that once.
 """
 
 import dataclasses
@@ -23,7 +24,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from zerojax.codec import Seed
-from zerojax.collectives import Way, deliver_gradients, encode_gradients, gather_local, gather_node
+from zerojax.collectives import (
+    Way,
+    deliver_gradients,
+    encode_gradients,
+    gather_delta,
+    gather_local,
+    gather_node,
+)
 from zerojax.layout import Leaf
 from zerojax.zero import Remat, ZeroConfig
 
@@ -84,6 +92,10 @@ class Route:
         if (self.source, self.keep) == ("primary", "secondary"):
             return tuple(gather_node(values, leaves))
         return values
+
+    def to_updated(self, values: Values, copies: Values, leaves: Sequence[Leaf]) -> Values:
+        """From primary shards and delta's copies so far to these copies as they are now."""
+        return tuple(gather_delta(values, copies, leaves))
 
     def to_whole(self, kept: Values, leaves: Sequence[Leaf]) -> Values:
         """From the kept level to whole leaves of natural shape."""

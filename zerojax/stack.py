@@ -1,10 +1,12 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from zerojax.errors import ZeroError
@@ -68,7 +70,10 @@ class Stack(nnx.Module):
                 values = [(path, var.replace(w)) for (path, var), w in zip(empty, whole, strict=True)]
                 return _run(nnx.merge(graph, nnx.from_flat_state(values), state), x, args, kwargs)
 
-            x, state = scan_units(body, weights, x, state, arrays)
+            x, state, copies = scan_units(body, weights, x, state, arrays)
+            if copies is not None:
+                fresh = [weight.updated(copy) for weight, copy in zip(weights, copies, strict=True)]
+                self._keep([(path, var.replace(w)) for (path, var), w in zip(empty, fresh, strict=True)])
         else:
 
             def layer(x: Array, values: Any) -> tuple[Array, Any]:
@@ -77,6 +82,13 @@ class Stack(nnx.Module):
             x, state = jax.lax.scan(layer, x, (params, state))
         nnx.update(self.block, state)
         return x
+
+    def _keep(self, weights: list[tuple[Any, nnx.Variable]]) -> None:
+        """Let the next call find what this one brought up to date."""
+        # From within a transformation of JAX's own (jax.checkpoint, jax.lax.cond) nothing can be kept: the
+        # next call, or the step itself, will bring the same about again.
+        with contextlib.suppress(TraceContextError):
+            nnx.update(self.block, nnx.from_flat_state(weights))
 
 
 def _run(block: Any, x: Array, args: Any, kwargs: Any) -> tuple[Array, Any]:

@@ -184,9 +184,11 @@ def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, An
         seed = mix(seed, step)
         blocks = flat_blocks(params, leaves)
         if secondary:
-            secondary = device_step.next_secondary(program, blocks, secondary, step)
-        weights = device_step.sources(program, blocks, secondary)
-        grads, other, sums = device_step.accumulate(program, weights, other, batch, seed)
+            secondary = device_step.next_secondary(program, blocks, secondary, step, later=program.updating)
+        weights = device_step.sources(program, blocks, secondary, program.updating)
+        grads, other, sums, updated = device_step.accumulate(program, weights, other, batch, seed)
+        if secondary:
+            secondary = device_step.last_secondary(program, blocks, secondary, updated)
         flat = flat_blocks(residual, leaves) if residual else {}
         grads, kept = device_step.to_owners(program, grads, flat, seed)
         metrics, count = means(sums)

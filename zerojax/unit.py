@@ -27,7 +27,7 @@ Body = Callable[..., Any]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["source", "sink", "seed"],
+    data_fields=["source", "sink", "seed", "copy"],
     meta_fields=["leaf", "route"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Sharded:
         seed: salts stochastic rounding; of every layer, where the leaf is stacked.
         leaf: its layout.
         route: how it travels.
+        copy: delta's secondary copy, where the unit brings it up to date itself: ``updated`` is what the
+            weight is from then on.
     """
 
     source: Num[Array, "..."]
@@ -47,6 +49,12 @@ class Sharded:
     seed: Seed
     leaf: Leaf
     route: Route
+    copy: Num[Array, "..."] | None = None
+
+    def updated(self, copy: Num[Array, "..."]) -> "Sharded":
+        """The same weight, from now on found in its secondary copy."""
+        route = dataclasses.replace(self.route, source="secondary")
+        return dataclasses.replace(self, source=copy, copy=None, route=route)
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call: there is no whole weight to give."""

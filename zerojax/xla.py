@@ -16,6 +16,8 @@ GPU_OPTIONS: dict[str, Any] = {
     # The pipeline carries one layer's weights from iteration to iteration. Two buffers that take turns
     # save a copy of each layer, forward and backward.
     "xla_gpu_enable_while_loop_double_buffering": True,
+    # What a loop stacks, layer by layer, starts as memory that nobody has written, for every slot will be.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     # One collective per unit and hop, in buffers of their own: fewer launches, and nothing is joined.
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
 }

@@ -21,12 +21,11 @@ from pallas_kernels.cuda.dequantize import load_row_codes, load_scales, values_o
 from pallas_kernels.cuda.lanes import load_lanes, store_codes, store_lanes
 from pallas_kernels.cuda.quantize import (
     block_scales,
-    e4m3_pair,
-    minifloat,
-    pack,
+    fp6_words,
+    fp8_words,
+    integer_words,
     random_words,
     rotate,
-    round_codes,
 )
 
 
@@ -57,51 +56,23 @@ def store_encoded(
     K: tl.constexpr = len(lanes)
     T: tl.constexpr = live.shape[0]
     ALIGNED: tl.constexpr = PITCH % 4 == 0
-    HALF: tl.constexpr = 128 if FMT == "int8" else (8 if FMT == "int4" else 2)
     scale, inverse = block_scales(lanes, unit, W, QMAX, STOCHASTIC, ROTATE)
-    dead = inverse == 0.0
     start = out_ptr + row.to(tl.int64) * PITCH
     first = block * W
     random = lanes
     if STOCHASTIC:
         random = random_words(seed_ptr, pair, K // 2)
-    if FMT == "fp8" and not STOCHASTIC:
-        words = ()
-        for i in tl.static_range(0, K // 4):
-            low = e4m3_pair(lanes[4 * i] * inverse, lanes[4 * i + 1] * inverse)
-            high = e4m3_pair(lanes[4 * i + 2] * inverse, lanes[4 * i + 3] * inverse)
-            words = words + (tl.where(dead, 0, low.to(tl.uint32) | high.to(tl.uint32) << 16),)
+    if FMT == "fp6":
+        low, high = fp6_words(lanes, inverse, random, STOCHASTIC)
+        store_codes(start, first, low, live, K // 2, ALIGNED, MASKED)
+        store_codes(start + CODES // 3 * 2, first, high, live, K // 4, ALIGNED, MASKED)
+    elif FMT == "fp8":
+        words = fp8_words(lanes, inverse, random, STOCHASTIC)
         store_codes(start, first, words, live, K, ALIGNED, MASKED)
     else:
-        if STOCHASTIC and FMT != "fp8" and FMT != "fp6":
-            inverse *= 32768.0
-        codes = ()
-        for k in tl.static_range(0, K):
-            y = lanes[k] * inverse
-            if FMT == "fp8":
-                code = minifloat(y, random[k // 2], k % 2 == 1, 3, 7, 8, STOCHASTIC)
-            elif FMT == "fp6":
-                code = minifloat(y, random[k // 2], k % 2 == 1, 2, 3, 6, STOCHASTIC)
-            else:
-                code = round_codes(y, random[k // 2], k % 2 == 1, HALF, STOCHASTIC)
-            codes = codes + (code,)
-        if FMT == "fp6":
-            low = ()
-            high = ()
-            for k in tl.static_range(0, K):
-                low = low + (codes[k] & 15,)
-                high = high + (codes[k] >> 4,)
-            store_codes(start, first, pack(low, 4, 0, dead), live, K // 2, ALIGNED, MASKED)
-            crumbs = start + CODES // 3 * 2
-            store_codes(crumbs, first, pack(high, 2, 0, dead), live, K // 4, ALIGNED, MASKED)
-        else:
-            BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
-            SIGNS: tl.constexpr = (
-                0
-                if FMT == "fp8"
-                else (0x80808080 if BITS == 8 else (0x88888888 if BITS == 4 else 0xAAAAAAAA))
-            )
-            store_codes(start, first, pack(codes, BITS, SIGNS, dead), live, K * BITS // 8, ALIGNED, MASKED)
+        BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
+        words = integer_words(lanes, inverse, random, BITS, STOCHASTIC, unit is not None)
+        store_codes(start, first, words, live, K * BITS // 8, ALIGNED, MASKED)
     t = tl.arange(0, T)
     scales = (start + CODES).to(tl.pointer_type(tl.uint16), bitcast=True) + block
     tl.store(scales + t // W, scale, mask=live & (t % W == 0))

@@ -1,8 +1,8 @@
 """From numbers to codes: scales, dither, rounding, packing; the Triton side of `reference.encode`.
 
-A code is read out of the mantissa of y + 1.5 * 2**23: conversion instructions run at an eighth of
-the rate of an addition. Codes are packed by adding them up, shifted, which needs no masks since
-each was made positive first.
+Conversion instructions to integers run at an eighth of the rate of an addition, so codes are read out
+of the mantissas of sums. Half of what is left would be packing: codes are therefore put in pairs, the
+halves of a word, by one instruction for two of them, and pairs are what is shifted and added up.
 """
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
@@ -21,7 +21,8 @@ ONE_BF16 = tl.constexpr(0x3F80)
 STOCHASTIC_MARGIN = tl.constexpr(8)
 ROTATION_NORM = tl.constexpr(32.0**-0.5)
 MAGIC = tl.constexpr(12582912.0)
-MAGIC_BITS = tl.constexpr(0x4B400000)
+DITHER_ULP = tl.constexpr(2.0**-134)
+"""What makes a subnormal number, in units of 2**-149, of y in units of 2**-15."""
 
 
 @triton.jit
@@ -52,10 +53,12 @@ def block_scales(
     The numbers are lanes * unit, unit a power of two for each block, or None: a factor of the inverse.
     """
     T: tl.constexpr = lanes[0].shape[0]
-    top = tl.abs(lanes[0])
-    for k in tl.static_range(1, len(lanes)):
-        top = tl.maximum(top, tl.abs(lanes[k]), propagate_nan=tl.PropagateNan.ALL)
-    top = (top.to(tl.int32, bitcast=True) & 0x7FFFFFFF).reshape(T // W, W)
+    top = tl.zeros([T], tl.int32)
+    for k in tl.static_range(0, len(lanes), 2):
+        # Two magnitudes as floats, which costs no abs; then as integers, which Hopper takes by threes.
+        pair = tl.maximum(tl.abs(lanes[k]), tl.abs(lanes[k + 1]), propagate_nan=tl.PropagateNan.ALL)
+        top = tl.maximum(top, pair.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    top = top.reshape(T // W, W)
     top = tl.broadcast_to(tl.max(top, axis=1)[:, None], (T // W, W)).reshape(T)
     NORM: tl.constexpr = ROTATION_NORM if ROTATE else 1.0
     top = top.to(tl.float32, bitcast=True)
@@ -93,75 +96,244 @@ def _mix(x):
 
 @triton.jit
 def random_words(seed_ptr, pair, COUNT: tl.constexpr):
-    """COUNT tensors of 32 random bits, for the pairs of elements from pair[T] on."""
+    """COUNT tensors x, for the pairs of elements from pair[T] on: their hash is x ^ (x >> 16)."""
     first = _mix(tl.load(seed_ptr))
     second = _mix(first + 0x9E3779B9)
+    # key ^ (key >> 16) is second: XORed in before the last step of the hash, it spares one after it.
+    key = second ^ (second >> 16)
     start = pair * 0x9E3779B9 + first
     words = ()
     for i in tl.static_range(0, COUNT):
         x = start + (i * 0x9E3779B9) % (1 << 32)
-        x = (x ^ (x >> 17)) * 0x846CA68B
-        words = words + (x ^ (x >> 16) ^ second,)
+        words = words + ((x ^ (x >> 17)) * 0x846CA68B ^ key,)
     return words
 
 
 @triton.jit
-def round_codes(y, random, ODD: tl.constexpr, BIAS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """BIAS + rint(y); if STOCHASTIC, plus a neighbour of y / 2**15 drawn with a half of `random`; int32."""
-    if STOCHASTIC:
-        if ODD:
-            dither = random >> 17
-        else:
-            dither = random & 0x7FFF
-        fixed = (y + MAGIC).to(tl.int32, bitcast=True)
-        return (fixed + dither.to(tl.int32, bitcast=True) + ((BIAS << 15) - MAGIC_BITS)) >> 15
+def _dither(x, ODD: tl.constexpr):
+    """Twice the 15 random bits of an element, in a word; where ODD, the lowest bit is noise."""
+    if ODD:
+        # The hash's high half is x's own.
+        return (x >> 16).to(tl.int32, bitcast=True)
     else:
-        return (y + MAGIC).to(tl.int32, bitcast=True) + (BIAS - MAGIC_BITS)
+        return (((x ^ (x >> 16)) & 0x7FFF) << 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def minifloat(
-    y,
-    random,
-    ODD: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    BITS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+def _draw(y, random, ODD: tl.constexpr, BIAS: tl.constexpr):
+    """BIAS + a neighbour of y drawn with a half of `random`, in the high half of int32."""
+    ulp = tl.full(y.shape, DITHER_ULP, tl.float32)
+    fixed = tl.fma(y, ulp, tl.full(y.shape, BIAS * DITHER_ULP, tl.float32)).to(tl.int32, bitcast=True)
+    return fixed + fixed + _dither(random, ODD)
+
+
+@triton.jit
+def _round(y, BIAS: tl.constexpr):
+    """BIAS + rint(y), in the low half of int32."""
+    return (y + (MAGIC + BIAS)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _minifloat(
+    y, random, ODD: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
-    """sign | exponent | mantissa, int32."""
-    bits = y.to(tl.int32, bitcast=True)
-    SMALLEST: tl.constexpr = 128 - BIAS
-    exponent = tl.maximum((bits & 0x7FFFFFFF) >> 23, SMALLEST)
-    FRACTION: tl.constexpr = 15 if STOCHASTIC else 0
-    power = ((254 + MANTISSA + FRACTION - exponent) << 23).to(tl.float32, bitcast=True)
-    steps = round_codes(tl.abs(y) * power, random, ODD, 0, STOCHASTIC)
-    return (((exponent - SMALLEST) << MANTISSA) + steps) | ((bits >> 31) & 1) << (BITS - 1)
+    """exponent | mantissa of y, in the low half of int32, or in the high if STOCHASTIC; above it is noise.
+
+    A power of two so much larger than |y| is added that the sum's mantissa ends in the significand,
+    rounded; then that power's exponent, at the place of the code's. SMALLEST is fp32's exponent for
+    the smallest normal code, 2 to the power of which y was multiplied with.
+    """
+    KEPT: tl.constexpr = MANTISSA + (15 if STOCHASTIC else 0)
+    exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.maximum(exponent + ((23 - KEPT) << 23), (SMALLEST + 23 - KEPT) << 23)
+    fixed = (tl.abs(y) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        return fixed + fixed + ((power >> (22 - KEPT)) + _dither(random, ODD))
+    else:
+        return fixed + (power >> (23 - KEPT))
 
 
 @triton.jit
-def _sum_shifted(codes, START: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """COUNT codes, from START on, side by side in one int32."""
-    word = codes[START]
-    for k in tl.static_range(1, COUNT):
-        word += codes[START + k] << (k * BITS)
-    return word
+def select_bytes(a, b, SELECTOR: tl.constexpr):
+    """Four of the bytes of a (0 to 3) and b (4 to 7), uint32; a selector's digits name them, the low first."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True), SELECTOR],
+        tl.uint32,
+        True,
+        1,
+    )
 
 
 @triton.jit
-def pack(codes, BITS: tl.constexpr, SIGNS: tl.constexpr, dead):
-    """uint32 words of positive int32 codes, XORed with SIGNS; zero where dead."""
-    PER: tl.constexpr = min(32 // BITS, len(codes))
+def pair_up(codes, DISTANCE: tl.constexpr, HIGH: tl.constexpr):
+    """Lanes k and k + DISTANCE of every 2 * DISTANCE lanes as the halves of a word; of each its high half or low."""
+    pairs = ()
+    for k in tl.static_range(0, len(codes)):
+        if k // DISTANCE % 2 == 0:
+            pairs = pairs + (select_bytes(codes[k], codes[k + DISTANCE], 0x7632 if HIGH else 0x5410),)
+    return pairs
+
+
+@triton.jit
+def pack(pairs, BITS: tl.constexpr):
+    """uint32 words, each of 16 / BITS successive pairs: its halves hold their low halves and their high ones."""
+    PER: tl.constexpr = 16 // BITS
     words = ()
-    for i in tl.static_range(0, len(codes) // PER):
-        word = _sum_shifted(codes, i * PER, PER, BITS).to(tl.uint32, bitcast=True) ^ SIGNS
-        words = words + (tl.where(dead, 0, word),)
+    for i in tl.static_range(0, len(pairs) // PER):
+        word = pairs[i * PER]
+        for j in tl.static_range(1, PER):
+            word += pairs[i * PER + j] << (j * BITS)
+        words = words + (word,)
     return words
 
 
 @triton.jit
-def e4m3_pair(a, b):
+def _e4m3_pair(a, b):
     """The e4m3 bytes of two fp32 tensors, a's low, in a uint16."""
     return tl.inline_asm_elementwise(
         "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [a, b], tl.uint16, True, 1
     )
+
+
+@triton.jit
+def _keep_live(words, inverse, SIGNS: tl.constexpr):
+    """Words XORed with SIGNS; zero where the block is dead."""
+    alive = tl.where(inverse == 0.0, 0, 0xFFFFFFFF).to(tl.uint32)
+    kept = ()
+    for i in tl.static_range(0, len(words)):
+        kept = kept + ((words[i] ^ SIGNS) & alive,)
+    return kept
+
+
+@triton.jit
+def _fma_halves(a, FACTOR: tl.constexpr, c):
+    """a * FACTOR + c in both halves of a word of fp16; FACTOR is a power of two."""
+    ONE: tl.constexpr = 0x3C003C00
+    STEP: tl.constexpr = 0x04000400
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a, ONE + STEP * (FACTOR.bit_length() - 1), c],
+        tl.uint32,
+        True,
+        1,
+    )
+
+
+@triton.jit
+def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
+    """Pairs of bytes, each of the codes of 8 / BITS lanes: pair_up and the first half of pack in one.
+
+    The conversion to fp16 rounds to units of 2**-24, its subnormals' last place. Their bits are an
+    integer, or integers side by side, and with up to 11 bits fp16's sums of them are exact.
+    """
+    COUNT: tl.constexpr = 8 // BITS
+    DISTANCE: tl.constexpr = 16 // BITS
+    BIAS: tl.constexpr = (1 << (BITS - 1)) * (255 // ((1 << BITS) - 1)) * 0x10001
+    small = inverse * 2.0**-24
+    pairs = ()
+    for k in tl.static_range(0, len(lanes)):
+        if k // DISTANCE % 2 == 0:
+            pair = tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;",
+                "=r,r,r",
+                [lanes[k] * small, lanes[k + DISTANCE] * small],
+                tl.uint32,
+                True,
+                1,
+            )
+            pairs = pairs + (pair,)
+    result = ()
+    for i in tl.static_range(0, len(pairs) // COUNT):
+        total = pairs[i * COUNT + COUNT - 1]
+        for j in tl.static_range(1, COUNT - 1):
+            total = _fma_halves(total, 1 << BITS, pairs[i * COUNT + COUNT - 1 - j])
+        if COUNT == 1:
+            total = _fma_halves(total, 1, BIAS)
+        else:
+            total = _fma_halves(pairs[i * COUNT], 1, _fma_halves(total, 1 << BITS, BIAS))
+        result = result + (total,)
+    return result
+
+
+@triton.jit
+def integer_words(
+    lanes, inverse, random, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, NORMAL: tl.constexpr
+):
+    """The words of the lanes' codes; NORMAL says that `inverse` is far from the subnormals."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    if NORMAL and not STOCHASTIC:
+        words = pack(_rounded_bytes(lanes, inverse, BITS), 8)
+    else:
+        codes = ()
+        for k in tl.static_range(0, len(lanes)):
+            y = lanes[k] * inverse
+            if STOCHASTIC:
+                codes = codes + (_draw(y, random[k // 2], k % 2 == 1, HALF),)
+            else:
+                codes = codes + (_round(y, HALF),)
+        words = pack(pair_up(codes, 16 // BITS, STOCHASTIC), BITS)
+    return _keep_live(words, inverse, HALF * (0xFFFFFFFF // ((1 << BITS) - 1)))
+
+
+@triton.jit
+def _minifloat_pairs(
+    lanes,
+    inverse,
+    random,
+    DISTANCE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Pairs of magnitudes, with noise above them, and pairs of halves whose highest bit is the sign."""
+    # The exponent that _minifloat adds is too large by a constant; scaling the numbers makes the constant
+    # a multiple of 16, and so it vanishes from the three or four bits of a code's exponent.
+    SHIFT: tl.constexpr = (BIAS + MANTISSA + (15 if STOCHASTIC else 0) - 151) % 16
+    inverse *= 1.0 * (1 << SHIFT)
+    codes = ()
+    numbers = ()
+    for k in tl.static_range(0, len(lanes)):
+        y = lanes[k] * inverse
+        code = _minifloat(y, random[k // 2], k % 2 == 1, MANTISSA, 128 - BIAS + SHIFT, STOCHASTIC)
+        codes = codes + (code,)
+        numbers = numbers + (y,)
+    return pair_up(codes, DISTANCE, STOCHASTIC), pair_up(numbers, DISTANCE, True)
+
+
+@triton.jit
+def fp8_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
+    """The words of the lanes' e4m3 codes."""
+    words = ()
+    if STOCHASTIC:
+        codes, signs = _minifloat_pairs(lanes, inverse, random, 2, 3, 7, True)
+        for i in tl.static_range(0, len(lanes) // 4):
+            word = select_bytes(codes[2 * i], codes[2 * i + 1], 0x6240)
+            sign = select_bytes(signs[2 * i], signs[2 * i + 1], 0x7351)
+            words = words + ((word & 0x7F7F7F7F) | (sign & 0x80808080),)
+    else:
+        for i in tl.static_range(0, len(lanes) // 4):
+            low = _e4m3_pair(lanes[4 * i] * inverse, lanes[4 * i + 1] * inverse)
+            high = _e4m3_pair(lanes[4 * i + 2] * inverse, lanes[4 * i + 3] * inverse)
+            words = words + (low.to(tl.uint32) | high.to(tl.uint32) << 16,)
+    return _keep_live(words, inverse, 0)
+
+
+@triton.jit
+def fp6_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
+    """The words of the lanes' e3m2 codes: of the plane of their low four bits, and of the high two."""
+    codes, signs = _minifloat_pairs(lanes, inverse, random, 8, 2, 3, STOCHASTIC)
+    low = ()
+    high = ()
+    for i in tl.static_range(0, len(codes)):
+        low = low + (codes[i] & 0x000F000F,)
+        high = high + (((codes[i] >> 4) & 0x00010001) | ((signs[i] >> 14) & 0x00020002),)
+    # Words of four pairs hold lanes 0 to 3 and 8 to 11 of sixteen, or 4 to 7 and 12 to 15.
+    crossed = pack(low, 4)
+    nibbles = ()
+    for i in tl.static_range(0, len(crossed), 2):
+        first = select_bytes(crossed[i], crossed[i + 1], 0x5410)
+        nibbles = nibbles + (first, select_bytes(crossed[i], crossed[i + 1], 0x7632))
+    return _keep_live(nibbles, inverse, 0), _keep_live(pack(high, 2), inverse, 0)

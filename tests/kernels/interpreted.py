@@ -40,6 +40,28 @@ def _from_e4m3(pair):
     )
 
 
+def _bytes(a, b, selector):
+    """Bytes of a (0 to 3) and b (4 to 7), named by the selector's digits."""
+    return sum(((a, b)[c >> 2] >> (c & 3) * 8 & 255) << 8 * i for i, c in enumerate(_digits(selector)))
+
+
+def _digits(selector):
+    return [int(selector) >> 4 * i & 7 for i in range(4)]
+
+
+def _half_pair(a, b):
+    low, high = (v.astype(np.float16).view(np.uint16).astype(np.uint32) for v in (a, b))
+    return low | high << 16
+
+
+def _fma_halves(*operands):
+    def values(shift):
+        halves = (np.asarray(x, np.uint32) >> shift & 0xFFFF for x in operands)
+        return [half.astype(np.uint16).view(np.float16).astype(np.float64) for half in halves]
+
+    return _half_pair(*(a * b + c for a, b, c in (values(0), values(16))))
+
+
 INSTRUCTIONS = {
     "add.ftz.f32": lambda a, b: _flush(_flush(a) + _flush(b)),
     "sub.ftz.f32": lambda a, b: _flush(_flush(a) - _flush(b)),
@@ -48,6 +70,9 @@ INSTRUCTIONS = {
     "cvt.rn.bf16x2.f32": _bf16_pair,
     "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: _e4m3(a).astype(np.uint16) | _e4m3(b).astype(np.uint16) << 8,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
+    "cvt.rn.f16x2.f32": _half_pair,
+    "fma.rn.f16x2": _fma_halves,
+    "prmt.b32": _bytes,
 }
 
 

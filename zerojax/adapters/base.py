@@ -56,6 +56,10 @@ class Bound(Protocol):
         """The non-parameter state as the pass left it."""
         ...
 
+    def updated(self) -> dict[Path, Num[Array, "..."]]:
+        """Delta's copies that the pass brought up to date, by path."""
+        ...
+
 
 class Adapter(Protocol):
     """A model, seen from outside."""
@@ -63,6 +67,11 @@ class Adapter(Protocol):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Every floating-point parameter once, in the model's order."""
+        ...
+
+    @property
+    def updating(self) -> frozenset[str]:
+        """Names of the units that bring delta's copies up to date when called (``Sharded.copy``)."""
         ...
 
     @property

@@ -53,6 +53,10 @@ class BoundLinen:
         """The state as the calls so far left it."""
         return _other(self.variables)
 
+    def updated(self) -> dict[Path, Num[Array, "..."]]:
+        """See ``Bound.updated``."""
+        return {}
+
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         if context.method_name == "__call__" and isinstance(module, self.units):
@@ -111,6 +115,11 @@ class LinenAdapter:
             if not any(cls in kinds for _, kinds in layers_of.values()):
                 raise ZeroError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
         self.parameters = tuple(_parameter(path, weight, layers_of) for path, weight in weights.items())
+
+    @property
+    def updating(self) -> frozenset[str]:
+        """See ``Adapter.updating``: none, for a module has nowhere to keep what it made of its weights."""
+        return frozenset()
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
         """See ``Adapter.init``."""

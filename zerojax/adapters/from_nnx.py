@@ -36,6 +36,15 @@ class BoundNNX:
         """The state as the pass left it, but with the random keys it began with."""
         return {**_named(nnx.state(self.model, STATE)), **self.keys}
 
+    def updated(self) -> dict[Path, Num[Array, "..."]]:
+        """See ``Bound.updated``."""
+        found = ((_key(path), var.get_raw_value()) for path, var in nnx.to_flat_state(nnx.state(self.model)))
+        return {
+            path: weight.source
+            for path, weight in found
+            if isinstance(weight, Sharded) and weight.route.source == "secondary"
+        }
+
 
 class NNXAdapter:
     """See ``Adapter``."""
@@ -65,6 +74,7 @@ class NNXAdapter:
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ZeroError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
+        self.updating = frozenset(name for name, _, layers in found.values() if layers is not None)
         for _, module, _ in found.values():
             module.__class__ = _gathering_class(type(module))
         self._graph, params, other = nnx.split(abstract, _is_weight, ...)

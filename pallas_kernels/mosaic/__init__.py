@@ -1,0 +1,1 @@
+"""Pallas kernels for Hopper and newer, through Pallas' Mosaic GPU backend. They need jax alone."""

@@ -1,0 +1,242 @@
+"""The reference's functions, computed by the Pallas kernels: same names, same arguments.
+
+What the kernels take: bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
+at least four blocks (and sums of at most 32 peers). `pallas_kernels.reference` does the rest.
+"""
+
+from functools import partial
+from math import gcd
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import reference
+from pallas_kernels.formats import BITS
+from pallas_kernels.mosaic import kernels
+from pallas_kernels.mosaic.kernels import Rows
+from pallas_kernels.mosaic.tiles import Tile, choose_tile
+
+_FLOATS = (jnp.float32, jnp.bfloat16)
+_LIMIT = 2**31
+"""Bytes or codes of an array that 32-bit offsets reach."""
+_MOST_PEERS = 32
+"""Rows that are added up in unrolled code."""
+ENCODE_ELEMENTS = 32
+"""Elements that a thread encodes."""
+DECODE_ELEMENTS = 32
+"""Elements that a thread decodes."""
+SUM_ELEMENTS = 32
+"""Elements that a thread adds up."""
+
+
+def _has_kernel(array, *, fmts, dtypes=(), rounding="nearest", rotation=0) -> bool:
+    """Whether kernels take these formats, dtypes and options, and the array they read."""
+    fits = all(fmt in kernels.CODES for fmt in fmts) and all(dtype in _FLOATS for dtype in dtypes)
+    return fits and rounding == "nearest" and not rotation and 2 * array.size < _LIMIT
+
+
+def _vector(rows: Rows, most: int, count: int) -> int:
+    """Elements, `most` or fewer, that one access may move in `count` rows of codes.
+
+    An access must be aligned to its size, and rows begin where the one before ends.
+    """
+    bits = BITS[rows.fmt]
+    size = most * bits // 8
+    return most if count == 1 else max(gcd(rows.nbytes, size), 1) * 8 // bits
+
+
+def _view(payload: jax.Array, dtype) -> jax.Array:
+    """uint8[rows, n] as dtype[rows, n * 8 / bits]; no bytes move."""
+    bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+    if bits > 8:
+        payload = payload.reshape(payload.shape[0], -1, bits // 8)
+    return lax.bitcast_convert_type(payload, dtype).reshape(payload.shape[0], -1)
+
+
+def _as_bytes(words: jax.Array) -> jax.Array:
+    """Rows of integers of 4 to 16 bits as uint8 rows; no bytes move."""
+    if words.dtype == jnp.int4:
+        words = words.reshape(words.shape[0], -1, 2)
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
+
+
+def _launch(body, out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile, *arrays) -> jax.Array:
+    """Run `body` once for every tile of `rows` rows of `blocks` blocks."""
+    call = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(rows * -(-blocks // tile.blocks),),
+        grid_names=(kernels.TILE_AXIS,),
+        compiler_params=plgpu.CompilerParams(
+            # No thread reads what another one writes.
+            unsafe_no_auto_barriers=True,
+            # Layouts are given, not inferred, and conversions need no clamps.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return call(*arrays)
+
+
+def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
+    """Payload rows as integers of as many bits as `lanes` codes have."""
+    bits = lanes * BITS[out.fmt]
+    return jax.ShapeDtypeStruct((rows, out.nbytes * 8 // bits), jnp.dtype(f"int{bits}"))
+
+
+def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
+    """Encode bf16 or fp32[pieces, n] into uint8[rows, nbytes]; None if there is no tile for it.
+
+    place(piece) is the (row, first block) that a piece goes to. Integers are made of bf16 pairs, in words.
+    """
+    pieces, n = x.shape
+    blocks = n // out.block
+    lanes = 2 if x.dtype == jnp.bfloat16 and out.fmt != "fp8" else 1
+    # A load moves 16 bytes.
+    vector = _vector(out, 16 // x.dtype.itemsize, rows) // lanes
+    tile = choose_tile(blocks, out.block // lanes, vector, ENCODE_ELEMENTS // lanes) if vector else None
+    if tile is None:
+        return None
+
+    def encode_kernel(x_ref, out_ref):
+        piece, start = kernels.my_tile(tile, blocks)
+        row, first = place(piece)
+        x = tile.load(x_ref.at[piece], start)
+        numbers = kernels.unpack_pairs(x) if lanes == 2 else [x.astype(jnp.float32)]
+        kernels.store_encoded(numbers, None, out_ref, row, first + start, tile, out)
+
+    if lanes == 2:
+        x = lax.bitcast_convert_type(x.reshape(pieces, -1, 2), jnp.int32)
+    x = x.reshape(pieces, blocks, tile.width)
+    return _as_bytes(_launch(encode_kernel, _encoded_type(out, rows, lanes), pieces, blocks, tile, x))
+
+
+def encode(x, seed, *, fmt, block, rounding, rotation):
+    """See `pallas_kernels.encode`."""
+    payload = None
+    if _has_kernel(x, fmts=(fmt,), dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
+        out = Rows(fmt, x.shape[1] // block, block)
+        payload = _encode(x, out, x.shape[0], lambda piece: (piece, 0))
+    if payload is None:
+        return reference.encode(x, seed, fmt=fmt, block=block, rounding=rounding, rotation=rotation)
+    return payload
+
+
+def encode_delta(w, base, seed, *, fmt, block, rounding):
+    """See `pallas_kernels.encode_delta`. The difference is XLA's, and stored in between."""
+    delta = w.astype(jnp.float32) - base.astype(jnp.float32)
+    return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
+
+
+def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
+    """See `pallas_kernels.encode_reordered`."""
+    pieces = local * nodes * chunks
+    payload = None
+    if _has_kernel(g, fmts=(fmt,), dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
+        blocks = g.size // (pieces * block)
+
+        def place(piece):
+            chunk, node, peer = piece % chunks, piece // chunks % nodes, piece // (chunks * nodes)
+            return chunk * local + peer, node * blocks
+
+        payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
+    if payload is None:
+        options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+        return reference.encode_reordered(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
+    return payload.reshape(chunks, local, -1)
+
+
+def decode(payload, *, fmt, n, block, dtype):
+    """See `pallas_kernels.decode`."""
+    default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
+    if not _has_kernel(payload, fmts=(fmt,), dtypes=(dtype,)):
+        return default()
+    rows, source = payload.shape[0], Rows(fmt, n // block, block)
+    # A store moves 16 bytes.
+    vector = _vector(source, 16 // jnp.dtype(dtype).itemsize, rows)
+    tile = choose_tile(source.blocks, block, vector, DECODE_ELEMENTS)
+    if tile is None:
+        return default()
+
+    def decode_kernel(codes_ref, scales_ref, out_ref):
+        row, start = kernels.my_tile(tile, source.blocks)
+        x = kernels.load_decoded(codes_ref, scales_ref, row, start, tile, source, dtype)
+        out_ref.at[row, pl.ds(start, tile.blocks)][...] = x
+
+    out = jax.ShapeDtypeStruct((rows, source.blocks, block), dtype)
+    views = _view(payload, kernels.CODES[fmt]), _view(payload, jnp.bfloat16)
+    return _launch(decode_kernel, out, rows, source.blocks, tile, *views).reshape(rows, n)
+
+
+def decode_add(payload, base, *, fmt, block):
+    """See `pallas_kernels.decode_add`."""
+    return reference.decode_add(payload, base, fmt=fmt, block=block)
+
+
+def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
+    """The tile for sums over `peers` rows of words of `lanes` codes; None where no kernel adds them."""
+    if peers > _MOST_PEERS:
+        return None
+    vector = _vector(source, vector, peers) // lanes
+    return choose_tile(blocks, source.block // lanes, vector, SUM_ELEMENTS // lanes) if vector else None
+
+
+def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax.Array]:
+    """The payload as words of `lanes` codes, and as scales."""
+    dtype = kernels.CODES[fmt] if fmt == "fp8" else jnp.dtype(f"uint{lanes * BITS[fmt]}")
+    return _view(payload, dtype), _view(payload, jnp.bfloat16)
+
+
+def decode_sum(payload, *, fmt, n, block, rotation, scale):
+    """See `pallas_kernels.decode_sum`."""
+    options = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
+    default = partial(reference.decode_sum, payload, **options)
+    if not _has_kernel(payload, fmts=(fmt,), rotation=rotation):
+        return default()
+    peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)
+    # A store moves 16 bytes.
+    tile = _sum_tile(peers, source, source.blocks, 1, 4)
+    if tile is None:
+        return default()
+
+    def sum_kernel(codes_ref, scales_ref, out_ref):
+        _, start = kernels.my_tile(tile, source.blocks)
+        (total,), unit = kernels.load_sum(codes_ref, scales_ref, peers, start, tile, source)
+        if unit is not None:
+            total = total * tile.spread(unit)
+        out_ref.at[pl.ds(start, tile.blocks)][...] = total if factor == 1 else total * factor
+
+    out = jax.ShapeDtypeStruct((source.blocks, block), jnp.float32)
+    return _launch(sum_kernel, out, 1, source.blocks, tile, *_sum_views(payload, fmt, 1)).reshape(n)
+
+
+def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
+    """See `pallas_kernels.decode_sum_encode`. What no kernel does in one pass is stored in between."""
+
+    def default():
+        summed = decode_sum(payload, fmt=fmt_in, n=rows_out * n, block=block, rotation=0, scale=1.0)
+        options = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
+        return encode(summed.reshape(rows_out, n), seed, **options)
+
+    if not _has_kernel(payload, fmts=(fmt_in, fmt_out), rounding=rounding):
+        return default()
+    peers = payload.shape[0]
+    source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
+    # Words whose sums make 16 bits, as wide as a scale.
+    lanes = 1 if "fp8" in (fmt_in, fmt_out) else 16 // BITS[fmt_out]
+    tile = _sum_tile(peers, source, out.blocks, lanes, _vector(out, 16, rows_out))
+    if tile is None:
+        return default()
+
+    def sum_encode_kernel(codes_ref, scales_ref, out_ref):
+        row, start = kernels.my_tile(tile, out.blocks)
+        first = row * out.blocks + start
+        total, unit = kernels.load_sum(codes_ref, scales_ref, peers, first, tile, source)
+        kernels.store_encoded(total, unit, out_ref, row, start, tile, out)
+
+    kind = _encoded_type(out, rows_out, lanes)
+    views = _sum_views(payload, fmt_in, lanes)
+    return _as_bytes(_launch(sum_encode_kernel, kind, rows_out, out.blocks, tile, *views))

@@ -1,0 +1,250 @@
+"""The kernels' bodies. `pallas_kernels.reference` is their specification; they equal it bit for bit.
+
+A program handles one tile of blocks (see `tiles`), from loads to stores in registers. The last tile
+of a row ends where the row ends: it may overlap the one before, and both write the same bytes there.
+
+Two things are left to the hardware. A conversion of NaN to an integer gives 0, which is the code that the
+specification wants in dead blocks. And products may be contracted with a following addition, for only
+exact ones are followed by any.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.formats import BITS, QMAX
+from pallas_kernels.mosaic.tiles import Tile
+from pallas_kernels.reference import HALF_RANGE, INF_BITS, MAX_SCALE_BITS, MIN_SCALE_BITS, NAN_SCALE
+
+TILE_AXIS = "tile"
+"""Name of the grid's only axis."""
+CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4}
+"""What a code is to Mosaic."""
+_ONE_BF16 = 0x3F80
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Payload rows.
+
+    Attributes:
+        fmt: their format.
+        blocks: blocks of each.
+        block: elements of a block.
+    """
+
+    fmt: str
+    blocks: int
+    block: int
+
+    @property
+    def codes(self) -> int:
+        """Codes of a row."""
+        return self.blocks * self.block
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row's codes."""
+        return self.codes * BITS[self.fmt] // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row, scales included."""
+        return self.code_bytes + 2 * self.blocks
+
+    def codes_of(self, ref, row):
+        """The codes [blocks, block] of a GMEM ref [rows, codes and scales, as if those were codes]."""
+        return ref.at[row, pl.ds(0, self.codes)].reshape(self.blocks, self.block)
+
+    def scales_of(self, ref, row):
+        """The scales [blocks] of a GMEM ref bf16[rows, codes, as if those were scales, and scales]."""
+        return ref.at[row, pl.ds(self.code_bytes // 2, self.blocks)]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def my_tile(tile: Tile, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """(row, first block) of this program, where rows have `blocks` blocks."""
+    program = lax.axis_index(TILE_AXIS)
+    tiles = pl.cdiv(blocks, tile.blocks)
+    return program // tiles, jnp.minimum(program % tiles * tile.blocks, blocks - tile.blocks)
+
+
+def _top(lanes: list[jax.Array]) -> jax.Array:
+    """Bits of the largest magnitude in each row of all lanes: int32[blocks] of fp32[blocks, n]."""
+    tops = lanes[0] if len(lanes) == 1 else reduce(jnp.maximum, map(jnp.abs, lanes))
+    # As integers: where rows of floats are reduced, XLA's code for CPUs loses NaN.
+    return jnp.max(_bits(tops) & 0x7FFFFFFF, axis=1)
+
+
+def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array, jax.Array]:
+    """Scale bits (int32) and inverse scales (fp32, 0 for dead blocks) of maxima given as fp32 bits.
+
+    The numbers are in units of `unit`, a power of two for each block, or None: a factor of the inverse.
+    """
+    peak = _float(top) if unit is None else _float(top) * unit
+    exact = _bits(peak * np.float32(1 / QMAX[fmt]))
+    bad = (_bits(peak) >= INF_BITS) | (exact > MAX_SCALE_BITS)
+    dead = bad | (exact < MIN_SCALE_BITS)
+    rounded = jnp.where(dead, _ONE_BF16, (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16)
+    scale = jnp.where(dead, jnp.where(bad, NAN_SCALE, 0), rounded)
+    # Division is correctly rounded here, unlike in XLA's code.
+    inverse = np.float32(1) / _float(rounded << 16)
+    if unit is not None:
+        inverse = inverse * unit
+    return scale, jnp.where(dead, np.float32(0), inverse)
+
+
+def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype) -> jax.Array:
+    """Codes of numbers times `inverse`, those of the first lane lowest, as one integer of `dtype`."""
+    if fmt == "fp8":
+        # Conversions to fp8 keep NaN, and the sign of zero.
+        (lane,) = lanes
+        y = jnp.where(inverse == 0, np.float32(0), lane * inverse)
+        return lax.bitcast_convert_type(y.astype(jnp.float8_e4m3fn), dtype)
+    codes = [jnp.round(lane * inverse).astype(jnp.int32) for lane in lanes]
+    bits = BITS[fmt]
+    word = codes[-1]
+    for code in codes[-2::-1]:
+        word = (word << bits) + code
+    if len(codes) > 1:
+        # What negative codes borrowed from their upper neighbours is given back: no code is masked.
+        signs = sum(1 << (bits * k + bits - 1) for k in range(len(codes)))
+        word = (word + signs) ^ signs
+    return word.astype(dtype)
+
+
+def store_encoded(
+    lanes: list[jax.Array], unit: jax.Array | None, out_ref, row, start, tile: Tile, out: Rows
+) -> None:
+    """Encode numbers as the blocks from `start` on of a payload row.
+
+    Args:
+        lanes: fp32[blocks, block / lanes]; neighbours in a block are neighbours in this list.
+        unit: fp32[blocks], a power of two that the numbers of each block are in units of, or None.
+        out_ref: [rows, all codes and scales of a row], integers of as many bits as the lanes' codes have.
+        row: the payload row.
+        start: first of its blocks.
+        tile: how the lanes lie in registers.
+        out: what payload rows are like.
+    """
+    scale, inverse = _scales(_top(lanes), unit, out.fmt)
+    words = _pack(lanes, tile.spread(inverse), out.fmt, out_ref.dtype)
+    here = pl.ds(start, tile.blocks)
+    region = out_ref.at[row, pl.ds(0, out.blocks * tile.width)].reshape(out.blocks, tile.width)
+    region.at[here][...] = words
+    # The scale in as many pieces: 2 of 8 bits, 4 of 4.
+    bits = len(lanes) * BITS[out.fmt]
+    count = 16 // bits
+    region = out_ref.at[row, pl.ds(out.blocks * tile.width, out.blocks * count)]
+    pieces = tile.pieces(scale, bits, count).astype(out_ref.dtype)
+    region.reshape(out.blocks, count).at[here][...] = pieces
+
+
+def unpack_pairs(words: jax.Array) -> list[jax.Array]:
+    """The two bf16 numbers of each int32 word, the low half's first, as fp32."""
+    return [_float(words << 16), _float(words & ~0xFFFF)]
+
+
+def load_decoded(codes_ref, scales_ref, row, start, tile: Tile, source: Rows, dtype) -> jax.Array:
+    """dtype[blocks, block], bf16 or fp32: the blocks from `start` on of a payload row.
+
+    Codes are exact in bf16, and so is one product rounded once: bf16 arithmetic gives the specified bits.
+    """
+    codes = tile.load(source.codes_of(codes_ref, row), start)
+    scale = tile.load_each(source.scales_of(scales_ref, row), start)
+    if dtype == jnp.bfloat16 and source.fmt in HALF_RANGE:
+        return codes.astype(jnp.bfloat16) * tile.spread(scale)
+    values = _values(codes) * tile.spread(scale.astype(jnp.float32))
+    return values.astype(dtype)
+
+
+def _values(codes: jax.Array) -> jax.Array:
+    """fp32 values of codes; integers by way of bf16, which takes fewer instructions."""
+    if codes.dtype == jnp.float8_e4m3fn:
+        return codes.astype(jnp.float32)
+    return codes.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def load_sum(codes_ref, scales_ref, peers: int, start, tile: Tile, source: Rows):
+    """The blocks from `start` on, added up over `peers` payload rows.
+
+    Args:
+        codes_ref: [peers, all codes and scales of a row]: small floats, or unsigned integers that hold
+            one or several codes.
+        scales_ref: bf16[peers, all codes and scales of a row].
+        peers: rows.
+        start: the first block.
+        tile: how the codes lie in registers.
+        source: what payload rows are like.
+
+    Returns:
+        Lanes, a list of fp32[blocks, block / lanes], and the unit fp32[blocks] they are in, or None.
+    """
+    size = source.blocks * tile.width
+    words = [
+        tile.load(codes_ref.at[peer, pl.ds(0, size)].reshape(source.blocks, tile.width), start)
+        for peer in range(peers)
+    ]
+    scales = [tile.load_each(source.scales_of(scales_ref, peer), start) for peer in range(peers)]
+    scales = [scale.astype(jnp.float32) for scale in scales]
+    if source.fmt in HALF_RANGE:
+        return _add_integers(words, scales, tile, source)
+    return [reduce(jnp.add, [_values(c) * tile.spread(s) for c, s in zip(words, scales, strict=True)])], None
+
+
+def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Scales brought up into the top binade, and the power of two they all are in units of, * 2**-126."""
+    bits = [_bits(scale) for scale in scales]
+    top = reduce(jnp.maximum, bits)
+    exponent = jnp.minimum(top & INF_BITS, 253 << 23)
+    raised = (253 << 23) - exponent
+    # Below 2**-100 of the largest scale all is lost in rounding; kept, it could wrap around.
+    least = jnp.maximum(top - (100 << 23), 0)
+    return [_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], _float(exponent)
+
+
+def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows):
+    """The sum of words of integer codes, lane by lane, and the power of two it is in units of.
+
+    No instruction makes a float of a code: with its sign bit flipped and masked out where it stands it is
+    a subnormal (or all but), (code + half) * 2**(place - 149), and scales are brought up into the top
+    binade to meet it. The bias `half` is taken off again once, after the sum.
+    """
+    bits, half = BITS[source.fmt], HALF_RANGE[source.fmt]
+    count = source.block // tile.width
+    signs = np.uint32(sum(half << (bits * k) for k in range(count))).astype(np.int32)
+    words = [word.astype(jnp.int32) ^ signs for word in words]
+    scales, unit = _raise_scales(scales)
+    bias = reduce(jnp.add, [scale * np.float32(2.0**-126) for scale in scales]) * np.float32(-half)
+    bias = tile.spread(bias)
+    spread = [tile.spread(scale) for scale in scales]
+    lanes = []
+    for k in range(count):
+        place = k * bits
+        # From here on a code would reach into the exponent.
+        down = 8 if place > 24 - bits else 0
+        place -= down
+        products = [
+            subnormal_times((word >> down) & (((1 << bits) - 1) << place), scale)
+            for word, scale in zip(words, spread, strict=True)
+        ]
+        weight = np.float32(half * 2.0 ** (24 - bits - place))
+        lanes.append(reduce(jnp.add, products) * weight + bias)
+    return lanes, unit
+
+
+def subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
+    """The float with these bits, as a rule a subnormal one, times `factor`: GPUs do not flush it."""
+    return _float(bits) * factor

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""DeepSpeed's training of the block stack that scripts/bench_train.py times: ZeRO-3 and ZeRO++.
+
+    scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
+        sh -c 'python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank $NODE_RANK \\
+            --master-addr $MASTER_ADDR --master-port $MASTER_PORT scripts/bench_deepspeed.py'
+
+Bucket sizes are DeepSpeed's defaults for ZeRO-3 and its ZeRO++ tutorial's for ZeRO++; overlap_comm is on,
+and the optimizer is PyTorch's fused AdamW, which needs no build. ZeRO++'s kernels are compiled at first
+use: that takes nvcc and ninja, CUDA_HOME where nvcc's own folder does not lie in it, and minutes without
+MAX_JOBS=32 TORCH_CUDA_ARCH_LIST=9.0. On a CPU (DS_ACCELERATOR=cpu, --device cpu) only "zero3" runs.
+"""
+
+# pyright: reportMissingImports=false
+# PyTorch and DeepSpeed are no dependencies: whoever compares has them.
+import argparse
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from peer_blocks import (
+    BlockStack,
+    Peer,
+    loss_fn,
+    make_batch,
+    make_block,
+    make_parser,
+    make_rope,
+    measure_all,
+    parse,
+    pick_device,
+    say,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+ZERO3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
+ZERO_PLUS_PLUS = {
+    **ZERO3,
+    "reduce_bucket_size": 10_000_000,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+}
+# In fp16, too: where DeepSpeed's kernels read bf16 gradients as fp16 the norm tells.
+PEERS: dict[str, dict[str, Any]] = {
+    "ds-zero3": {"zero": ZERO3},
+    "ds-zero++": {"zero": ZERO_PLUS_PLUS},
+    "ds-zero++16": {"zero": ZERO_PLUS_PLUS, "dtype": torch.float16},
+}
+
+
+def main() -> None:
+    """Time each peer and print a line for it."""
+    parser = make_parser(__doc__ or "", list(PEERS), ["ds-zero3", "ds-zero++"])
+    parser.add_argument("--reduce-bucket", type=int, help="elements; instead of the documented sizes")
+    parser.add_argument("--prefetch-bucket", type=int, help="elements; instead of the documented sizes")
+    options = parse(parser)
+    quantized = [name for name in options.peers if "zero_quantized_weights" in PEERS[name]["zero"]]
+    if len(quantized) > 1:
+        parser.error("DeepSpeed makes its hpZ groups once in a process: one of its ZeRO++ peers a run")
+    device = pick_device(options)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    say("connecting")
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+    if quantized:
+        build_quantizer()
+    measure_all(options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers)
+    dist.barrier()  # rank 0 prints yet; who leaves early takes its connections along
+    dist.destroy_process_group()
+
+
+def build_quantizer() -> None:
+    """Compile ZeRO++'s kernels: on one rank, so that the others find them done."""
+    from deepspeed.ops.op_builder import QuantizerBuilder
+
+    say("compiling DeepSpeed's quantizer")
+    if dist.get_rank() == 0:
+        QuantizerBuilder().load(verbose=False)
+    dist.barrier()
+    QuantizerBuilder().load(verbose=False)
+    say("compiled")
+
+
+def build(
+    name: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    *,
+    zero: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Peer:
+    """A peer's engine and its step."""
+    torch.manual_seed(0)
+    blocks = [make_block(options, device).to(dtype) for _ in range(options.layers)]
+    if options.checkpoint:
+        blocks = [checkpoint_wrapper(block, preserve_rng_state=False) for block in blocks]
+    model = BlockStack(blocks, make_rope(options, device))
+    parameters = sum(weight.numel() for weight in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
+    config = make_config(options, zero, dtype)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ((x, y),) = make_batch(options, device, 1, dtype)
+
+    def step() -> torch.Tensor:
+        loss = loss_fn(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Peer(name, 1, step, partial(gradient_norm, engine), parameters, engine.destroy)
+
+
+def make_config(options: argparse.Namespace, zero: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's configuration."""
+    zero = dict(zero)
+    if "zero_quantized_weights" in zero:
+        zero["zero_hpz_partition_size"] = int(os.environ["LOCAL_WORLD_SIZE"])
+    if options.reduce_bucket:
+        zero["reduce_bucket_size"] = options.reduce_bucket
+    if options.prefetch_bucket:
+        zero["stage3_prefetch_bucket_size"] = options.prefetch_bucket
+    return {
+        "train_micro_batch_size_per_gpu": options.sequences,
+        "fp16" if dtype == torch.float16 else "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
+
+
+def gradient_norm(engine: Any) -> float:
+    """The norm that the last step measured, over all ranks."""
+    return float(engine.get_global_grad_norm())
+
+
+if __name__ == "__main__":
+    main()

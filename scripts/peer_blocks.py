@@ -1,0 +1,343 @@
+"""What the PyTorch peers of scripts/bench_train.py share: the model, the options, the clock, the table.
+
+The model computes what zerojax's stack computes: the same blocks, initial distributions, data and loss.
+Its draws are PyTorch's, so a peer's loss agrees with ours statistically (after as many steps), not bit
+for bit.
+"""
+
+# pyright: reportMissingImports=false
+# PyTorch is not a dependency: whoever compares has it.
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+STALL_SECONDS = 120
+_BEGUN = time.perf_counter()
+
+RopeTable = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One peer's figures, as scripts/bench_train.py has them for ours."""
+
+    variant: str
+    micro_batches: int
+    milliseconds: tuple[float, float, float]
+    tokens_per_second: float
+    mfu: float | None
+    sent_per_node: float | None
+    peak_gib: float | None
+    loss: float
+    grad_norm: float
+    compile_seconds: float
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model ready to train.
+
+    Attributes:
+        step: trains on one batch and returns its loss on this rank, without waiting for it.
+        grad_norm: the global norm of the last step's gradients; all ranks call it.
+        parameters: of the whole model.
+        close: lets go of what would outlive the last reference to the model.
+    """
+
+    name: str
+    micro_batches: int
+    step: Callable[[], torch.Tensor]
+    grad_norm: Callable[[], float]
+    parameters: int
+    close: Callable[[], None] = lambda: None
+
+
+class Attention(nn.Module):
+    """Causal self-attention, one matmul for queries, keys and values."""
+
+    def __init__(self, d: int, heads: int):
+        """Draw the weights."""
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+
+    def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
+        """Activations (batch, time, d) in and out."""
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, x.shape[2] // self.heads)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class GeluMLP(nn.Module):
+    """GPT-2's feed-forward network."""
+
+    def __init__(self, d: int, ffn: int):
+        """Draw the weights."""
+        super().__init__()
+        self.up = nn.Linear(d, ffn, bias=False)
+        self.down = nn.Linear(ffn, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Up, tanh GELU, down."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class SwigluMLP(GeluMLP):
+    """LLaMA's feed-forward network."""
+
+    def __init__(self, d: int, ffn: int):
+        """Draw the weights."""
+        super().__init__(d, ffn)
+        self.gate = nn.Linear(d, ffn, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Up, gated, down."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A pre-norm block of zerojax.models without biases, GPT-2's or (llama) LLaMA's."""
+
+    def __init__(self, d: int, ffn: int, *, layers: int, llama: bool):
+        """Draw the weights: normal, those that lead into the residual stream narrower."""
+        super().__init__()
+        norm = partial(nn.RMSNorm, d, eps=1e-5) if llama else partial(nn.LayerNorm, d, eps=1e-5, bias=False)
+        self.norm_attention = norm()
+        self.attention = Attention(d, d // 128)
+        self.norm_mlp = norm()
+        self.mlp = SwigluMLP(d, ffn) if llama else GeluMLP(d, ffn)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                residual = module in (self.attention.out, self.mlp.down)
+                nn.init.normal_(module.weight, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
+
+    def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
+        """Activations (batch, time, d) in and out."""
+        x = x + self.attention(self.norm_attention(x), rope)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class BlockStack(nn.Module):
+    """The model: blocks and nothing else."""
+
+    def __init__(self, blocks: list[nn.Module], rope: RopeTable | None):
+        """Take the blocks, wrapped as a peer wraps them."""
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        # No buffer: those follow the model into bf16.
+        self.rope = rope
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations in, activations out."""
+        for block in self.blocks:
+            x = block(x, self.rope)
+        return x
+
+
+def rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
+    """Turn each pair (x[i], x[i + dim/2]) of (batch, heads, time, dim) by its position's angle, in fp32."""
+    cos, sin = rope
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
+
+
+def make_rope(options: argparse.Namespace, device: torch.device) -> RopeTable | None:
+    """The cosines and sines of a head of 128, (time, 64) in fp32; None for GPT-2's blocks."""
+    if not options.llama:
+        return None
+    frequencies = 10000.0 ** -(torch.arange(0, 128, 2, device=device) / 128)
+    angles = torch.outer(torch.arange(options.seq, device=device), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def make_block(options: argparse.Namespace, device: torch.device) -> Block:
+    """One block on the device, in fp32."""
+    with device:
+        return Block(options.d_model, options.ffn, layers=options.layers, llama=options.llama)
+
+
+def make_batch(
+    options: argparse.Namespace, device: torch.device, micro_batches: int, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random activations and targets of this rank, a pair for each micro-batch."""
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    shape = (options.sequences, options.seq, options.d_model)
+    draw = partial(torch.randn, shape, generator=generator, device=device)
+    return [(draw().to(dtype), draw().to(dtype)) for _ in range(micro_batches)]
+
+
+def loss_fn(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean square distance to the target, in fp32."""
+    return F.mse_loss(out.float(), target.float())
+
+
+def make_parser(description: str, peers: list[str], default: list[str]) -> argparse.ArgumentParser:
+    """The options of every peer, named as those of scripts/bench_train.py."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
+    parser.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
+    parser.add_argument("--ffn", type=int, help="width of the MLP; by default as in zerojax.models")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations")
+    parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--peers", nargs="+", choices=peers, default=default)
+    parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the width of the MLP filled in."""
+    options = parser.parse_args()
+    if options.warm_up < 1:
+        parser.error("--warm-up must be at least 1: the first step compiles")
+    if options.ffn is None:
+        options.ffn = -(-8 * options.d_model // 768) * 256 if options.llama else 4 * options.d_model
+    return options
+
+
+def pick_device(options: argparse.Namespace) -> torch.device:
+    """This rank's device, made the current one."""
+    # Compilers' caches name their files by process id, and emulated nodes have the same ids.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"/tmp/inductor-{os.environ.get('GROUP_RANK', 0)}")
+    if options.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def say(message: str) -> None:
+    """Tell how far the run is, on rank 0; after a long silence, the stacks are printed."""
+    if os.environ.get("RANK", "0") == "0":
+        faulthandler.dump_traceback_later(STALL_SECONDS)
+        print(f"[{time.perf_counter() - _BEGUN:6.1f} s] {message}", file=sys.stderr, flush=True)
+
+
+def measure_all(
+    options: argparse.Namespace, device: torch.device, build: Callable[[str], Peer], names: list[str]
+) -> None:
+    """Build, warm up and time each peer; print its line and rewrite the JSON as soon as it is known."""
+    rows: list[Row] = []
+    first = SDPBackend.CUDNN_ATTENTION if options.attention == "cudnn" else SDPBackend.FLASH_ATTENTION
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel([first, *others], set_priority=True):
+        for name in names:
+            say(f"{name}: building")
+            forget(device)
+            rows.append(measure(build(name), options, device))
+            if dist.get_rank() == 0:
+                print(line(rows[-1]), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    faulthandler.cancel_dump_traceback_later()
+
+
+def forget(device: torch.device) -> None:
+    """Free what the last peer held (modules and their hooks are cycles) and its highest mark."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> Row:
+    """Time one peer's steps."""
+    say(f"{peer.name}: {peer.parameters / 1e6:.1f}M parameters; first step, compiling")
+    warm = [_timed(peer, device, f"untimed step {number + 1}") for number in range(options.warm_up)]
+    before = sent_so_far()
+    timed = [_timed(peer, device, f"step {number + 1}") for number in range(options.steps)]
+    after = sent_so_far()
+    seconds = [elapsed for elapsed, _ in timed]
+    median = statistics.median(seconds)
+    world = dist.get_world_size()
+    tokens = world * peer.micro_batches * options.sequences * options.seq
+    # As scripts/bench_train.py counts: causal attention at half of what PaLM's formula gives it.
+    flops = tokens * (6 * peer.parameters + 6 * options.layers * options.d_model * options.seq)
+    peak = options.peak_tflops and options.peak_tflops * 1e12 * world
+    # Read before the gradient's norm allocates anything.
+    held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    row = Row(
+        variant=peer.name,
+        micro_batches=peer.micro_batches,
+        milliseconds=(1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)),
+        tokens_per_second=tokens / median,
+        mfu=flops / median / peak if peak else None,
+        sent_per_node=None if before is None or after is None else (after - before) / options.steps,
+        peak_gib=held,
+        loss=_mean_over_ranks(timed[-1][1]),
+        grad_norm=peer.grad_norm(),
+        compile_seconds=warm[0][0],
+    )
+    peer.close()
+    return row
+
+
+def _timed(peer: Peer, device: torch.device, what: str) -> tuple[float, torch.Tensor]:
+    """Seconds that a step took, and its loss."""
+    begun = time.perf_counter()
+    loss = peer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elapsed = time.perf_counter() - begun
+    say(f"{peer.name}: {what} took {elapsed:.3f} s")
+    return elapsed, loss
+
+
+def _mean_over_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def sent_so_far() -> int | None:
+    """Bytes that this rank's node has put on its link; None outside of an emulated cluster."""
+    if dist.get_rank() != 0:
+        return None
+    try:
+        from zerojax.cluster.network import ClusterError, link_bytes
+    except ImportError:
+        return None
+    try:
+        return link_bytes().sent
+    except ClusterError:
+        return None
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    median, least, most = row.milliseconds
+    mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
+    peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
+    sent = f"{row.sent_per_node / 1e6:7.0f}" if row.sent_per_node else "      -"
+    return (
+        f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
+        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB"
+        f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
+    )

@@ -1,0 +1,51 @@
+"""What the tests of the Mosaic kernels call, with which arguments."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_cases import case
+
+from pallas_kernels import reference
+
+FORMATS = ("int8", "int4", "fp8")
+PEERS = 3
+Call = tuple[str, tuple[jax.Array | None, ...], dict[str, Any]]
+
+
+def call(module: ModuleType, name: str, arrays: tuple, static: dict[str, Any]) -> jax.Array:
+    """The module's function `name`, of the reference or of an implementation."""
+    return getattr(module, name)(*arrays, **static)
+
+
+def calls_of(fmt: str, block: int, rows: int, n: int, kind: str = "normal") -> Iterator[Call]:
+    """Calls of every function that has a kernel, on rows of n elements of a kind of data."""
+    options = {"fmt": fmt, "block": block}
+    nearest = {"rounding": "nearest", "rotation": 0}
+    for dtype in (jnp.bfloat16, jnp.float32):
+        x = jnp.asarray(case(kind, rows, n)).astype(dtype)
+        yield "encode", (x, None), {**options, **nearest}
+    leaf = jnp.asarray(case(kind, 8, n)).astype(jnp.bfloat16).reshape(-1)
+    order = {"local": 2, "nodes": 2, "chunks": 2}
+    yield "encode_reordered", (leaf, None), {**options, **order, **nearest}
+    payload = reference.encode(jnp.asarray(case(kind, PEERS, n)), None, **options, **nearest)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        yield "decode", (payload,), {**options, "n": n, "dtype": jnp.dtype(dtype)}
+    yield "decode_sum", (payload,), {**options, "n": n, "rotation": 0, "scale": 1 / 3}
+    wide = reference.encode(jnp.asarray(case(kind, PEERS, rows * n)), None, **options, **nearest)
+    for fmt_out in FORMATS:
+        formats = {"fmt_in": fmt, "fmt_out": fmt_out, "block": block}
+        yield "decode_sum_encode", (wide, None), {**formats, "rows_out": rows, "n": n, "rounding": "nearest"}
+
+
+def same(got: np.ndarray, want: np.ndarray) -> None:
+    """Equal bits, but for the payload of a NaN, which chips choose."""
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    if got.dtype != np.uint8:
+        got, want = got.astype(np.float32), want.astype(np.float32)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        got, want = (np.where(np.isnan(x), np.float32(0), x).view(np.uint32) for x in (got, want))
+    np.testing.assert_array_equal(got, want)
