@@ -39,7 +39,9 @@ def decode_shape(fmt: str, dtype: jnp.dtype) -> tuple[int, int, int]:
 
 def sum_shape(rotation: int, stored: bool) -> tuple[int, int]:
     """(elements a thread owns, warps in a program) of the sum kernel, which encodes or stores."""
-    return (16, 8) if stored and not rotation else (32, 2)
+    if stored:
+        return (32, 2) if rotation else (16, 8)
+    return 32, 2
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:

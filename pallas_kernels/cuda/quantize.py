@@ -14,6 +14,8 @@ halves of a word, by one instruction for two of them, and pairs are what is shif
 import triton
 import triton.language as tl
 
+from pallas_kernels.cuda.words import fma_halves, select_bytes
+
 MIN_SCALE_BITS = tl.constexpr((127 - 80) << 23)
 MAX_SCALE_BITS = tl.constexpr((127 + 126) << 23)
 NAN_SCALE = tl.constexpr(0x7FC0)
@@ -27,10 +29,10 @@ DITHER_ULP = tl.constexpr(2.0**-134)
 
 @triton.jit
 def rotate(lanes):
-    """The 32-wide Hadamard butterflies across 32 lanes, not normalised, flushing subnormals."""
+    """The 32-wide Hadamard butterflies across every 32 lanes, not normalised, flushing subnormals."""
     for i in tl.static_range(0, 5):
         result = ()
-        for j in tl.static_range(0, 32):
+        for j in tl.static_range(0, len(lanes)):
             if (j >> i) & 1 == 0:
                 value = tl.inline_asm_elementwise(
                     "add.ftz.f32 $0, $1, $2;", "=f,f,f", [lanes[j], lanes[j + (1 << i)]], tl.float32, True, 1
@@ -111,12 +113,9 @@ def random_words(seed_ptr, pair, COUNT: tl.constexpr):
 
 @triton.jit
 def _dither(x, ODD: tl.constexpr):
-    """Twice the 15 random bits of an element, in a word; where ODD, the lowest bit is noise."""
-    if ODD:
-        # The hash's high half is x's own.
-        return (x >> 16).to(tl.int32, bitcast=True)
-    else:
-        return (((x ^ (x >> 16)) & 0x7FFF) << 1).to(tl.int32, bitcast=True)
+    """The 15 random bits of an element, int32."""
+    bits = x >> 17 if ODD else (x ^ (x >> 16)) & 0x7FFF
+    return bits.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -124,7 +123,11 @@ def _draw(y, random, ODD: tl.constexpr, BIAS: tl.constexpr):
     """BIAS + a neighbour of y drawn with a half of `random`, in the high half of int32."""
     ulp = tl.full(y.shape, DITHER_ULP, tl.float32)
     fixed = tl.fma(y, ulp, tl.full(y.shape, BIAS * DITHER_ULP, tl.float32)).to(tl.int32, bitcast=True)
-    return fixed + fixed + _dither(random, ODD)
+    if ODD:
+        # Twice the sum in one instruction; the bit that x >> 16 has too many lies below its last place.
+        return fixed + fixed + (random >> 16).to(tl.int32, bitcast=True)
+    else:
+        return (fixed + _dither(random, ODD)) << 1
 
 
 @triton.jit
@@ -137,38 +140,24 @@ def _round(y, BIAS: tl.constexpr):
 def _minifloat(
     y, random, ODD: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
-    """exponent | mantissa of y, in the low half of int32, or in the high if STOCHASTIC; above it is noise.
+    """exponent | mantissa of y, int32, the exponent where fp32 has its own; above and below is noise.
 
     A power of two so much larger than |y| is added that the sum's mantissa ends in the significand,
-    rounded; then that power's exponent, at the place of the code's. SMALLEST is fp32's exponent for
-    the smallest normal code, 2 to the power of which y was multiplied with.
+    rounded; that goes under the same power's exponent. SMALLEST is fp32's exponent of the smallest
+    normal number that has a code.
     """
-    KEPT: tl.constexpr = MANTISSA + (15 if STOCHASTIC else 0)
+    UP: tl.constexpr = 23 - MANTISSA - (15 if STOCHASTIC else 0)
     exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.maximum(exponent + ((23 - KEPT) << 23), (SMALLEST + 23 - KEPT) << 23)
-    fixed = (tl.abs(y) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    power = tl.maximum(exponent + (UP << 23), (SMALLEST + UP) << 23)
+    steps = (tl.abs(y) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     if STOCHASTIC:
-        return fixed + fixed + ((power >> (22 - KEPT)) + _dither(random, ODD))
-    else:
-        return fixed + (power >> (23 - KEPT))
-
-
-@triton.jit
-def select_bytes(a, b, SELECTOR: tl.constexpr):
-    """Four of the bytes of a (0 to 3) and b (4 to 7), uint32; a selector's digits name them, the low first."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True), SELECTOR],
-        tl.uint32,
-        True,
-        1,
-    )
+        steps += _dither(random, ODD)
+    return (steps << UP) + power
 
 
 @triton.jit
 def pair_up(codes, DISTANCE: tl.constexpr, HIGH: tl.constexpr):
-    """Lanes k and k + DISTANCE of every 2 * DISTANCE lanes as the halves of a word; of each its high half or low."""
+    """Lanes k and k + DISTANCE, of every 2 * DISTANCE lanes, in one word: their high or low halves."""
     pairs = ()
     for k in tl.static_range(0, len(codes)):
         if k // DISTANCE % 2 == 0:
@@ -178,7 +167,7 @@ def pair_up(codes, DISTANCE: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def pack(pairs, BITS: tl.constexpr):
-    """uint32 words, each of 16 / BITS successive pairs: its halves hold their low halves and their high ones."""
+    """uint32 words: the codes of 16 / BITS successive pairs, those in low halves below those in high."""
     PER: tl.constexpr = 16 // BITS
     words = ()
     for i in tl.static_range(0, len(pairs) // PER):
@@ -208,21 +197,6 @@ def _keep_live(words, inverse, SIGNS: tl.constexpr):
 
 
 @triton.jit
-def _fma_halves(a, FACTOR: tl.constexpr, c):
-    """a * FACTOR + c in both halves of a word of fp16; FACTOR is a power of two."""
-    ONE: tl.constexpr = 0x3C003C00
-    STEP: tl.constexpr = 0x04000400
-    return tl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [a, ONE + STEP * (FACTOR.bit_length() - 1), c],
-        tl.uint32,
-        True,
-        1,
-    )
-
-
-@triton.jit
 def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
     """Pairs of bytes, each of the codes of 8 / BITS lanes: pair_up and the first half of pack in one.
 
@@ -249,19 +223,18 @@ def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
     for i in tl.static_range(0, len(pairs) // COUNT):
         total = pairs[i * COUNT + COUNT - 1]
         for j in tl.static_range(1, COUNT - 1):
-            total = _fma_halves(total, 1 << BITS, pairs[i * COUNT + COUNT - 1 - j])
+            total = fma_halves(total, 1 << BITS, pairs[i * COUNT + COUNT - 1 - j])
         if COUNT == 1:
-            total = _fma_halves(total, 1, BIAS)
+            total = fma_halves(total, 1, BIAS)
         else:
-            total = _fma_halves(pairs[i * COUNT], 1, _fma_halves(total, 1 << BITS, BIAS))
+            total = fma_halves(total, 1 << BITS, BIAS)
+            total = fma_halves(pairs[i * COUNT], 1, total)
         result = result + (total,)
     return result
 
 
 @triton.jit
-def integer_words(
-    lanes, inverse, random, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, NORMAL: tl.constexpr
-):
+def integer_words(lanes, inverse, random, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, NORMAL: tl.constexpr):
     """The words of the lanes' codes; NORMAL says that `inverse` is far from the subnormals."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     if NORMAL and not STOCHASTIC:
@@ -288,8 +261,8 @@ def _minifloat_pairs(
     BIAS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Pairs of magnitudes, with noise above them, and pairs of halves whose highest bit is the sign."""
-    # The exponent that _minifloat adds is too large by a constant; scaling the numbers makes the constant
+    """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs that begin with the sign."""
+    # The exponent that _minifloat writes is too large by a constant; scaling the numbers makes the constant
     # a multiple of 16, and so it vanishes from the three or four bits of a code's exponent.
     SHIFT: tl.constexpr = (BIAS + MANTISSA + (15 if STOCHASTIC else 0) - 151) % 16
     inverse *= 1.0 * (1 << SHIFT)
@@ -300,7 +273,7 @@ def _minifloat_pairs(
         code = _minifloat(y, random[k // 2], k % 2 == 1, MANTISSA, 128 - BIAS + SHIFT, STOCHASTIC)
         codes = codes + (code,)
         numbers = numbers + (y,)
-    return pair_up(codes, DISTANCE, STOCHASTIC), pair_up(numbers, DISTANCE, True)
+    return pair_up(codes, DISTANCE, True), pair_up(numbers, DISTANCE, True)
 
 
 @triton.jit
@@ -310,7 +283,7 @@ def fp8_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         codes, signs = _minifloat_pairs(lanes, inverse, random, 2, 3, 7, True)
         for i in tl.static_range(0, len(lanes) // 4):
-            word = select_bytes(codes[2 * i], codes[2 * i + 1], 0x6240)
+            word = select_bytes(codes[2 * i] << 4, codes[2 * i + 1] << 4, 0x7351)
             sign = select_bytes(signs[2 * i], signs[2 * i + 1], 0x7351)
             words = words + ((word & 0x7F7F7F7F) | (sign & 0x80808080),)
     else:
@@ -328,8 +301,8 @@ def fp6_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
     low = ()
     high = ()
     for i in tl.static_range(0, len(codes)):
-        low = low + (codes[i] & 0x000F000F,)
-        high = high + (((codes[i] >> 4) & 0x00010001) | ((signs[i] >> 14) & 0x00020002),)
+        low = low + ((codes[i] >> 5) & 0x000F000F,)
+        high = high + (((codes[i] >> 9) & 0x00010001) | ((signs[i] >> 14) & 0x00020002),)
     # Words of four pairs hold lanes 0 to 3 and 8 to 11 of sixteen, or 4 to 7 and 12 to 15.
     crossed = pack(low, 4)
     nibbles = ()

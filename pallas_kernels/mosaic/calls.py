@@ -4,6 +4,7 @@ What the kernels take: bf16 and fp32 numbers, int8, int4 and fp8, rounding to ne
 at least four blocks (and sums of at most 32 peers). `pallas_kernels.reference` does the rest.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import gcd
 
@@ -21,8 +22,6 @@ from pallas_kernels.mosaic.kernels import Rows
 from pallas_kernels.mosaic.tiles import Tile, choose_tile
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
-_LIMIT = 2**31
-"""Bytes or codes of an array that 32-bit offsets reach."""
 _MOST_PEERS = 32
 """Rows that are added up in unrolled code."""
 ENCODE_ELEMENTS = 32
@@ -33,10 +32,15 @@ SUM_ELEMENTS = 32
 """Elements that a thread adds up."""
 
 
-def _has_kernel(array, *, fmts, dtypes=(), rounding="nearest", rotation=0) -> bool:
-    """Whether kernels take these formats, dtypes and options, and the array they read."""
+def _other(name: str) -> Callable[..., jax.Array]:
+    """What does the public function `name` where no kernel here does."""
+    return getattr(reference, name)
+
+
+def _has_kernel(*fmts: str, dtypes=(), rounding: str = "nearest", rotation: int = 0) -> bool:
+    """Whether there are kernels for these formats, dtypes and options."""
     fits = all(fmt in kernels.CODES for fmt in fmts) and all(dtype in _FLOATS for dtype in dtypes)
-    return fits and rounding == "nearest" and not rotation and 2 * array.size < _LIMIT
+    return fits and rounding == "nearest" and not rotation
 
 
 def _vector(rows: Rows, most: int, count: int) -> int:
@@ -117,11 +121,11 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
 def encode(x, seed, *, fmt, block, rounding, rotation):
     """See `pallas_kernels.encode`."""
     payload = None
-    if _has_kernel(x, fmts=(fmt,), dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
+    if _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         out = Rows(fmt, x.shape[1] // block, block)
         payload = _encode(x, out, x.shape[0], lambda piece: (piece, 0))
     if payload is None:
-        return reference.encode(x, seed, fmt=fmt, block=block, rounding=rounding, rotation=rotation)
+        return _other("encode")(x, seed, fmt=fmt, block=block, rounding=rounding, rotation=rotation)
     return payload
 
 
@@ -135,7 +139,7 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
     """See `pallas_kernels.encode_reordered`."""
     pieces = local * nodes * chunks
     payload = None
-    if _has_kernel(g, fmts=(fmt,), dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
+    if _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
         blocks = g.size // (pieces * block)
 
         def place(piece):
@@ -145,14 +149,14 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
         payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
     if payload is None:
         options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
-        return reference.encode_reordered(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
+        return _other("encode_reordered")(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
     return payload.reshape(chunks, local, -1)
 
 
 def decode(payload, *, fmt, n, block, dtype):
     """See `pallas_kernels.decode`."""
-    default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
-    if not _has_kernel(payload, fmts=(fmt,), dtypes=(dtype,)):
+    default = partial(_other("decode"), payload, fmt=fmt, n=n, block=block, dtype=dtype)
+    if not _has_kernel(fmt, dtypes=(dtype,)):
         return default()
     rows, source = payload.shape[0], Rows(fmt, n // block, block)
     # A store moves 16 bytes.
@@ -173,14 +177,15 @@ def decode(payload, *, fmt, n, block, dtype):
 
 def decode_add(payload, base, *, fmt, block):
     """See `pallas_kernels.decode_add`."""
-    return reference.decode_add(payload, base, fmt=fmt, block=block)
+    return _other("decode_add")(payload, base, fmt=fmt, block=block)
 
 
 def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
     """The tile for sums over `peers` rows of words of `lanes` codes; None where no kernel adds them."""
     if peers > _MOST_PEERS:
         return None
-    vector = _vector(source, vector, peers) // lanes
+    # A row alone must be a whole number of words, too.
+    vector = _vector(source, vector, max(peers, 2)) // lanes
     return choose_tile(blocks, source.block // lanes, vector, SUM_ELEMENTS // lanes) if vector else None
 
 
@@ -193,8 +198,8 @@ def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax
 def decode_sum(payload, *, fmt, n, block, rotation, scale):
     """See `pallas_kernels.decode_sum`."""
     options = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
-    default = partial(reference.decode_sum, payload, **options)
-    if not _has_kernel(payload, fmts=(fmt,), rotation=rotation):
+    default = partial(_other("decode_sum"), payload, **options)
+    if not _has_kernel(fmt, rotation=rotation):
         return default()
     peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)
     # A store moves 16 bytes.
@@ -221,7 +226,7 @@ def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rou
         options = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
         return encode(summed.reshape(rows_out, n), seed, **options)
 
-    if not _has_kernel(payload, fmts=(fmt_in, fmt_out), rounding=rounding):
+    if not _has_kernel(fmt_in, fmt_out, rounding=rounding):
         return default()
     peers = payload.shape[0]
     source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)

@@ -93,9 +93,10 @@ def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | N
         vector: elements that one load or store may move.
         elements: elements that a thread is to own, where the row is long enough.
     """
-    lanes = min(_WARP_LANES, max(_FEWEST_LANES, width // elements))
+    most = min(_WARP_LANES, width)
+    lanes = min(most, max(_FEWEST_LANES, width // elements))
     threads = _WARPS * _WARP_LANES
-    while lanes < _WARP_LANES and threads // lanes > blocks:
+    while lanes < most and threads // lanes > blocks:
         lanes *= 2
     rows = threads // lanes
     if rows > blocks:

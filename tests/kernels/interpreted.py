@@ -73,6 +73,9 @@ INSTRUCTIONS = {
     "cvt.rn.f16x2.f32": _half_pair,
     "fma.rn.f16x2": _fma_halves,
     "prmt.b32": _bytes,
+    "cvt.f32.f16": lambda pair: tuple(
+        half.astype(np.uint16).view(np.float16).astype(F32) for half in (pair & 0xFFFF, pair >> 16)
+    ),
 }
 
 

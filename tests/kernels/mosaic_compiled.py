@@ -4,30 +4,30 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mosaic_cases import FORMATS, call, calls_of
+from mosaic_cases import call, calls_of
 
 from pallas_kernels.mosaic import calls
 from zerojax import aot
 
 
 def main() -> None:
-    """Compile the calls of every format, rows aligned and not."""
+    """Compile the calls of every format, rows that begin at even and at odd places."""
     mesh = Mesh(np.array(aot.topology(1, 1, gpu="h100")), ("device",))
+    replicated = NamedSharding(mesh, P())
     count = 0
-    for fmt in FORMATS:
-        for block, rows, n in ((256, 2, 256 * 24), (64, 3, 704)):
-            for name, arrays, static in calls_of(fmt, block, rows, n):
-                kinds = [
-                    array
-                    if array is None
-                    else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, P()))
-                    for array in arrays
-                ]
-                program = jax.jit(lambda *a, name=name, static=static: call(calls, name, a, static))
-                text = program.lower(*kinds).compile().as_text()
-                assert text is not None
-                assert "mosaic_gpu" in text, (name, static)
-                count += 1
+    for fmt, block, rows, n in (("int8", 256, 2, 256 * 24), ("int4", 64, 3, 704), ("fp8", 2048, 1, 2048 * 8)):
+        for name, arrays, static in calls_of(fmt, block, rows, n):
+            kinds = [
+                array
+                if array is None
+                else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated)
+                for array in arrays
+            ]
+            program = jax.jit(lambda *a, name=name, static=static: call(calls, name, a, static))
+            text = program.lower(*kinds).compile().as_text()
+            assert text is not None
+            assert "mosaic_gpu" in text, (name, static)
+            count += 1
     print(f"compiled {count} kernels")
 
 

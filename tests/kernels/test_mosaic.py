@@ -61,18 +61,29 @@ def test_decode_sum_encode(name, fmt_in, fmt_out):
     check("decode_sum_encode", payload, None, **static)
 
 
-@pytest.mark.parametrize("width", [64, 128, 256, 2048])
-@pytest.mark.parametrize("blocks", [4, 5, 16, 100, 4096])
+@pytest.mark.parametrize("width", [16, 64, 128, 256, 2048])
+@pytest.mark.parametrize("blocks", [8, 11, 16, 100, 4096])
 def test_tiles_fit(blocks, width):
     tile = choose_tile(blocks, width, 8, 32)
     assert tile is not None
     assert tile.blocks <= blocks
-    assert tile.lanes * tile.vector <= width
+    assert 0 < tile.lanes * tile.vector <= width
     assert tile.blocks % (128 // tile.lanes) == 0
 
 
 def test_no_tile_for_three_blocks():
     assert choose_tile(3, 256, 8, 32) is None
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("blocks", [1, 4, 5])
+@pytest.mark.parametrize("fmt_in", FORMATS)
+def test_one_short_row(fmt_in, blocks):
+    """Words of several codes in a row of any length, and rows that are too short for a kernel."""
+    n = 64 * blocks
+    options = {"block": 64, "rounding": "nearest"}
+    payload = reference.encode(jnp.asarray(case("normal", 1, n)), None, fmt=fmt_in, rotation=0, **options)
+    check("decode_sum_encode", payload, None, fmt_in=fmt_in, fmt_out="int4", rows_out=1, n=n, **options)
 
 
 @pytest.mark.parametrize("option", [{"rounding": "stochastic"}, {"rotation": 32}, {"fmt": "int2"}])

@@ -14,8 +14,9 @@ How they overlap: in each pass, of u units, hops between nodes run beside comput
     pass = local + max(compute, node) + min(compute, node) / u
 
 while hops within a node are hidden behind neither: they take multiprocessors and memory from the matmuls, and
-a node hop of the same unit waits for them. What is done once per step has nothing beside it:
-delta's gather where the step has several micro-batches, the gather of stages 1 and 2, a reduction after the last micro-batch, the optimizer.
+a node hop of the same unit waits for them. What is done once per step has nothing beside it: the gather of
+stages 1 and 2, delta's where the step has several micro-batches, a reduction after the last of them, the
+optimizer.
 
 Latencies, stragglers and input are not in it: units should have some megabytes.
 """
@@ -107,7 +108,7 @@ def _part_of(hop: HopPlan, program: Program) -> str:
     """The pass beside which a hop runs, or "alone"."""
     if hop.phase == "delta":
         return "forward" if program.updating else "alone"
-    if (hop.phase == "weights forward" and program.zero.stage < 3):
+    if hop.phase == "weights forward" and program.zero.stage < 3:
         return "alone"
     if hop.phase == "gradients":
         last = program.route.sink == "full" or (program.route.sink == "secondary" and hop.axis == "node")

@@ -1,0 +1,110 @@
+"""Delta's copies, brought up to date by stacks as they gather, however a model calls them.
+
+Evaluation brings them up to date all at once before its forward pass: what a step sees and leaves behind has
+to be the same.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from core_models import WIDTH, Case, regression_batch, squared_error
+from flax import nnx
+
+from zerojax import device_step, eval_step, stack, train_step
+from zerojax.paths import from_tree
+
+DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
+
+
+class Layer(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jax.nn.tanh(self.linear(x))
+
+
+class Model(nnx.Module):
+    """Two stacks between two layers that belong to no unit."""
+
+    def __init__(self, run: Any, layers: int, *, rngs: nnx.Rngs):
+        self.run = run
+        self.first = stack.Stack(Layer, layers, rngs=rngs)
+        self.second = stack.Stack(Layer, layers, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.run(self, x))
+
+
+def in_order(model: Model, x: jax.Array) -> jax.Array:
+    return model.second(model.first(x))
+
+
+def one_twice(model: Model, x: jax.Array) -> jax.Array:
+    return model.second(model.first(model.first(x)))
+
+
+def one_never(model: Model, x: jax.Array) -> jax.Array:
+    return model.first(x)
+
+
+def in_jax_checkpoint(model: Model, x: jax.Array) -> jax.Array:
+    return model.second(jax.checkpoint(lambda x: model.first(x))(x))
+
+
+def in_nnx_remat(model: Model, x: jax.Array) -> jax.Array:
+    return model.second(nnx.remat(lambda stack, x: stack(x))(model.first, x))
+
+
+RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat]
+
+
+def all_at_once(state: Any) -> dict[Any, np.ndarray]:
+    """The copies as they are after the next step's update, by path."""
+    program = state.program
+    spec = program.by_path(program.secondary_spec)
+
+    def update(params: Any, secondary: Any, step: Any) -> Any:
+        blocks = device_step.flat_blocks(params, program.leaves)
+        return device_step.next_secondary(program, blocks, secondary, step)
+
+    run = jax.shard_map(
+        update,
+        mesh=program.mesh,
+        in_specs=(program.by_path(program.param_spec), spec, jax.P()),
+        out_specs=spec,
+        check_vma=False,
+    )
+    copies = jax.jit(run)(from_tree(state.params), from_tree(state.secondary), state.step)
+    return {path: np.asarray(copy, np.float32) for path, copy in copies.items()}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers):
+    case = Case(functools.partial(make, run, layers), squared_error, (), regression_batch)
+    state = case.create(optax.adam(1e-2), nodes=2, local=2, **DELTA)
+    names = {group.unit for group in state.program.updating}
+    assert names == {"first/block", "second/block"}
+    for batch in case.batches(8, 3):
+        expected, loss = all_at_once(state), eval_step(state, batch)["loss"]
+        state, metrics = train_step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+        for path, copy in from_tree(state.secondary).items():
+            np.testing.assert_array_equal(np.asarray(copy, np.float32), expected[path], str(path))
+
+
+def make(run: Any, layers: int, rngs: nnx.Rngs) -> Model:
+    return Model(run, layers, rngs=rngs)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"delta_resync": 2}, {"nodes": 1}], ids=str)
+def test_nothing_is_left_to_the_forward_pass_where_it_would_be_done_twice_or_not_at_all(options):
+    case = Case(functools.partial(make, in_order, 2), squared_error, (), regression_batch)
+    options = {"nodes": 2, "local": 2, **DELTA, **options}
+    assert case.create(optax.sgd(0.1), **options).program.updating == ()
