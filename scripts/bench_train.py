@@ -134,10 +134,11 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="keep the traces here")
     parser.add_argument(
         "--xla", nargs="+", default=[], metavar="OPTION=VALUE",
-        help="tell the compiler so, in place of what zerojax.xla says",
+        help="tell the compiler so, in place of what zerojax.xla says (true, false or a number)",
     )  # fmt: skip
     options = parser.parse_args()
-    GPU_OPTIONS.update(given.split("=", 1) for given in options.xla)
+    for name, _, value in (given.partition("=") for given in options.xla):
+        GPU_OPTIONS[name] = json.loads(value)
     with joined():
         rows: list[Row] = []
         for variant in options.variants:

@@ -54,12 +54,14 @@ def check_format(fmt):
                 check("decode_add", payload, x.astype(dtype), **shared)
             for rotation in (0, 32):
                 check("decode_sum", payload, n=n, rotation=rotation, scale=0.2, **shared)
-        out = {"rows_out": 2, "n": n // 2 // block * block, "block": block, "rounding": "stochastic"}
+        out = {"rows_out": 2, "n": n // 2 // block * block, "block": block}
         total = out["rows_out"] * out["n"]
         x = jnp.asarray(case("normal", 4, total))
         payload = reference.encode(x, None, rounding="nearest", rotation=0, **shared)
         for fmt_out in ("int4", fmt):
-            check("decode_sum_encode", payload, SEED, fmt_in=fmt, fmt_out=fmt_out, **out)
+            for seed, rounding in ((None, "nearest"), (SEED, "stochastic")):
+                options = {"fmt_in": fmt, "fmt_out": fmt_out, "rounding": rounding, **out}
+                check("decode_sum_encode", payload, seed, **options)
 
 
 def main():
