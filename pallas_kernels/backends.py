@@ -1,37 +1,55 @@
 """Which implementation runs where."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata, util
 
 from jaxlib import gpu_triton
 
 from pallas_kernels.chips import compute_capability
 
+PALLAS_FIRST = ("encode", "encode_reordered")
+"""What Pallas' kernels do faster than Triton's, where there are both (docs/kernels.md)."""
+
+
+def _has_plugin() -> bool:
+    """Whether JAX found its CUDA plugin when it started, which lowers kernels and holds their runtime."""
+    return hasattr(gpu_triton, "TritonKernel")
+
 
 @cache
 def _triton_module():
     """The module of Triton kernels, or None where they can't be lowered."""
-    if util.find_spec("jax_triton") is None or util.find_spec("triton") is None:
-        return None
-    # jax-triton lowers through JAX's CUDA plugin, which a CPU installation lacks.
-    if not hasattr(gpu_triton, "TritonKernel"):
+    if util.find_spec("jax_triton") is None or util.find_spec("triton") is None or not _has_plugin():
         return None
     return import_module("pallas_kernels.cuda.calls")
 
 
+def _pallas_module():
+    """The module of Pallas kernels, which are for Hopper and newer, or None."""
+    if compute_capability() < 90 or not _has_plugin():
+        return None
+    return import_module("pallas_kernels.mosaic.calls")
+
+
 def cuda_implementation(name: str) -> Callable | None:
     """The CUDA implementation of the public function `name`; None: XLA compiles the reference."""
-    module = _triton_module()
-    return None if module is None else getattr(module, name)
+    triton, mosaic = _triton_module(), _pallas_module()
+    if triton is None:
+        return None if mosaic is None else getattr(mosaic, name)
+    if mosaic is None or name not in PALLAS_FIRST:
+        return getattr(triton, name)
+    return partial(getattr(mosaic, name), otherwise=getattr(triton, name))
 
 
 def backend_report() -> dict[str, str]:
     """What runs on each platform, in words, for people to read."""
     reference = "jax.numpy reference, compiled by XLA"
+    pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
     if _triton_module() is None:
-        missing = "the kernels need jax-triton, and JAX's CUDA plugin"
-        return {"cpu": reference, "cuda": f"{reference} ({missing})"}
+        missing = "the Triton kernels need jax-triton, and JAX's CUDA plugin"
+        rest = f"{reference} ({missing})"
+        return {"cpu": reference, "cuda": rest if _pallas_module() is None else f"{pallas}; else the {rest}"}
     versions = " and ".join(f"{name} {metadata.version(name)}" for name in ("jax-triton", "triton"))
     chip = compute_capability()
     report = f"Triton kernels through {versions}, for compute capability {chip / 10}"
@@ -41,4 +59,6 @@ def backend_report() -> dict[str, str]:
         "; by the reference also: plain formats, fp16 arrays, rows of 2**31 elements or more, and sums over "
         "more than 64 peers"
     )
+    if _pallas_module() is not None:
+        report += f"; encoding to {pallas}"
     return {"cpu": reference, "cuda": report}

@@ -61,7 +61,8 @@ from jax import lax
 from pallas_kernels.formats import MINIFLOAT, QMAX, QUANTIZED, ROTATION, code_bytes
 
 MIN_SCALE_BITS = (127 - 80) << 23
-MAX_SCALE_BITS = (127 + 126) << 23
+MAX_SCALE_BITS = (127 + 125) << 23
+"""The reciprocal of a scale is no subnormal number, which CPUs take for zero, even by the margin smaller."""
 INF_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
 RANDOM_BITS = 15

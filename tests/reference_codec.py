@@ -36,7 +36,7 @@ def scale_of(peak, fmt, up, rotation):
     if not np.isfinite(peak):
         return ml_dtypes.bfloat16(np.nan), np.float32(0)
     exact = np.float32(peak) * np.float32(1 / (TOP[fmt] * norm))
-    if exact > 2.0**126:
+    if exact > 2.0**125:
         return ml_dtypes.bfloat16(np.nan), np.float32(0)
     if exact < 2.0**-80:
         return ml_dtypes.bfloat16(0), np.float32(0)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zerojax.errors import ZeroError
+from zerojax.xla import keep_communicators_apart, on_gpus
 
 NODE = "node"
 LOCAL = "local"
@@ -52,7 +53,8 @@ def make_mesh(
             the devices of one process stand side by side on ``local``.
 
     Returns:
-        A mesh of ``nodes x local`` devices. Where that is fewer than there are, the first are taken (in
+        A mesh of ``nodes x local`` devices. With GPUs of several processes NCCL is told to keep their
+        communicators apart (``zerojax.xla``). Where that is fewer than there are, the first are taken (in
         one process only: several processes must each own a part of the mesh).
 
     Raises:
@@ -81,5 +83,7 @@ def make_mesh(
             f"{len(available)} devices out, and with {processes} processes each must take part. "
             "Choose extents whose product is the number of devices."
         )
+    if processes > 1 and on_gpus(available):
+        keep_communicators_apart()
     grid = np.asarray(available[:wanted], dtype=object).reshape(nodes, local)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)

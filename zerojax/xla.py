@@ -1,10 +1,13 @@
-"""What the GPU compiler is told, per function and never through the environment.
+"""What the GPU compiler is told, per function, and what NCCL is, through its one variable.
 
 Each option is here for a reason that ``docs/benchmarks.md`` gives figures for.
 """
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 GPU_OPTIONS: dict[str, Any] = {
@@ -23,7 +26,30 @@ GPU_OPTIONS: dict[str, Any] = {
 }
 
 
+ONE_PROCESS_OPTIONS: dict[str, Any] = {
+    # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. Not
+    # for several processes: seen to work in one.
+    "xla_gpu_use_memcpy_local_p2p": True,
+}
+
+
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """The options for programs on a mesh: those for GPUs, or none."""
-    platforms = {device.platform for device in mesh.devices.flat}
-    return dict(GPU_OPTIONS) if platforms & {"gpu", "cuda"} else {}
+    if not on_gpus(mesh.devices.flat):
+        return {}
+    alone = len({device.process_index for device in mesh.devices.flat}) == 1
+    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
+
+
+def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+    """Whether there is a GPU among them, be it a described one."""
+    return any(device.platform in ("gpu", "cuda") for device in devices)
+
+
+def keep_communicators_apart() -> None:
+    """Ask NCCL that a communicator within a node owes nothing to the one of all nodes; before either is made.
+
+    XLA splits the one from the other, and NCCL lets a communicator that was split have no more channels than
+    its parent: those of a slow network, of which there are few. A variable that is set already stays.
+    """
+    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")

@@ -37,11 +37,11 @@ def decode_shape(fmt: str, dtype: jnp.dtype) -> tuple[int, int, int]:
     return lanes, 4, 4 if fmt == "fp6" else 2
 
 
-def sum_shape(rotation: int, stored: bool) -> tuple[int, int]:
+def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int]:
     """(elements a thread owns, warps in a program) of the sum kernel, which encodes or stores."""
     if stored:
         return (32, 2) if rotation else (16, 8)
-    return 32, 2
+    return (64 if fmt in ("int4", "fp6") else 32), 2
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:
@@ -180,7 +180,7 @@ def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, 
         rows,
         n,
         block,
-        sum_shape(rotation, not encoded),
+        sum_shape(fmt, rotation, not encoded),
         PEERS=payload.shape[0],
         FMT=fmt,
         PITCH=nbytes(fmt, rows * n, block),

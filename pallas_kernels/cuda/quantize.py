@@ -17,7 +17,7 @@ import triton.language as tl
 from pallas_kernels.cuda.words import fma_halves, select_bytes
 
 MIN_SCALE_BITS = tl.constexpr((127 - 80) << 23)
-MAX_SCALE_BITS = tl.constexpr((127 + 126) << 23)
+MAX_SCALE_BITS = tl.constexpr((127 + 125) << 23)
 NAN_SCALE = tl.constexpr(0x7FC0)
 ONE_BF16 = tl.constexpr(0x3F80)
 STOCHASTIC_MARGIN = tl.constexpr(8)

@@ -1,7 +1,8 @@
 """The reference's functions, computed by the Pallas kernels: same names, same arguments.
 
 What the kernels take: bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
-at least four blocks (and sums of at most 32 peers). `pallas_kernels.reference` does the rest.
+at least four blocks (and sums of at most 32 peers). `pallas_kernels.reference` does the rest, or what the
+caller of an encoder names.
 """
 
 from collections.abc import Callable
@@ -21,20 +22,16 @@ from pallas_kernels.mosaic import kernels
 from pallas_kernels.mosaic.kernels import Rows
 from pallas_kernels.mosaic.tiles import Tile, choose_tile
 
+Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _MOST_PEERS = 32
 """Rows that are added up in unrolled code."""
-ENCODE_ELEMENTS = 32
+ENCODE_ELEMENTS = 16
 """Elements that a thread encodes."""
-DECODE_ELEMENTS = 32
+DECODE_ELEMENTS = 16
 """Elements that a thread decodes."""
 SUM_ELEMENTS = 32
 """Elements that a thread adds up."""
-
-
-def _other(name: str) -> Callable[..., jax.Array]:
-    """What does the public function `name` where no kernel here does."""
-    return getattr(reference, name)
 
 
 def _has_kernel(*fmts: str, dtypes=(), rounding: str = "nearest", rotation: int = 0) -> bool:
@@ -118,14 +115,14 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
     return _as_bytes(_launch(encode_kernel, _encoded_type(out, rows, lanes), pieces, blocks, tile, x))
 
 
-def encode(x, seed, *, fmt, block, rounding, rotation):
-    """See `pallas_kernels.encode`."""
+def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation = reference.encode):
+    """See `pallas_kernels.encode`; `otherwise` does what no kernel here does."""
     payload = None
     if _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         out = Rows(fmt, x.shape[1] // block, block)
         payload = _encode(x, out, x.shape[0], lambda piece: (piece, 0))
     if payload is None:
-        return _other("encode")(x, seed, fmt=fmt, block=block, rounding=rounding, rotation=rotation)
+        return otherwise(x, seed, fmt=fmt, block=block, rounding=rounding, rotation=rotation)
     return payload
 
 
@@ -135,8 +132,11 @@ def encode_delta(w, base, seed, *, fmt, block, rounding):
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
 
-def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
-    """See `pallas_kernels.encode_reordered`."""
+def encode_reordered(
+    g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation,
+    otherwise: Implementation = reference.encode_reordered,
+):  # fmt: skip
+    """See `pallas_kernels.encode_reordered`; `otherwise` does what no kernel here does."""
     pieces = local * nodes * chunks
     payload = None
     if _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
@@ -149,13 +149,13 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
         payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
     if payload is None:
         options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
-        return _other("encode_reordered")(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
+        return otherwise(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
     return payload.reshape(chunks, local, -1)
 
 
 def decode(payload, *, fmt, n, block, dtype):
     """See `pallas_kernels.decode`."""
-    default = partial(_other("decode"), payload, fmt=fmt, n=n, block=block, dtype=dtype)
+    default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
     if not _has_kernel(fmt, dtypes=(dtype,)):
         return default()
     rows, source = payload.shape[0], Rows(fmt, n // block, block)
@@ -177,7 +177,7 @@ def decode(payload, *, fmt, n, block, dtype):
 
 def decode_add(payload, base, *, fmt, block):
     """See `pallas_kernels.decode_add`."""
-    return _other("decode_add")(payload, base, fmt=fmt, block=block)
+    return reference.decode_add(payload, base, fmt=fmt, block=block)
 
 
 def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
@@ -198,7 +198,7 @@ def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax
 def decode_sum(payload, *, fmt, n, block, rotation, scale):
     """See `pallas_kernels.decode_sum`."""
     options = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
-    default = partial(_other("decode_sum"), payload, **options)
+    default = partial(reference.decode_sum, payload, **options)
     if not _has_kernel(fmt, rotation=rotation):
         return default()
     peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)

@@ -120,5 +120,6 @@ def test_report_says_what_runs_where(monkeypatch):
     report = pk.backend_report()
     assert set(report) == {"cpu", "cuda"}
     monkeypatch.setattr(backends, "_triton_module", lambda: None)
+    monkeypatch.setattr(backends, "_pallas_module", lambda: None)
     assert "need jax-triton" in pk.backend_report()["cuda"]
     assert backends.cuda_implementation("encode") is None
