@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from zerojax.codec import Seed
@@ -69,7 +70,7 @@ def _scan(
     def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, None]:
         return *body(whole, x, state, shared), None
 
-    x, states, copies, _, _ = _forward(route, leaves, run, sources, copies, x, state)
+    x, states, copies, *_ = _forward(route, leaves, run, sources, copies, x, state)
     return x, states, copies
 
 
@@ -88,29 +89,44 @@ def _forward(
     but the last, stacked, and of the last.
     """
     last = sources[0].shape[0] - 1
+    lead = min(route.lead(route.source, leaves), max(last, 1))
+    keep = copies is None and route.source != route.keep
 
-    def start(copies: Values | None, index: Any) -> tuple[Values | None, Values]:
+    def fetch(copies: Values | None, index: Any) -> tuple[Values | None, Values]:
         if copies is None:
-            return None, route.to_kept(_at(sources, index), leaves)
+            return None, route.to_secondary(_at(sources, index), leaves)
         fresh = route.to_updated(_at(sources, index), _at(copies, index), leaves)
         return _put(copies, fresh, index), fresh
 
-    def layer(carry: Any, index: Array) -> tuple[Any, Any]:
-        x, copies, kept, whole = carry
-        copies, ahead = start(copies, index + 1)
-        next_whole = route.to_whole(ahead, leaves)
+    def layer(carry: Any, index: Any, *, fetching: bool) -> Any:
+        x, copies, queue, whole, stacks = carry
+        if fetching:
+            copies, further = fetch(copies, index + lead)
+            queue = (*queue, further)
+        next_whole = route.to_whole(queue[1], leaves)
         x, after, residual = run(whole, x, _at(state, index))
-        stack = copies is None and route.source != route.keep
-        return (x, copies, ahead, next_whole), (after, residual, kept if stack else None)
+        stacks = _put(stacks, (after, residual, queue[0] if keep else None), index)
+        return x, copies, queue[1:], next_whole, stacks
 
-    copies, kept = start(copies, 0)
-    carry, (states, residuals, stacked) = lax.scan(
-        layer, (x, copies, kept, route.to_whole(kept, leaves)), jnp.arange(last)
-    )
-    x, copies, kept, whole = carry
+    first: list[Values] = []
+    for index in range(lead):
+        copies, secondary = fetch(copies, index)
+        first.append(secondary)
+    queue = tuple(first)
+    whole = route.to_whole(queue[0], leaves)
+    run, (_, *one) = _trace_once(run, whole, x, _at(state, 0))
+    # Filled by hand, in place: the last layers that fetch nothing stand outside the loop.
+    stacks = _empty((*one, queue[0] if keep else None), last)
+    carry = (x, copies, queue, whole, stacks)
+    fetching = last - lead + 1
+    if fetching:  # none where the stack has but one layer
+        carry, _ = lax.scan(lambda c, i: (layer(c, i, fetching=True), None), carry, jnp.arange(fetching))
+    for index in range(fetching, last):
+        carry = layer(carry, index, fetching=False)
+    x, copies, _, whole, (states, residuals, kept) = carry
     x, after, residual = run(whole, x, _at(state, last))
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    return x, states, copies, (residuals, stacked if copies is None else copies), (residual, whole)
+    return x, states, copies, (residuals, kept if copies is None else copies), (residual, whole)
 
 
 def _scan_fwd(
@@ -150,9 +166,9 @@ def _scan_bwd(
     no_state = jax.tree.map(_zero_like_one, state_cotangents)
     last = sources[0].shape[0] - 1
 
-    def gather(index: Any) -> Values:
+    def fetch(index: Any) -> Values:
         kept = sources if route.source == route.keep else copies
-        return route.to_whole(_at(kept, index), leaves)
+        return route.to_secondary(_at(kept, index), leaves, route.keep)
 
     def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:
         _, x, state, _ = residual.args_res
@@ -175,20 +191,28 @@ def _scan_bwd(
         grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
         return finish(_put(sums, deliver(encode(grads, 0), 0), 0), of_shared, cotangent)
 
-    whole = gather(last - 1)
+    lead = min(route.lead(route.keep, leaves), last)
+    whole = route.to_whole(fetch(last - 1), leaves)
+    queue = tuple(fetch(last - ahead) for ahead in range(2, lead + 1))
     grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
 
-    def layer(carry: Any, index: Array) -> tuple[Any, None]:
-        cotangent, of_shared, whole, payload, sums = carry
-        ahead = gather(index - 1)
+    def layer(carry: Any, index: Any, *, fetching: bool) -> Any:
+        cotangent, of_shared, queue, whole, payload, sums = carry
+        if fetching:
+            queue = (*queue, fetch(index - lead))
+        next_whole = route.to_whole(queue[0], leaves)
         sums = _put(sums, deliver(payload, index + 1), index + 1)
         grads, cotangent, more = run(_at(stacked, index), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
-        return (cotangent, of_shared, ahead, encode(grads, index), sums), None
+        return cotangent, of_shared, queue[1:], next_whole, encode(grads, index), sums
 
-    carry = (cotangent, of_shared, whole, encode(grads, last), sums)
-    carry, _ = lax.scan(layer, carry, jnp.arange(1, last), reverse=True)
-    cotangent, of_shared, whole, payload, sums = carry
+    carry = (cotangent, of_shared, queue, whole, encode(grads, last), sums)
+    carry, _ = lax.scan(
+        lambda c, i: (layer(c, i, fetching=True), None), carry, jnp.arange(lead, last), reverse=True
+    )
+    for index in range(lead - 1, 0, -1):
+        carry = layer(carry, index, fetching=False)
+    cotangent, of_shared, _, whole, payload, sums = carry
     sums = _put(sums, deliver(payload, 1), 1)
     grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
     of_shared = jax.tree.map(jnp.add, of_shared, more)
@@ -203,10 +227,21 @@ def _at(stacked: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
 
 
-def _put(stacked: Values, layer: Values, index: Any) -> Values:
-    """One layer of stacked values replaced."""
-    pairs = zip(stacked, layer, strict=True)
-    return tuple(lax.dynamic_update_index_in_dim(values, one, index, 0) for values, one in pairs)
+def _put(stacked: Any, layer: Any, index: Any) -> Any:
+    """One layer of a stacked pytree replaced."""
+    return jax.tree.map(lambda x, one: lax.dynamic_update_index_in_dim(x, one, index, 0), stacked, layer)
+
+
+def _empty(one: Any, layers: int) -> Any:
+    """Room for what so many layers leave: on GPUs memory that nobody has written yet."""
+    return jax.tree.map(lambda x: lax.empty((layers, *x.shape), x.dtype), one)
+
+
+def _trace_once(function: Any, *args: Any) -> tuple[Any, Any]:
+    """The same function for arguments like these, traced now and never again; and the shapes it returns."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    call, tree = jaxpr_as_fun(closed), jax.tree.structure(shapes)
+    return lambda *args: jax.tree.unflatten(tree, call(*jax.tree.leaves(args))), shapes
 
 
 def _zero_like_one(stacked: Any) -> Any:

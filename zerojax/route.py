@@ -87,21 +87,22 @@ class Route:
         """What a leaf is computed in: never wider than the model itself has it."""
         return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
 
-    def to_kept(self, values: Values, leaves: Sequence[Leaf]) -> Values:
-        """From the source to the level that the backward pass keeps: the node hop, or nothing."""
-        if (self.source, self.keep) == ("primary", "secondary"):
-            return tuple(gather_node(values, leaves))
-        return values
+    def to_secondary(self, values: Values, leaves: Sequence[Leaf], level: Level | None = None) -> Values:
+        """From a level, by default the source's, to secondary partitions: the node hop, or nothing."""
+        return tuple(gather_node(values, leaves)) if (level or self.source) == "primary" else values
+
+    def lead(self, level: Level, leaves: Sequence[Leaf]) -> int:
+        """How many layers before its use a layer's first hop is taken: two where it crosses nodes."""
+        return 2 if level == "primary" and leaves[0].world.nodes > 1 else 1
 
     def to_updated(self, values: Values, copies: Values, leaves: Sequence[Leaf]) -> Values:
         """From primary shards and delta's copies so far to these copies as they are now."""
         return tuple(gather_delta(values, copies, leaves))
 
-    def to_whole(self, kept: Values, leaves: Sequence[Leaf]) -> Values:
-        """From the kept level to whole leaves of natural shape."""
+    def to_whole(self, secondary: Values, leaves: Sequence[Leaf]) -> Values:
+        """From secondary partitions to whole leaves of natural shape."""
         if self.keep == "full":
-            return kept
-        secondary = gather_node(kept, leaves) if self.keep == "primary" else kept
+            return secondary
         return tuple(gather_local(secondary, leaves, [self.weight_dtype(leaf) for leaf in leaves]))
 
     def encode(self, grads: Values, leaves: Sequence[Leaf], seed: Seed) -> Values:

@@ -26,6 +26,13 @@ GPU_OPTIONS: dict[str, Any] = {
 }
 
 
+NODES_OPTIONS: dict[str, Any] = {
+    # Hops start as soon as their operands are there, any number at a time, and are waited for when their result
+    # is read: `zerojax.pipeline` sees to it that a layer's compute lies between the two. Left to its estimates,
+    # which know nothing of the network, the scheduler puts most hops between nodes behind all compute.
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+}
 ONE_PROCESS_OPTIONS: dict[str, Any] = {
     # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. Not
     # for several processes: seen to work in one.
@@ -37,8 +44,9 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """The options for programs on a mesh: those for GPUs, or none."""
     if not on_gpus(mesh.devices.flat):
         return {}
+    several = mesh.shape["node"] > 1
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
-    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
+    return (NODES_OPTIONS if several else {}) | (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
 
 
 def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
