@@ -27,9 +27,9 @@ GPU_OPTIONS: dict[str, Any] = {
 
 
 NODES_OPTIONS: dict[str, Any] = {
-    # Hops start as soon as their operands are there, any number at a time, and are waited for when their result
-    # is read: `zerojax.pipeline` sees to it that a layer's compute lies between the two. Left to its estimates,
-    # which know nothing of the network, the scheduler puts most hops between nodes behind all compute.
+    # Hops start as soon as their operands are there, several at a time, and are waited for where their
+    # result is read: `zerojax.pipeline` sees to it that a layer's compute lies between the two. Left to its
+    # estimates, which know nothing of the network, the scheduler puts most hops behind all compute.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }

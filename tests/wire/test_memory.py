@@ -68,11 +68,18 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
     state, compiled = compiled_step(zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)}))
     plan = plan_state(state)
     taken = hlo.memory(compiled).peak
-    two_units = 2 * 2 * plan.parameters / LAYERS
-    assert taken == pytest.approx(FORMULA[name] * plan.parameters + two_units, rel=0.10)
+    # In use and on their way: more of them where the backward pass, too, has them from other nodes.
+    units = (4 if name == "stage 3" else 2) * 2 * plan.parameters / LAYERS
+    assert taken == pytest.approx(FORMULA[name] * plan.parameters + units, rel=0.10)
     assert taken == pytest.approx(plan.memory.total, rel=0.10)
     if name == "stage 3":
         assert _most_whole_weights(compiled, plan) <= 2
+    if name in ("stage 3", "delta"):
+        # A third of the matmuls of a body of two layers, where half would be a whole layer.
+        crossing = [c for c in hlo.collectives(compiled.as_text() or "") if c.crosses_nodes(LOCAL)]
+        looped = [c.covers for c in crossing if c.count > 2]
+        assert len(looped) >= 6
+        assert min(looped) > 0.3, "a hop between nodes ends before most of its layer begins"
 
 
 def _named(name: str) -> dict:
@@ -92,7 +99,8 @@ def _most_whole_weights(compiled: jax.stages.Compiled, plan) -> int:
         if " while(" in line:
             carried = re.findall(r"bf16\[([\d,]+)\]", line.split(" while(")[0])
             sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in carried]
-            whole = {int(np.prod(shape)) for shape in matrices}
+            # The largest: secondary partitions of large matrices are as large as small matrices.
+            whole = {max(int(np.prod(shape)) for shape in matrices)}
             assert not any(
                 size % one == 0 and size > 2 * one for size in sizes for one in whole if one > 1 << 23
             )

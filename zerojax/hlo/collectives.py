@@ -35,6 +35,7 @@ class Collective:
     count: int  # executions per run of the program
     conditional: bool  # in a branch of a conditional, counted as if always taken
     hides_behind: int  # compute instructions between its start and its done; 0 when synchronous
+    covers: float  # the part of its computation's matmuls that stand between the two
 
     def crosses_nodes(self, local: int) -> bool:
         """Whether it leaves a node; node n holds positions ``n * local`` to ``(n + 1) * local - 1``."""
@@ -110,9 +111,9 @@ def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...
 def _split(visit: Visit, instruction: Instruction, op: str, devices: int) -> list[Collective]:
     if visit.count is None:
         raise HloError(f"{instruction.name} is in a loop whose trip count XLA does not know")
-    arrays, hides_behind = instruction.arrays, 0
+    arrays, hides_behind, covers = instruction.arrays, 0, 0.0
     if visit.instruction.opcode.endswith("-start"):
-        done, hides_behind = _done(visit.computation, visit.instruction)
+        done, hides_behind, covers = _done(visit.computation, visit.instruction)
         if instruction is visit.instruction:
             arrays = done.arrays
     if op == "collective-permute":
@@ -125,21 +126,32 @@ def _split(visit: Visit, instruction: Instruction, op: str, devices: int) -> lis
     return [
         Collective(
             op, instruction.name, source, array.dtype, array.elements * parts,
-            array.bytes * parts, groups, visit.count, visit.conditional, hides_behind,
+            array.bytes * parts, groups, visit.count, visit.conditional, hides_behind, covers,
         )
         for array in arrays
     ]  # fmt: skip
 
 
-def _done(computation: Computation, start: Instruction) -> tuple[Instruction, int]:
-    """The instruction that ends an asynchronous one, and how much compute stands between them."""
+def _done(computation: Computation, start: Instruction) -> tuple[Instruction, int, float]:
+    """The instruction that ends an asynchronous one, and how much compute stands between them.
+
+    Counted, and as a part of all matmuls of the computation.
+    """
     position = computation.instructions.index(start)
-    computes = 0
+    computes = matmuls = 0
     for later in computation.instructions[position + 1 :]:
         if start.name in later.operands and later.opcode.endswith("-done"):
-            return later, computes
+            every = sum(map(_is_matmul, computation.instructions))
+            return later, computes, matmuls / every if every else 0.0
         computes += later.opcode in _COMPUTES
+        matmuls += _is_matmul(later)
     raise HloError(f"{start.name} is not ended in the computation that starts it")
+
+
+def _is_matmul(instruction: Instruction) -> bool:
+    return instruction.opcode == "dot" or (
+        instruction.opcode == "custom-call" and "cublas" in instruction.attributes
+    )
 
 
 def _devices(text: str) -> int:

@@ -150,7 +150,9 @@ def _in_backward(program: Program, work: Work | None) -> dict[str, int]:
     return {
         "gradients": _gradients(program),
         "secondary": _hpz_copy(program),
-        "weights": _gathered(program, 2),
+        # Exact weights that cross nodes in the backward pass, too, are on their way two layers ahead, and
+        # sent while gradients are.
+        "weights": _gathered(program, 4 if _gathers_from_nodes_again(program) else 2),
         "weight gradients": _whole_gradients(program, rest=work is None),
         "wire": _payload(program),
         "activations": work.kept + work.working + work.head if work else 0,
@@ -239,6 +241,11 @@ def _gathered(program: Program, units: int) -> int:
     if program.zero.stage < 3:
         return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in program.leaves)
     return _of_no_unit(program) + sum(_largest_units(program, _weight_bytes, units))
+
+
+def _gathers_from_nodes_again(program: Program) -> bool:
+    """Whether the backward pass takes the node hop of the weights a second time."""
+    return program.route.keep == "primary" and program.world.nodes > 1
 
 
 def _whole_gradients(program: Program, *, rest: bool = True) -> int:
