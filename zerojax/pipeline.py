@@ -1,15 +1,18 @@
-"""The schedule of a stack of equal units: gathers one layer ahead, reductions one layer behind.
+"""The schedule of a stack of equal units: gathers ahead of the layer at work, reductions one layer behind.
 
 One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's
 iterations by itself. In the order of the program:
 
-- forward, layer i: gather layer i + 1 (both hops; delta's copy of it is brought up to date); run layer i.
+- forward, layer i: the node hop of layer i + 2 (which brings delta's copy of it up to date), the local hop
+  of layer i + 1; run layer i.
 - the last layer's weights stay for the backward pass, which begins with them.
-- backward, layer i: gather layer i - 1; deliver layer i + 1's gradients (both hops); run layer i's vjp;
-  encode its gradients.
+- backward, layer i: the node hop of layer i - 2 (without hpZ), the local hop of layer i - 1; deliver layer
+  i + 1's gradients (both hops); run layer i's vjp; encode its gradients.
 
-Within an iteration none of the three depends on another, so that the scheduler can run them side by side.
-What is carried from one iteration to the next is one layer's weights and one layer's encoded gradients.
+Within an iteration none of these depends on another, so that the scheduler can run them side by side: what
+hops between nodes have to themselves is a whole layer. Carried from one iteration to the next are one layer's
+weights, the secondary partitions of up to two, and one layer's encoded gradients. Where a pass has no node
+hop, all is gathered one layer ahead. The layers for which nothing is left to fetch stand outside the loops.
 """
 
 import functools
@@ -83,7 +86,7 @@ def _forward(
     x: Any,
     state: Any,
 ) -> tuple[Any, Any, Values | None, Any, Any]:
-    """Every layer in order, each gathered while the one before it runs.
+    """Every layer in order, each gathered while those before it run.
 
     Returns the activations, the stacked state, the copies, and what the backward pass needs: of all layers
     but the last, stacked, and of the last.
@@ -115,7 +118,7 @@ def _forward(
     queue = tuple(first)
     whole = route.to_whole(queue[0], leaves)
     run, (_, *one) = _trace_once(run, whole, x, _at(state, 0))
-    # Filled by hand, in place: the last layers that fetch nothing stand outside the loop.
+    # Filled by hand, in place: a scan would stack what its own iterations leave, and no more.
     stacks = _empty((*one, queue[0] if keep else None), last)
     carry = (x, copies, queue, whole, stacks)
     fetching = last - lead + 1

@@ -10,6 +10,7 @@
 
 import re
 import shutil
+import time
 from pathlib import Path
 
 _LEFTOVER = re.compile(r"\d+\.(unfinished|removed)(\..*)?")
@@ -36,11 +37,35 @@ def unfinished(folder: Path, step: int) -> Path:
     return folder / f"{step}.unfinished"
 
 
-def clear_leftovers(folder: Path, step: int | None = None) -> None:
-    """Remove what processes that died left half written or half deleted; of one step, or of all."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if _LEFTOVER.fullmatch(path.name) and step in (None, int(path.name.partition(".")[0])):
-            shutil.rmtree(path)
+def clear_leftovers(folder: Path) -> None:
+    """Remove what processes that died left half written or half deleted."""
+    for path in _leftovers(folder):
+        shutil.rmtree(path)
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def clear_failed(folder: Path, step: int, *, quiet: float = 0.5, most: float = 5.0) -> None:
+    """Remove what a save that failed left.
+
+    Orbax gives up at the first error. Writes of other arrays, which nobody waits for any more, go on for a
+    while and make their folders anew.
+
+    Args:
+        folder: of the checkpoints.
+        step: that was to be saved.
+        quiet: seconds in which nothing new has to appear.
+        most: seconds after which what is left stays, for the next start to clear.
+    """
+    begun = seen = time.monotonic()
+    while (now := time.monotonic()) - seen < quiet and now - begun < most:
+        if left := [path for path in _leftovers(folder) if path.name.startswith(f"{step}.")]:
+            seen = now
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.02)
 
 
 def move_aside(folder: Path, step: int) -> Path:

@@ -119,7 +119,7 @@ class Checkpoints:
 
     def _failure(self, step: int, error: Exception) -> RunError:
         if jax.process_index() == 0:
-            names.clear_leftovers(self._folder, step)
+            names.clear_failed(self._folder, step)
         return RunError(
             f"cannot save checkpoint {self._folder / str(step)}: {_reason(error)}; older ones are intact"
         )
