@@ -1,0 +1,31 @@
+"""What the compiler and NCCL are told, by the mesh."""
+
+import os
+
+import pytest
+
+import zerojax
+from zerojax import aot
+from zerojax.xla import GPU_OPTIONS, NODES_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
+
+VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+
+
+def test_cpus_are_told_nothing():
+    assert compiler_options(zerojax.make_mesh(2, 2)) == {}
+
+
+def test_gpus_of_one_process_and_of_several_nodes_are_told_what_helps_them(cuda_mesh):
+    assert compiler_options(cuda_mesh(1, 4)) == GPU_OPTIONS | ONE_PROCESS_OPTIONS
+    assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS | NODES_OPTIONS
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, monkeypatch, before, after):
+    cuda_mesh(2, 4)  # skips without a compiler
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE) if before is None else monkeypatch.setenv(VARIABLE, before)
+    zerojax.make_mesh(1, 4, devices=aot.topology(1, 4))
+    assert os.environ.get(VARIABLE) == before
+    zerojax.make_mesh(2, 4, devices=aot.topology(2, 4))
+    assert os.environ[VARIABLE] == after
