@@ -71,17 +71,19 @@ HALF_RANGE = {"int8": 128, "int4": 8, "int2": 2}
 ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def to_bits(x: jax.Array) -> jax.Array:
+    """The bits of fp32 numbers, int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _float(bits: jax.Array) -> jax.Array:
+def to_float(bits: jax.Array) -> jax.Array:
+    """The fp32 numbers with these bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
     """2**exponent in fp32, for int32 exponents from -126 to 127."""
-    return _float((exponent + 127) << 23)
+    return to_float((exponent + 127) << 23)
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -113,8 +115,8 @@ def _uniform(seed: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.A
 
 def _flush(x: jax.Array) -> jax.Array:
     """Subnormal numbers as zeros of their sign, on every chip."""
-    bits = _bits(x)
-    return _float(jnp.where(bits & INF_BITS == 0, bits & ~0x7FFFFFFF, bits))
+    bits = to_bits(x)
+    return to_float(jnp.where(bits & INF_BITS == 0, bits & ~0x7FFFFFFF, bits))
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -130,8 +132,8 @@ def rotate(x: jax.Array) -> jax.Array:
 def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[jax.Array, jax.Array]:
     """Scale bits (uint16) and inverse scales (fp32, 0 for zero and NaN blocks) of [..., block]."""
     norm = np.sqrt(rotation or 1)
-    top = jnp.max(_bits(blocks) & 0x7FFFFFFF, axis=-1)
-    exact = _bits(_float(top) * np.float32(1 / (QMAX[fmt] * norm)))
+    top = jnp.max(to_bits(blocks) & 0x7FFFFFFF, axis=-1)
+    exact = to_bits(to_float(top) * np.float32(1 / (QMAX[fmt] * norm)))
     bad = (top >= INF_BITS) | (exact > MAX_SCALE_BITS)
     zero = exact < MIN_SCALE_BITS
     carry = 0xFFFF if rounding == "stochastic" else 0x7FFF + ((exact >> 16) & 1)
@@ -143,7 +145,7 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
     quotient = (jnp.uint32(1 << 31) + (mantissa >> 1)) // mantissa
     inverse = (quotient.astype(jnp.float32) * np.float32(2.0**-24)) * _power_of_two(127 - (rounded >> 7))
     if rounding == "stochastic":
-        inverse = _float(_bits(inverse) - STOCHASTIC_MARGIN)
+        inverse = to_float(to_bits(inverse) - STOCHASTIC_MARGIN)
     if rotation:
         inverse = inverse * ROTATION_NORM
     return scale, jnp.where(bad | zero, np.float32(0), inverse)
@@ -163,10 +165,10 @@ def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
         return _round(y, random)
     mantissa, bias = MINIFLOAT[fmt]
     smallest = 127 + 1 - bias
-    exponent = jnp.maximum(_bits(jnp.abs(y)) >> 23, smallest)
+    exponent = jnp.maximum(to_bits(jnp.abs(y)) >> 23, smallest)
     steps = _round(jnp.abs(y) * _power_of_two(127 + mantissa - exponent), random)
     magnitude = ((exponent - smallest) << mantissa) + steps
-    sign = (_bits(y) < 0).astype(jnp.int32)
+    sign = (to_bits(y) < 0).astype(jnp.int32)
     return magnitude | sign << (8 if fmt == "fp8" else 6) - 1
 
 
@@ -314,8 +316,8 @@ def _sum_rows(payload, fmt, n, block):
         return _fold_rows(lambda row: _decode(payload[row], fmt, n, block), rows)
     half = np.float32(HALF_RANGE[fmt])
     scales = _from_bytes(payload[:, code_bytes(fmt, n) :], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
-    exponent = jnp.minimum(jnp.max(_bits(scales), axis=0) >> 23, 253)[:, None]
-    down = _float((254 - exponent) << 23)
+    exponent = jnp.minimum(jnp.max(to_bits(scales), axis=0) >> 23, 253)[:, None]
+    down = to_float((254 - exponent) << 23)
 
     def term(row):
         values, scale = _split(payload[row], fmt, n, block)
@@ -325,7 +327,7 @@ def _sum_rows(payload, fmt, n, block):
         return half * (scales[row][:, None] * down)
 
     total = _fold_rows(term, rows) - _fold_rows(bias, rows)
-    return (total * _float(exponent << 23)).reshape(n)
+    return (total * to_float(exponent << 23)).reshape(n)
 
 
 def decode_sum(payload, *, fmt, n, block, rotation, scale):

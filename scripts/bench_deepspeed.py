@@ -68,8 +68,6 @@ def main() -> None:
     if quantized:
         build_quantizer()
     measure_all(options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers)
-    dist.barrier()  # rank 0 prints yet; who leaves early takes its connections along
-    dist.destroy_process_group()
 
 
 def build_quantizer() -> None:

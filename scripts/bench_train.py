@@ -15,11 +15,9 @@ communication that ran beside compute, "exposed" the time of a step in which the
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bench_rows import Row, add_model_options, line, sent_so_far, speed_of, write
 from flax import nnx
 
 import zerojax
-from zerojax.cluster.network import ClusterError, link_bytes
 from zerojax.distributed import joined
 from zerojax.models import Block, GPTConfig
 from zerojax.models.attention import RopeTable, rope_frequencies, rope_table
@@ -52,38 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 GSPMD = "gspmd"
 TRACED_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant's figures.
-
-    Attributes:
-        micro_batches: of a step; all variants with as many see the same data.
-        milliseconds: median, minimum and maximum of a step.
-        tokens_per_second: of the world, at the median.
-        mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
-            where the chip's peak is not known.
-        sent_per_node: bytes that a node put on its link in a step, headers included; None where the
-            nodes are not those of scripts/emulate_cluster.py.
-        peak_gib: the most memory that device 0 held.
-        loss: after the timed steps; the gradient's norm likewise.
-        exposed_ms: milliseconds of a step in which device 0 communicates and does nothing else.
-        hidden: the part of device 0's communication that runs beside compute.
-    """
-
-    variant: str
-    micro_batches: int
-    milliseconds: tuple[float, float, float]
-    tokens_per_second: float
-    mfu: float | None
-    sent_per_node: float | None
-    peak_gib: float | None
-    loss: float
-    grad_norm: float
-    compile_seconds: float
-    exposed_ms: float
-    hidden: float
 
 
 class BlockStack(nnx.Module):
@@ -118,19 +84,12 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--local", type=int, required=True)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--d-model", type=int, default=2048)
-    parser.add_argument("--llama", action="store_true", help="blocks of LLaMA's kind")
-    parser.add_argument("--ffn", type=int, help="hidden width of the MLP; by default the family's own")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
+    add_model_options(parser)
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after three untimed ones")
     parser.add_argument(
         "--variants", nargs="+", choices=[*VARIANTS, GSPMD], default=["zero3", "zero++", "delta"]
     )
-    parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--profile", type=Path, help="keep the traces here")
     parser.add_argument(
         "--xla", nargs="+", default=[], metavar="OPTION=VALUE",
@@ -147,8 +106,8 @@ def main() -> None:
                 alike = next(row for row in rows if row.micro_batches == rows[-1].micro_batches)
                 same = abs(rows[-1].loss / alike.loss - 1) < 0.01
                 print(line(rows[-1]) + ("" if same else "  computes something else"), flush=True)
-        if options.json and jax.process_index() == 0:
-            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        if jax.process_index() == 0:
+            write(rows, options.json)
 
 
 def measure(variant: str, options: argparse.Namespace) -> Row:
@@ -171,17 +130,14 @@ def measure(variant: str, options: argparse.Namespace) -> Row:
         seconds.append(time.perf_counter() - begun)
     sent = None if sent is None else ((sent_so_far() or 0) - sent) / options.steps
     exposed, hidden = trace(variant, state, step, batch, options.profile)
-    tokens = options.seq * options.sequences * accumulate * options.nodes * options.local
-    median = statistics.median(seconds)
+    world = options.nodes * options.local
+    tokens = options.seq * options.sequences * accumulate * world
+    speed = speed_of(seconds, tokens, flops_per_token(config), world, options.peak_tflops)
     stats = jax.local_devices()[0].memory_stats() or {}
-    flops = tokens * flops_per_token(config)
-    peak = options.peak_tflops and options.peak_tflops * 1e12 * options.nodes * options.local
     return Row(
         variant=variant,
         micro_batches=accumulate,
-        milliseconds=(1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)),
-        tokens_per_second=tokens / median,
-        mfu=flops / median / peak if peak else None,
+        **vars(speed),
         sent_per_node=sent,
         peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
         loss=float(metrics["loss"]),
@@ -249,14 +205,6 @@ def prepare(
     return state, zerojax.train_step, zero.accumulate
 
 
-def sent_so_far() -> int | None:
-    """Bytes that this node has put on its link, by the interface's counter; None without such a link."""
-    try:
-        return link_bytes().sent
-    except ClusterError:
-        return None
-
-
 def make_batch(options: argparse.Namespace, accumulate: int) -> dict[str, jax.Array | np.ndarray]:
     """Random activations and targets; the same in every run."""
     rng = np.random.default_rng(jax.process_index())
@@ -266,20 +214,6 @@ def make_batch(options: argparse.Namespace, accumulate: int) -> dict[str, jax.Ar
     mesh = zerojax.make_mesh(options.nodes, options.local)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "local")))
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
-
-
-def line(row: Row) -> str:
-    """A row of the table."""
-    median, least, most = row.milliseconds
-    mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
-    peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
-    sent = f"{row.sent_per_node / 1e6:7.0f}" if row.sent_per_node else "      -"
-    return (
-        f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
-        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB"
-        f"  exposed {row.exposed_ms:6.1f} ms  hidden {row.hidden:6.1%}"
-        f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
-    )
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ for bit.
 import argparse
 import faulthandler
 import gc
-import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bench_rows import Row, add_model_options, line, sent_so_far, speed_of, write
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -30,22 +28,6 @@ STALL_SECONDS = 120
 _BEGUN = time.perf_counter()
 
 RopeTable = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One peer's figures, as scripts/bench_train.py has them for ours."""
-
-    variant: str
-    micro_batches: int
-    milliseconds: tuple[float, float, float]
-    tokens_per_second: float
-    mfu: float | None
-    sent_per_node: float | None
-    peak_gib: float | None
-    loss: float
-    grad_norm: float
-    compile_seconds: float
 
 
 @dataclass(frozen=True)
@@ -195,19 +177,12 @@ def make_parser(description: str, peers: list[str], default: list[str]) -> argpa
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--d-model", type=int, default=2048)
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
-    parser.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
-    parser.add_argument("--ffn", type=int, help="width of the MLP; by default as in zerojax.models")
+    add_model_options(parser)
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations")
     parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--peers", nargs="+", choices=peers, default=default)
-    parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser
 
@@ -243,7 +218,10 @@ def say(message: str) -> None:
 def measure_all(
     options: argparse.Namespace, device: torch.device, build: Callable[[str], Peer], names: list[str]
 ) -> None:
-    """Build, warm up and time each peer; print its line and rewrite the JSON as soon as it is known."""
+    """Build, warm up and time each peer; print its line and rewrite the JSON as soon as it is known.
+
+    At the end the ranks part.
+    """
     rows: list[Row] = []
     first = SDPBackend.CUDNN_ATTENTION if options.attention == "cudnn" else SDPBackend.FLASH_ATTENTION
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -254,9 +232,10 @@ def measure_all(
             rows.append(measure(build(name), options, device))
             if dist.get_rank() == 0:
                 print(line(rows[-1]), flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+                write(rows, options.json)
     faulthandler.cancel_dump_traceback_later()
+    dist.barrier()  # rank 0 prints yet; who leaves early takes its connections along
+    dist.destroy_process_group()
 
 
 def forget(device: torch.device) -> None:
@@ -271,24 +250,20 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> Ro
     """Time one peer's steps."""
     say(f"{peer.name}: {peer.parameters / 1e6:.1f}M parameters; first step, compiling")
     warm = [_timed(peer, device, f"untimed step {number + 1}") for number in range(options.warm_up)]
-    before = sent_so_far()
+    before = _sent()
     timed = [_timed(peer, device, f"step {number + 1}") for number in range(options.steps)]
-    after = sent_so_far()
-    seconds = [elapsed for elapsed, _ in timed]
-    median = statistics.median(seconds)
+    after = _sent()
     world = dist.get_world_size()
     tokens = world * peer.micro_batches * options.sequences * options.seq
     # As scripts/bench_train.py counts: causal attention at half of what PaLM's formula gives it.
-    flops = tokens * (6 * peer.parameters + 6 * options.layers * options.d_model * options.seq)
-    peak = options.peak_tflops and options.peak_tflops * 1e12 * world
+    flops = 6 * peer.parameters + 6 * options.layers * options.d_model * options.seq
+    speed = speed_of([elapsed for elapsed, _ in timed], tokens, flops, world, options.peak_tflops)
     # Read before the gradient's norm allocates anything.
     held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     row = Row(
         variant=peer.name,
         micro_batches=peer.micro_batches,
-        milliseconds=(1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)),
-        tokens_per_second=tokens / median,
-        mfu=flops / median / peak if peak else None,
+        **vars(speed),
         sent_per_node=None if before is None or after is None else (after - before) / options.steps,
         peak_gib=held,
         loss=_mean_over_ranks(timed[-1][1]),
@@ -310,34 +285,11 @@ def _timed(peer: Peer, device: torch.device, what: str) -> tuple[float, torch.Te
     return elapsed, loss
 
 
+def _sent() -> int | None:
+    return sent_so_far() if dist.get_rank() == 0 else None
+
+
 def _mean_over_ranks(loss: torch.Tensor) -> float:
     total = loss.detach().float().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
-
-
-def sent_so_far() -> int | None:
-    """Bytes that this rank's node has put on its link; None outside of an emulated cluster."""
-    if dist.get_rank() != 0:
-        return None
-    try:
-        from zerojax.cluster.network import ClusterError, link_bytes
-    except ImportError:
-        return None
-    try:
-        return link_bytes().sent
-    except ClusterError:
-        return None
-
-
-def line(row: Row) -> str:
-    """A row of the table."""
-    median, least, most = row.milliseconds
-    mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
-    peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
-    sent = f"{row.sent_per_node / 1e6:7.0f}" if row.sent_per_node else "      -"
-    return (
-        f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
-        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB"
-        f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
-    )

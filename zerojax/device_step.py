@@ -100,11 +100,10 @@ def last_secondary(program: Program, params: Blocks, secondary: Blocks, updated:
     A unit that the model did not call, or whose result a transformation of JAX's own swallowed, has not:
     its copy is brought up to date now.
     """
-    here = {leaf.path: updated[leaf.path] for leaf in program.leaves if leaf.path in updated}
-    missing = [g for g in program.updating if not all(leaf.path in here for leaf in g.leaves)]
+    missing = [g for g in program.updating if not all(leaf.path in updated for leaf in g.leaves)]
     done = [group for group in program.groups if group not in missing]
     late = _by_group(program, _delta, params, secondary, skip=done)
-    flat = {path: copy.reshape(secondary[path].shape) for path, copy in here.items()}
+    flat = {path: copy.reshape(secondary[path].shape) for path, copy in updated.items()}
     return secondary | flat | late
 
 

@@ -5,7 +5,8 @@ hpZ secondary partition lives within ``local`` (ZeRO++ section 3.2), so choosing
 secondary group's size: it need not be a physical host.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zerojax.errors import ZeroError
-from zerojax.xla import keep_communicators_apart, on_gpus
 
 NODE = "node"
 LOCAL = "local"
@@ -54,7 +54,7 @@ def make_mesh(
 
     Returns:
         A mesh of ``nodes x local`` devices. With GPUs of several processes NCCL is told to keep their
-        communicators apart (``zerojax.xla``). Where that is fewer than there are, the first are taken (in
+        communicators apart. Where that is fewer than there are, the first are taken (in
         one process only: several processes must each own a part of the mesh).
 
     Raises:
@@ -84,6 +84,20 @@ def make_mesh(
             "Choose extents whose product is the number of devices."
         )
     if processes > 1 and on_gpus(available):
-        keep_communicators_apart()
+        _keep_communicators_apart()
     grid = np.asarray(available[:wanted], dtype=object).reshape(nodes, local)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+    """Whether there is a GPU among them, be it a described one."""
+    return any(device.platform in ("gpu", "cuda") for device in devices)
+
+
+def _keep_communicators_apart() -> None:
+    """Ask NCCL that a communicator within a node owes nothing to the one of all nodes; before either is made.
+
+    XLA splits the one from the other, and NCCL lets a communicator that was split have no more channels than
+    its parent: those of a slow network, of which there are few. A variable that is set already stays.
+    """
+    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")

@@ -97,7 +97,7 @@ def _forward(
 
     def fetch(copies: Values | None, index: Any) -> tuple[Values | None, Values]:
         if copies is None:
-            return None, route.to_secondary(_at(sources, index), leaves)
+            return None, route.to_secondary(route.source, _at(sources, index), leaves)
         fresh = route.to_updated(_at(sources, index), _at(copies, index), leaves)
         return _put(copies, fresh, index), fresh
 
@@ -171,7 +171,7 @@ def _scan_bwd(
 
     def fetch(index: Any) -> Values:
         kept = sources if route.source == route.keep else copies
-        return route.to_secondary(_at(kept, index), leaves, route.keep)
+        return route.to_secondary(route.keep, _at(kept, index), leaves)
 
     def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:
         _, x, state, _ = residual.args_res

@@ -87,9 +87,9 @@ class Route:
         """What a leaf is computed in: never wider than the model itself has it."""
         return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
 
-    def to_secondary(self, values: Values, leaves: Sequence[Leaf], level: Level | None = None) -> Values:
-        """From a level, by default the source's, to secondary partitions: the node hop, or nothing."""
-        return tuple(gather_node(values, leaves)) if (level or self.source) == "primary" else values
+    def to_secondary(self, level: Level, values: Values, leaves: Sequence[Leaf]) -> Values:
+        """From a level, the source's or the kept one, to secondary partitions: the node hop, or nothing."""
+        return tuple(gather_node(values, leaves)) if level == "primary" else values
 
     def lead(self, level: Level, leaves: Sequence[Leaf]) -> int:
         """How many layers before its use a layer's first hop is taken: two where it crosses nodes."""

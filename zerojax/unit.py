@@ -118,7 +118,7 @@ def _materialise(
     route: Route, leaves: tuple[Leaf, ...], sources: Values, sinks: Values, seed: Seed
 ) -> Values:
     del sinks, seed
-    return route.to_whole(route.to_secondary(sources, leaves), leaves)
+    return route.to_whole(route.to_secondary(route.source, sources, leaves), leaves)
 
 
 def _materialise_fwd(
@@ -147,7 +147,7 @@ def _call(
     del sinks, seed
     # Without the barrier the compiler may gather every unit's weights before the first is used.
     sources, inputs = lax.optimization_barrier((sources, inputs))
-    return body(route.to_whole(route.to_secondary(sources, leaves), leaves), inputs)
+    return body(route.to_whole(route.to_secondary(route.source, sources, leaves), leaves), inputs)
 
 
 def _call_fwd(
@@ -161,7 +161,7 @@ def _call_fwd(
 ) -> Any:
     del sinks
     held, inputs = lax.optimization_barrier((sources, inputs))
-    started = route.to_secondary(held, leaves)
+    started = route.to_secondary(route.source, held, leaves)
     # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
     kept = sources if route.source == route.keep else started
     vjp: Any
@@ -176,7 +176,7 @@ def _call_bwd(route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any
     kept, vjp, seed = residuals
     # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    whole = route.to_whole(route.to_secondary(kept, leaves, route.keep), leaves)
+    whole = route.to_whole(route.to_secondary(route.keep, kept, leaves), leaves)
     grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
     sums = route.deliver(route.encode(grads, leaves, seed), leaves, seed)
     return None, sums, None, inputs

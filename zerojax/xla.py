@@ -1,14 +1,13 @@
-"""What the GPU compiler is told, per function, and what NCCL is, through its one variable.
+"""What the GPU compiler is told, per function and never through the environment.
 
 Each option is here for a reason that ``docs/benchmarks.md`` gives figures for.
 """
 
-import os
-from collections.abc import Iterable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
+
+from zerojax.mesh import World, on_gpus
 
 GPU_OPTIONS: dict[str, Any] = {
     # Runs collectives beside compute; without it every start is followed by its done.
@@ -44,20 +43,6 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """The options for programs on a mesh: those for GPUs, or none."""
     if not on_gpus(mesh.devices.flat):
         return {}
-    several = mesh.shape["node"] > 1
+    several = World.of(mesh).nodes > 1
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (NODES_OPTIONS if several else {}) | (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
-
-
-def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
-    """Whether there is a GPU among them, be it a described one."""
-    return any(device.platform in ("gpu", "cuda") for device in devices)
-
-
-def keep_communicators_apart() -> None:
-    """Ask NCCL that a communicator within a node owes nothing to the one of all nodes; before either is made.
-
-    XLA splits the one from the other, and NCCL lets a communicator that was split have no more channels than
-    its parent: those of a slow network, of which there are few. A variable that is set already stays.
-    """
-    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")

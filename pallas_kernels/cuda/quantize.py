@@ -14,13 +14,14 @@ halves of a word, by one instruction for two of them, and pairs are what is shif
 import triton
 import triton.language as tl
 
+from pallas_kernels import reference
 from pallas_kernels.cuda.words import fma_halves, select_bytes
 
-MIN_SCALE_BITS = tl.constexpr((127 - 80) << 23)
-MAX_SCALE_BITS = tl.constexpr((127 + 125) << 23)
-NAN_SCALE = tl.constexpr(0x7FC0)
+MIN_SCALE_BITS = tl.constexpr(reference.MIN_SCALE_BITS)
+MAX_SCALE_BITS = tl.constexpr(reference.MAX_SCALE_BITS)
+NAN_SCALE = tl.constexpr(reference.NAN_SCALE)
 ONE_BF16 = tl.constexpr(0x3F80)
-STOCHASTIC_MARGIN = tl.constexpr(8)
+STOCHASTIC_MARGIN = tl.constexpr(reference.STOCHASTIC_MARGIN)
 ROTATION_NORM = tl.constexpr(32.0**-0.5)
 MAGIC = tl.constexpr(12582912.0)
 DITHER_ULP = tl.constexpr(2.0**-134)

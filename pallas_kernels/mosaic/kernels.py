@@ -19,7 +19,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.formats import BITS, QMAX
 from pallas_kernels.mosaic.tiles import Tile
-from pallas_kernels.reference import HALF_RANGE, INF_BITS, MAX_SCALE_BITS, MIN_SCALE_BITS, NAN_SCALE
+from pallas_kernels.reference import (
+    HALF_RANGE,
+    INF_BITS,
+    MAX_SCALE_BITS,
+    MIN_SCALE_BITS,
+    NAN_SCALE,
+    to_bits,
+    to_float,
+)
 
 TILE_AXIS = "tile"
 """Name of the grid's only axis."""
@@ -66,14 +74,6 @@ class Rows:
         return ref.at[row, pl.ds(self.code_bytes // 2, self.blocks)]
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def my_tile(tile: Tile, blocks: int) -> tuple[jax.Array, jax.Array]:
     """(row, first block) of this program, where rows have `blocks` blocks."""
     program = lax.axis_index(TILE_AXIS)
@@ -85,7 +85,7 @@ def _top(lanes: list[jax.Array]) -> jax.Array:
     """Bits of the largest magnitude in each row of all lanes: int32[blocks] of fp32[blocks, n]."""
     tops = lanes[0] if len(lanes) == 1 else reduce(jnp.maximum, map(jnp.abs, lanes))
     # As integers: where rows of floats are reduced, XLA's code for CPUs loses NaN.
-    return jnp.max(_bits(tops) & 0x7FFFFFFF, axis=1)
+    return jnp.max(to_bits(tops) & 0x7FFFFFFF, axis=1)
 
 
 def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array, jax.Array]:
@@ -93,14 +93,14 @@ def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array
 
     The numbers are in units of `unit`, a power of two for each block, or None: a factor of the inverse.
     """
-    peak = _float(top) if unit is None else _float(top) * unit
-    exact = _bits(peak * np.float32(1 / QMAX[fmt]))
-    bad = (_bits(peak) >= INF_BITS) | (exact > MAX_SCALE_BITS)
+    peak = to_float(top) if unit is None else to_float(top) * unit
+    exact = to_bits(peak * np.float32(1 / QMAX[fmt]))
+    bad = (to_bits(peak) >= INF_BITS) | (exact > MAX_SCALE_BITS)
     dead = bad | (exact < MIN_SCALE_BITS)
     rounded = jnp.where(dead, _ONE_BF16, (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16)
     scale = jnp.where(dead, jnp.where(bad, NAN_SCALE, 0), rounded)
-    mantissa = _reciprocal(_float(((rounded & 0x7F) << 16) | (_ONE_BF16 << 16)))
-    inverse = mantissa * _float((254 - (rounded >> 7)) << 23)
+    mantissa = _reciprocal(to_float(((rounded & 0x7F) << 16) | (_ONE_BF16 << 16)))
+    inverse = mantissa * to_float((254 - (rounded >> 7)) << 23)
     if unit is not None:
         inverse = inverse * unit
     return scale, jnp.where(dead, np.float32(0), inverse)
@@ -113,7 +113,7 @@ def _reciprocal(x: jax.Array) -> jax.Array:
     of them the compiler fuses with the subtraction that follows.
     """
     guess = np.float32(1) / x
-    high = _float(_bits(guess) & ~0xFFF)
+    high = to_float(to_bits(guess) & ~0xFFF)
     error = (np.float32(1) - x * high) - x * (guess - high)
     return guess + guess * error
 
@@ -166,7 +166,7 @@ def store_encoded(
 
 def unpack_pairs(words: jax.Array) -> list[jax.Array]:
     """The two bf16 numbers of each int32 word, the low half's first, as fp32."""
-    return [_float(words << 16), _float(words & ~0xFFFF)]
+    return [to_float(words << 16), to_float(words & ~0xFFFF)]
 
 
 def load_decoded(codes_ref, scales_ref, row, start, tile: Tile, source: Rows, dtype) -> jax.Array:
@@ -218,13 +218,13 @@ def load_sum(codes_ref, scales_ref, peers: int, start, tile: Tile, source: Rows)
 
 def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """Scales brought up into the top binade, and the power of two they all are in units of, * 2**-126."""
-    bits = [_bits(scale) for scale in scales]
+    bits = [to_bits(scale) for scale in scales]
     top = reduce(jnp.maximum, bits)
     exponent = jnp.minimum(top & INF_BITS, 253 << 23)
     raised = (253 << 23) - exponent
     # Below 2**-100 of the largest scale all is lost in rounding; kept, it could wrap around.
     least = jnp.maximum(top - (100 << 23), 0)
-    return [_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], _float(exponent)
+    return [to_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], to_float(exponent)
 
 
 def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows):
@@ -259,4 +259,4 @@ def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, s
 
 def subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
     """The float with these bits, as a rule a subnormal one, times `factor`: GPUs do not flush it."""
-    return _float(bits) * factor
+    return to_float(bits) * factor

@@ -1,5 +1,6 @@
 """Inputs that codecs get wrong."""
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -38,3 +39,10 @@ def case(name: str, rows: int, n: int) -> np.ndarray:
             return np.exp2(rng.uniform(-40, 40, size=(rows, n))).astype(np.float32) * np.sign(x)
         case _:
             return x
+
+
+def has_gpu() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False

@@ -7,22 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import CASES, case
+from kernel_cases import CASES, case, has_gpu
 
 import pallas_kernels as pk
 from pallas_kernels import backends
 
-
-def _gpus() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _gpus(), reason="no CUDA device in this process"),
+    pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process"),
 ]
 SEED = 77
 ROUNDINGS = ("nearest", "stochastic")

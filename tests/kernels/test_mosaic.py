@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import CASES, case
+from kernel_cases import CASES, case, has_gpu
 from mosaic_cases import FORMATS, call, calls_of, same
 
 from pallas_kernels import reference
@@ -117,15 +117,8 @@ def test_kernels_compile_without_a_gpu(request):
     assert "compiled" in done.stdout
 
 
-def _gpus() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not _gpus(), reason="no CUDA device in this process")
+@pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
 @pytest.mark.parametrize(
     "shape", [(64, 3, 704), (256, 2, 8192), (2048, 3, 2048 * 5), (128, 1, 128 * 257)], ids=str
 )

@@ -1,0 +1,117 @@
+"""What the benchmarks of one model under many systems share: a row, how it is counted and printed.
+
+It imports neither JAX nor PyTorch, for either may be missing where the other is measured.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant's figures.
+
+    Attributes:
+        micro_batches: of a step; all variants with as many see the same data.
+        milliseconds: median, minimum and maximum of a step.
+        tokens_per_second: of the world, at the median.
+        mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
+            where the chip's peak is not known.
+        sent_per_node: bytes that a node put on its link in a step, headers included; None where the
+            nodes are not those of scripts/emulate_cluster.py.
+        peak_gib: the most memory that device 0 held.
+        loss: after the timed steps; the gradient's norm likewise.
+        exposed_ms: milliseconds of a step in which device 0 communicates and does nothing else; None where
+            no step was traced.
+        hidden: the part of device 0's communication that runs beside compute; None likewise.
+    """
+
+    variant: str
+    micro_batches: int
+    milliseconds: tuple[float, float, float]
+    tokens_per_second: float
+    mfu: float | None
+    sent_per_node: float | None
+    peak_gib: float | None
+    loss: float
+    grad_norm: float
+    compile_seconds: float
+    exposed_ms: float | None = None
+    hidden: float | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is counted of timed steps: see ``Row``."""
+
+    milliseconds: tuple[float, float, float]
+    tokens_per_second: float
+    mfu: float | None
+
+
+def speed_of(
+    seconds: Sequence[float], tokens: int, flops_per_token: int, world: int, peak_tflops: float | None
+) -> Speed:
+    """The figures of steps that took so many seconds each.
+
+    Args:
+        seconds: of every timed step.
+        tokens: of a step, of the world.
+        flops_per_token: of a forward and a backward pass.
+        world: devices.
+        peak_tflops: of one of them; None where it is not known.
+    """
+    median = statistics.median(seconds)
+    peak = peak_tflops and peak_tflops * 1e12 * world
+    mfu = tokens * flops_per_token / median / peak if peak else None
+    return Speed((1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)), tokens / median, mfu)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the model and of what is printed, which all systems have alike."""
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
+    parser.add_argument("--ffn", type=int, help="hidden width of the MLP; by default the family's own")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
+    parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+
+
+def sent_so_far() -> int | None:
+    """Bytes that this node has put on its link, by the interface's counter; None without such a link."""
+    try:
+        from zerojax.cluster.network import ClusterError, link_bytes
+    except ImportError:  # where PyTorch's peers run alone
+        return None
+    try:
+        return link_bytes().sent
+    except ClusterError:
+        return None
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    median, least, most = row.milliseconds
+    mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
+    peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
+    sent = f"{row.sent_per_node / 1e6:7.0f}" if row.sent_per_node else "      -"
+    traced = ""
+    if row.exposed_ms is not None and row.hidden is not None:
+        traced = f"  exposed {row.exposed_ms:6.1f} ms  hidden {row.hidden:6.1%}"
+    return (
+        f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
+        f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB{traced}"
+        f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
+    )
+
+
+def write(rows: Sequence[Row], path: Path | None) -> None:
+    """The rows as JSON, where a path is given."""
+    if path:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=1))
