@@ -12,7 +12,7 @@ nearest bf16 (ties to even), under "stochastic" it is rounded up. Then
 - s < 2**-80: the block is flushed to zero. The scale is 0 and so are all codes. The threshold
   lies so high that no subnormal number can influence a code: results do not depend on whether
   a chip flushes subnormals.
-- m not finite, or s > 2**126 (its reciprocal would be subnormal; only int2 gets there): the
+- m not finite, or s > 2**125 (its reciprocal could be subnormal; only int2 gets there): the
   scale is the quiet NaN 0x7FC0, all codes are 0, and the whole block decodes to NaN.
 
 **Code.** y = x * inv in fp32. inv = 1/scale correctly rounded to fp32, then made 8 ulps smaller
@@ -25,11 +25,11 @@ block maximum to at most qmax * (1 + 2**-8), which rounds back to qmax in every 
 pay for the fp32 roundings on the way, so that under stochastic rounding |y| <= qmax.
 
 **Stochastic rounding.** With quantum 1 for integers, or the spacing of the format's values around
-y for small floats: t = rint(|y| / quantum * 2**15), with y's own sign for integers, and
-q = (t + u) >> 15 with u uniform in [0, 2**15). The expectation of q is t / 2**15 exactly.
+y for small floats: t = rint(|y| / quantum * 2**16), with y's own sign for integers, and
+q = (t + u) >> 16 with u uniform in [0, 2**16). The expectation of q is t / 2**16 exactly.
 u belongs to the element's index i (row-major in the encoder's input, modulo 2**33) and the seed:
-two neighbours share a 32-bit hash, `pair_hash(seed, i >> 1)`; the even one takes its low 15 bits,
-the odd one its high 15.
+two neighbours share a 32-bit hash, `pair_hash(hash_keys(seed), i >> 1)`; the even one takes its low 16 bits,
+the odd one its high 16.
 
 **Order of codes.** int8, fp8: one byte an element. int4: element 2j in the low half of byte j,
 2j + 1 in the high half. int2: elements 4j..4j+3 in byte j, from the low bits up. fp6: two planes,
@@ -65,7 +65,7 @@ MAX_SCALE_BITS = (127 + 125) << 23
 """The reciprocal of a scale is no subnormal number, which CPUs take for zero, even by the margin smaller."""
 INF_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
-RANDOM_BITS = 15
+RANDOM_BITS = 16
 STOCHASTIC_MARGIN = 8
 HALF_RANGE = {"int8": 128, "int4": 8, "int2": 2}
 ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
@@ -93,23 +93,28 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def pair_hash(seed: jax.Array, pair: jax.Array) -> jax.Array:
+def hash_keys(seed: jax.Array) -> jax.Array:
+    """uint32[2]: what `pair_hash` needs of a seed, the same for every pair."""
+    first = mix(seed)
+    second = mix(first + jnp.uint32(0x9E3779B9))
+    return jnp.stack([first, second ^ (second >> 16)])
+
+
+def pair_hash(keys: jax.Array, pair: jax.Array) -> jax.Array:
     """32 random bits for the pair of neighbours 2*pair, 2*pair + 1 (uint32 arrays).
 
     A Weyl sequence and half of a finalizer: cheap, and white enough for dither (correlations at
     lags up to 1024 and a chi-square over pairs of neighbours are at the level of noise).
     """
-    first = mix(seed)
-    second = mix(first + jnp.uint32(0x9E3779B9))
-    x = pair * jnp.uint32(0x9E3779B9) + first
-    x = (x ^ (x >> 17)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16) ^ second
+    x = pair * jnp.uint32(0x9E3779B9) + keys[0]
+    x = (x ^ (x >> 17)) * jnp.uint32(0x846CA68B) ^ keys[1]
+    return x ^ (x >> 16)
 
 
 def _uniform(seed: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """15 random bits an element, int32; `index` holds the uint32 index of each pair."""
-    words = pair_hash(seed, index)
-    halves = jnp.stack([words & 0x7FFF, words >> 17], axis=-1)
+    """16 random bits an element, int32; `index` holds the uint32 index of each pair."""
+    words = pair_hash(hash_keys(seed), index)
+    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
     return halves.astype(jnp.int32).reshape(shape)
 
 
@@ -152,7 +157,7 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
 
 
 def _round(y: jax.Array, random: jax.Array | None) -> jax.Array:
-    """int32 nearest to y, half to even; or y's neighbours at random, given 15 random bits."""
+    """int32 nearest to y, half to even; or y's neighbours at random, given 16 random bits."""
     if random is None:
         return jnp.round(y).astype(jnp.int32)
     fixed = jnp.round(y * np.float32(1 << RANDOM_BITS)).astype(jnp.int32)

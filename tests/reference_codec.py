@@ -58,7 +58,7 @@ def _mix(x):
 
 
 def random_bits(seed, count):
-    """15 random bits for each of the first `count` elements of a tensor."""
+    """16 random bits for each of the first `count` elements of a tensor."""
     first = _mix(seed)
     second = _mix((first + 0x9E3779B9) & 0xFFFFFFFF)
     words = []
@@ -67,7 +67,7 @@ def random_bits(seed, count):
         x = ((x ^ (x >> 17)) * 0x846CA68B) & 0xFFFFFFFF
         words.append(x ^ (x >> 16) ^ second)
     words = np.array(words, np.int64)
-    return np.stack([words & 0x7FFF, words >> 17], 1).reshape(-1)[:count]
+    return np.stack([words & 0xFFFF, words >> 16], 1).reshape(-1)[:count]
 
 
 def _code(y, fmt, random):
@@ -84,11 +84,11 @@ def _code(y, fmt, random):
             half_to_even = (part == 0.5) & (below % 2 == 1)
             magnitude = below + ((part > 0.5) | half_to_even)
         else:
-            magnitude = below + (np.rint(part * 32768) + random >= 32768)
+            magnitude = below + (np.rint(part * 65536) + random >= 65536)
         return magnitude + (np.signbit(y) << (WIDTH[fmt] - 1))
     if random is None:
         return np.rint(y).astype(np.int64)
-    return np.floor((np.rint(y * 32768) + random) / 32768).astype(np.int64)
+    return np.floor((np.rint(y * 65536) + random) / 65536).astype(np.int64)
 
 
 def _pack(codes, bits):
@@ -117,7 +117,7 @@ def hadamard(x):
 
 
 def encode_row(x, fmt, block, random=None, rotation=0):
-    """uint8 payload of one row; `random` holds 15 random bits an element, or None."""
+    """uint8 payload of one row; `random` holds 16 random bits an element, or None."""
     with np.errstate(all="ignore"):
         x = np.asarray(x).astype(np.float32)
         if rotation:

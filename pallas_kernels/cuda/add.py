@@ -13,7 +13,7 @@ from pallas_kernels.cuda.dequantize import load_row_codes, load_scales, values_o
 
 
 @triton.jit
-def add_integers(
+def load_peer_codes(
     ptr,
     block,
     live,
@@ -25,7 +25,34 @@ def add_integers(
     FMT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The sum of PEERS rows of integer codes: lanes, and the power of two they are in units of.
+    """What load_row_codes returns, for each of PEERS rows."""
+    rows = ()
+    for peer in tl.static_range(0, PEERS):
+        rows = rows + (load_row_codes(ptr, block * 0 + peer, block * W, live, K, PITCH, CODES, FMT, MASKED),)
+    return rows
+
+
+@triton.jit
+def load_peer_scales(
+    ptr,
+    block,
+    live,
+    PEERS: tl.constexpr,
+    W: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The scales of PEERS rows, fp32[T] each."""
+    scales = ()
+    for peer in tl.static_range(0, PEERS):
+        scales = scales + (load_scales(ptr, block * 0 + peer, block, live, W, PITCH, CODES, MASKED),)
+    return scales
+
+
+@triton.jit
+def add_integers(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
+    """The sum of peers' integer codes: lanes, and the power of two they are in units of.
 
     One instruction makes a float of a code, where it stands: masked out and with its sign bit
     flipped it is a subnormal (or all but), (q + HALF) * 2**(place - 149), and scales are brought up
@@ -35,28 +62,24 @@ def add_integers(
     HALF: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
     ZERO: tl.constexpr = 24 - BITS
-    rows = ()
-    scales = ()
+    PEERS: tl.constexpr = len(rows)
+    bits = ()
     for peer in tl.static_range(0, PEERS):
-        words, _ = load_row_codes(ptr, block * 0 + peer, block * W, live, K, PITCH, CODES, FMT, MASKED)
-        rows = rows + (words,)
-    for peer in tl.static_range(0, PEERS):
-        scale = load_scales(ptr, block * 0 + peer, block, live, W, PITCH, CODES, MASKED)
-        scales = scales + (scale.to(tl.int32, bitcast=True),)
-    top = scales[0]
+        bits = bits + (scales[peer].to(tl.int32, bitcast=True),)
+    top = bits[0]
     for peer in tl.static_range(1, PEERS):
-        top = tl.maximum(top, scales[peer])
+        top = tl.maximum(top, bits[peer])
     exponent = tl.minimum(top & 0x7F800000, 253 << 23)
     raised = (253 << 23) - exponent
     least = tl.maximum(top - (100 << 23), 0)
     lanes = ()
-    bias = live.to(tl.float32)
+    bias = scales[0]
     for peer in tl.static_range(0, PEERS):
         # Below 2**-100 of the largest scale all is lost in rounding; kept, it could wrap around.
-        scale = tl.where(scales[peer] > least, scales[peer] + raised, 0).to(tl.float32, bitcast=True)
+        scale = tl.where(bits[peer] > least, bits[peer] + raised, 0).to(tl.float32, bitcast=True)
         added = ()
         for k in tl.static_range(0, K):
-            word = rows[peer][k * BITS // 32]
+            word = rows[peer][0][k * BITS // 32]
             if k * BITS % 32 > ZERO:
                 word = word >> 8
             code = tl.inline_asm_elementwise(
@@ -84,36 +107,22 @@ def add_integers(
     total = ()
     for k in tl.static_range(0, K):
         place = k * BITS % 32 if k * BITS % 32 <= ZERO else k * BITS % 32 - 8
-        weight = tl.full(live.shape, HALF * (1 << (ZERO - place)) * 1.0, tl.float32)
+        weight = tl.full(bias.shape, HALF * (1 << (ZERO - place)) * 1.0, tl.float32)
         total = total + (tl.fma(lanes[k], weight, bias),)
     return total, exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def add_floats(
-    ptr,
-    block,
-    live,
-    PEERS: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
-    FMT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The sum of PEERS rows of small floats, as lanes."""
+def add_floats(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
+    """The sum of peers' small floats, as lanes."""
     lanes = ()
-    for peer in tl.static_range(0, PEERS):
-        row = block * 0 + peer
-        scale = load_scales(ptr, row, block, live, W, PITCH, CODES, MASKED)
-        words, high = load_row_codes(ptr, row, block * W, live, K, PITCH, CODES, FMT, MASKED)
-        values = values_of(words, high, K, FMT)
+    for peer in tl.static_range(0, len(rows)):
+        values = values_of(rows[peer][0], rows[peer][1], K, FMT)
         added = ()
         for k in tl.static_range(0, K):
             if peer == 0:
-                added = added + (values[k] * scale,)
+                added = added + (values[k] * scales[peer],)
             else:
-                added = added + (tl.fma(values[k], scale, lanes[k]),)
+                added = added + (tl.fma(values[k], scales[peer], lanes[k]),)
         lanes = added
     return lanes

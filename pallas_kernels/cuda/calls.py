@@ -37,11 +37,11 @@ def decode_shape(fmt: str, dtype: jnp.dtype) -> tuple[int, int, int]:
     return lanes, 4, 4 if fmt == "fp6" else 2
 
 
-def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int]:
-    """(elements a thread owns, warps in a program) of the sum kernel, which encodes or stores."""
+def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int, int]:
+    """(elements a thread owns at a time, warps in a program, times) of the kernel that sums."""
     if stored:
-        return (32, 2) if rotation else (16, 8)
-    return (64 if fmt in ("int4", "fp6") else 32), 2
+        return (32, 2, 1) if rotation else (16, 8, 1)
+    return {"int4": (32, 1, 4), "fp6": (64, 2, 1)}.get(fmt, (32, 2, 1))
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:
@@ -84,7 +84,7 @@ def _encode(x, base, seed, rows, n, reorder, out, *, fmt, width, block, rounding
     stochastic = rounding == "stochastic"
     return _call(
         kernels.encode_kernel,
-        (x, x if base is None else base, x if seed is None else seed),
+        (x, x if base is None else base, x if seed is None else reference.hash_keys(seed)),
         jax.ShapeDtypeStruct(out, jnp.uint8),
         rows,
         n,
@@ -173,14 +173,17 @@ def decode_add(payload, base, *, fmt, block):
 def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, rounding):
     """Sum the payload's rows of rows * n elements into `out`, in fmt_out ("sum": fp32)."""
     encoded = fmt_out in QUANTIZED
+    lanes, warps, unroll = sum_shape(fmt, rotation, not encoded)
     return _call(
         kernels.sum_kernel,
-        (payload, payload if seed is None else seed),
+        (payload, payload if seed is None else reference.hash_keys(seed)),
         out,
         rows,
         n,
         block,
-        sum_shape(fmt, rotation, not encoded),
+        (lanes, warps),
+        unroll,
+        UNROLL=unroll,
         PEERS=payload.shape[0],
         FMT=fmt,
         PITCH=nbytes(fmt, rows * n, block),

@@ -16,7 +16,7 @@ Compiled without fused multiply-add contraction: where one is wanted it is writt
 import triton
 import triton.language as tl
 
-from pallas_kernels.cuda.add import add_floats, add_integers
+from pallas_kernels.cuda.add import add_floats, add_integers, load_peer_codes, load_peer_scales
 from pallas_kernels.cuda.dequantize import load_row_codes, load_scales, values_of
 from pallas_kernels.cuda.lanes import load_lanes, store_codes, store_lanes
 from pallas_kernels.cuda.quantize import (
@@ -34,7 +34,7 @@ def store_encoded(
     lanes,
     unit,
     out_ptr,
-    seed_ptr,
+    keys_ptr,
     row,
     block,
     live,
@@ -61,7 +61,7 @@ def store_encoded(
     first = block * W
     random = lanes
     if STOCHASTIC:
-        random = random_words(seed_ptr, pair, K // 2)
+        random = random_words(keys_ptr, pair, K // 2)
     if FMT == "fp6":
         low, high = fp6_words(lanes, inverse, random, STOCHASTIC)
         store_codes(start, first, low, live, K // 2, ALIGNED, MASKED)
@@ -82,7 +82,7 @@ def store_encoded(
 def encode_kernel(
     x_ptr,
     base_ptr,
-    seed_ptr,
+    keys_ptr,
     out_ptr,
     N: tl.constexpr,
     NODES: tl.constexpr,
@@ -101,7 +101,7 @@ def encode_kernel(
 ):
     """Encode rows of N elements; row (local, node, chunk) becomes piece `node` of row (chunk, local).
 
-    base_ptr is read when DELTA, seed_ptr when STOCHASTIC; K is 32 when ROTATE.
+    base_ptr is read when DELTA, keys_ptr (reference.hash_keys) when STOCHASTIC; K is 32 when ROTATE.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
@@ -130,7 +130,7 @@ def encode_kernel(
         lanes,
         None,
         out_ptr,
-        seed_ptr,
+        keys_ptr,
         row,
         node * NB + block,
         live,
@@ -198,12 +198,13 @@ def decode_kernel(
 @triton.jit
 def sum_kernel(
     payload_ptr,
-    seed_ptr,
+    keys_ptr,
     out_ptr,
     PEERS: tl.constexpr,
     BLOCK: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
+    UNROLL: tl.constexpr,
     FMT: tl.constexpr,
     PITCH: tl.constexpr,
     CODES: tl.constexpr,
@@ -218,47 +219,59 @@ def sum_kernel(
 ):
     """Add PEERS payload rows up; encode the sum as rows of OUT_N elements, or store it ("sum").
 
-    With ROTATE (K is 32) the stored sum is rotated; it is multiplied by FACTOR.
+    With ROTATE (K is 32) the stored sum is rotated; it is multiplied by FACTOR. A program does UNROLL
+    tiles, one after the other. While it adds one up, the codes of the next two come into shared memory, and
+    the scales of the next, which are too small to be copied there, into registers.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
     NB: tl.constexpr = OUT_N // BLOCK
-    TILES: tl.constexpr = (NB + R - 1) // R
-    MASKED: tl.constexpr = NB % R != 0
+    TILES: tl.constexpr = (NB + R * UNROLL - 1) // (R * UNROLL)
+    MASKED: tl.constexpr = NB % (R * UNROLL) != 0
     row = tl.program_id(0) // TILES
-    block = (tl.program_id(0) % TILES) * R
+    first = (tl.program_id(0) % TILES) * (R * UNROLL)
     t = tl.arange(0, T)
-    live = block + t // W < NB
-    source = row * NB + block
-    unit = None
-    if FMT == "fp8" or FMT == "fp6":
-        total = add_floats(payload_ptr, source, live, PEERS, K, W, PITCH, CODES, FMT, MASKED)
-    else:
-        total, unit = add_integers(payload_ptr, source, live, PEERS, K, W, PITCH, CODES, FMT, MASKED)
-    if OUT_FMT == "sum":
-        if ROTATE:
-            total = rotate(total)
-        factor = FACTOR if unit is None else unit * FACTOR
-        lanes = ()
-        for k in tl.static_range(0, K):
-            lanes = lanes + (total[k] * factor,)
-        store_lanes(out_ptr + row.to(tl.int64) * OUT_N, block * W, lanes, live, MASKED)
-    else:
-        store_encoded(
-            total,
-            unit,
-            out_ptr,
-            seed_ptr,
-            row,
-            block,
-            live,
-            (source * W + t).to(tl.uint32) * (K // 2),
-            W,
-            OUT_PITCH,
-            OUT_CODES,
-            OUT_FMT,
-            OUT_QMAX,
-            False,
-            STOCHASTIC,
-            MASKED,
-        )
+    live = first + t // W < NB
+    scales = load_peer_scales(payload_ptr, row * NB + first, live, PEERS, W, PITCH, CODES, MASKED)
+    for i in tl.range(0, UNROLL, num_stages=3):
+        block = first + i * R
+        live = block + t // W < NB
+        source = row * NB + block
+        next_scales = scales
+        if UNROLL > 1:
+            more = (block + R + t // W < NB) & (i + 1 < UNROLL)
+            next_scales = load_peer_scales(payload_ptr, source + R, more, PEERS, W, PITCH, CODES, True)
+        codes = load_peer_codes(payload_ptr, source, live, PEERS, K, W, PITCH, CODES, FMT, MASKED)
+        unit = None
+        if FMT == "fp8" or FMT == "fp6":
+            total = add_floats(codes, scales, K, FMT)
+        else:
+            total, unit = add_integers(codes, scales, K, FMT)
+        if OUT_FMT == "sum":
+            if ROTATE:
+                total = rotate(total)
+            factor = FACTOR if unit is None else unit * FACTOR
+            lanes = ()
+            for k in tl.static_range(0, K):
+                lanes = lanes + (total[k] * factor,)
+            store_lanes(out_ptr + row.to(tl.int64) * OUT_N, block * W, lanes, live, MASKED)
+        else:
+            store_encoded(
+                total,
+                unit,
+                out_ptr,
+                keys_ptr,
+                row,
+                block,
+                live,
+                (source * W + t).to(tl.uint32) * (K // 2),
+                W,
+                OUT_PITCH,
+                OUT_CODES,
+                OUT_FMT,
+                OUT_QMAX,
+                False,
+                STOCHASTIC,
+                MASKED,
+            )
+        scales = next_scales

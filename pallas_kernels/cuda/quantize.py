@@ -24,8 +24,9 @@ ONE_BF16 = tl.constexpr(0x3F80)
 STOCHASTIC_MARGIN = tl.constexpr(reference.STOCHASTIC_MARGIN)
 ROTATION_NORM = tl.constexpr(32.0**-0.5)
 MAGIC = tl.constexpr(12582912.0)
-DITHER_ULP = tl.constexpr(2.0**-134)
-"""What makes a subnormal number, in units of 2**-149, of y in units of 2**-15."""
+RANDOM_BITS = tl.constexpr(reference.RANDOM_BITS)
+DITHER_ULP = tl.constexpr(2.0 ** (reference.RANDOM_BITS - 149))
+"""What makes a number in units of 2**-149 of y: the bits of one up to 2**24 units are their count."""
 
 
 @triton.jit
@@ -90,21 +91,10 @@ def block_scales(
 
 
 @triton.jit
-def _mix(x):
-    """lowbias32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def random_words(seed_ptr, pair, COUNT: tl.constexpr):
+def random_words(keys_ptr, pair, COUNT: tl.constexpr):
     """COUNT tensors x, for the pairs of elements from pair[T] on: their hash is x ^ (x >> 16)."""
-    first = _mix(tl.load(seed_ptr))
-    second = _mix(first + 0x9E3779B9)
-    # key ^ (key >> 16) is second: XORed in before the last step of the hash, it spares one after it.
-    key = second ^ (second >> 16)
-    start = pair * 0x9E3779B9 + first
+    start = pair * 0x9E3779B9 + tl.load(keys_ptr)
+    key = tl.load(keys_ptr + 1)
     words = ()
     for i in tl.static_range(0, COUNT):
         x = start + (i * 0x9E3779B9) % (1 << 32)
@@ -114,8 +104,8 @@ def random_words(seed_ptr, pair, COUNT: tl.constexpr):
 
 @triton.jit
 def _dither(x, ODD: tl.constexpr):
-    """The 15 random bits of an element, int32."""
-    bits = x >> 17 if ODD else (x ^ (x >> 16)) & 0x7FFF
+    """The 16 random bits of an element, int32."""
+    bits = x >> 16 if ODD else (x ^ (x >> 16)) & 0xFFFF
     return bits.to(tl.int32, bitcast=True)
 
 
@@ -124,11 +114,7 @@ def _draw(y, random, ODD: tl.constexpr, BIAS: tl.constexpr):
     """BIAS + a neighbour of y drawn with a half of `random`, in the high half of int32."""
     ulp = tl.full(y.shape, DITHER_ULP, tl.float32)
     fixed = tl.fma(y, ulp, tl.full(y.shape, BIAS * DITHER_ULP, tl.float32)).to(tl.int32, bitcast=True)
-    if ODD:
-        # Twice the sum in one instruction; the bit that x >> 16 has too many lies below its last place.
-        return fixed + fixed + (random >> 16).to(tl.int32, bitcast=True)
-    else:
-        return (fixed + _dither(random, ODD)) << 1
+    return fixed + _dither(random, ODD)
 
 
 @triton.jit
@@ -147,7 +133,7 @@ def _minifloat(
     rounded; that goes under the same power's exponent. SMALLEST is fp32's exponent of the smallest
     normal number that has a code.
     """
-    UP: tl.constexpr = 23 - MANTISSA - (15 if STOCHASTIC else 0)
+    UP: tl.constexpr = 23 - MANTISSA - (RANDOM_BITS if STOCHASTIC else 0)
     exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(exponent + (UP << 23), (SMALLEST + UP) << 23)
     steps = (tl.abs(y) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
@@ -265,7 +251,7 @@ def _minifloat_pairs(
     """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs that begin with the sign."""
     # The exponent that _minifloat writes is too large by a constant; scaling the numbers makes the constant
     # a multiple of 16, and so it vanishes from the three or four bits of a code's exponent.
-    SHIFT: tl.constexpr = (BIAS + MANTISSA + (15 if STOCHASTIC else 0) - 151) % 16
+    SHIFT: tl.constexpr = (BIAS + MANTISSA + (RANDOM_BITS if STOCHASTIC else 0) - 151) % 16
     inverse *= 1.0 * (1 << SHIFT)
     codes = ()
     numbers = ()
