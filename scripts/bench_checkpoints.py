@@ -4,20 +4,39 @@
     scripts/bench_checkpoints.py gpt-tiny --steps 50 --pairs 4
 
 The last lines are the seconds of each pair, by the clock and of all processor cores together (which other
-work on the machine disturbs less), what saving cost (the median over the pairs), and for how long the
-training loop itself stood still.
+work on the machine disturbs less), what saving cost (the median over the pairs), for how long the
+training loop itself stood still, and how much longer than a typical step the longest was.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.config import find_config, load_config
 from zerojax.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Seconds of a stretch of training.
+
+    Attributes:
+        clock: until the last step and the save are done.
+        cores: of processor time, all cores together.
+        trained: until the last step is done.
+        stood: of the call to save.
+        late: by which its longest step exceeds the median.
+    """
+
+    clock: float
+    cores: float
+    trained: float
+    stood: float
+    late: float
 
 
 def main() -> None:
@@ -36,21 +55,26 @@ def main() -> None:
     import zerojax
     from zerojax.trainer import Trainer
 
-    def stretch(trainer: Trainer, *, save: bool) -> tuple[float, float, float]:
-        """Seconds with the background work: clock, processor; and the clock's of the call to save."""
+    def stretch(trainer: Trainer, *, save: bool) -> Stretch:
+        """Train, with the background work of a save or without a save."""
         begun, worked = time.perf_counter(), time.process_time()
-        stood = 0.0
+        stood, steps = 0.0, []
         if save:
             trainer.save()
             stood = time.perf_counter() - begun
         for _ in range(options.steps):
+            step = time.perf_counter()
             trainer.state, metrics = zerojax.train_step(trainer.state, next(trainer.batches))
             trainer.step += 1
             trainer.log.step(trainer.step, metrics)
+            steps.append(time.perf_counter() - step)
         trainer.log.drain()
         jax.block_until_ready(trainer.state)
+        trained = time.perf_counter() - begun
         trainer.checkpoints.wait()
-        return time.perf_counter() - begun, time.process_time() - worked, stood
+        late = max(steps) - statistics.median(steps)
+        clock = time.perf_counter() - begun
+        return Stretch(clock, time.process_time() - worked, trained, stood, late)
 
     with tempfile.TemporaryDirectory() as folder:
         total = 2 * options.steps * (options.pairs + 1)
@@ -60,16 +84,20 @@ def main() -> None:
             pairs = [
                 (stretch(trainer, save=False), stretch(trainer, save=True)) for _ in range(options.pairs)
             ]
-    for (clock, cores, _), (clock_saving, cores_saving, _) in pairs:
+    for plain, saving in pairs:
         print(
-            f"{options.steps} steps: {clock:.1f} s without a save, {clock_saving:.1f} s with one; "
-            f"processor {cores:.1f} s and {cores_saving:.1f} s"
+            f"{options.steps} steps: {plain.clock:.1f} s without a save, {saving.clock:.1f} s with one; "
+            f"processor {plain.cores:.1f} s and {saving.cores:.1f} s; "
+            f"longest step {1000 * plain.late:.0f} and {1000 * saving.late:.0f} ms over the median"
         )
-    clock, cores = (statistics.median(1 - a[i] / b[i] for a, b in pairs) for i in (0, 1))
-    stood = statistics.median(with_save[2] for _, with_save in pairs)
+    clock = statistics.median(1 - plain.clock / saving.clock for plain, saving in pairs)
+    cores = statistics.median(1 - plain.cores / saving.cores for plain, saving in pairs)
+    lost = statistics.median(saving.trained - plain.trained for plain, saving in pairs)
+    stood = statistics.median(saving.stood for _, saving in pairs)
     print(
-        f"saving costs {clock:.1%} of throughput, {cores:.1%} of processor time; "
-        f"the loop stands still for {1000 * stood:.0f} ms"
+        f"saving costs {clock:.1%} of throughput until its files are written, {cores:.1%} of processor time; "
+        f"the loop stands still for {1000 * stood:.0f} ms; "
+        f"{lost:.2f} s of training are lost by a save, {lost / 60:.1%} at one a minute"
     )
 
 

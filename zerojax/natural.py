@@ -1,8 +1,9 @@
 """A train state as the model knows it: natural shapes, without mesh, stage, padding or wire format.
 
 Checkpoints hold this form, so one that was written on 2 x 4 devices by ZeRO++ is read on 3 x 2 by exact
-ZeRO-3. Leaves are converted one at a time, spread over the devices where a dimension divides, so that no
-device holds more than one whole leaf.
+ZeRO-3. A leaf whose first dimension divides by the devices is cut there, as its owners have it cut: nothing
+is sent for it, within nodes or between them. Others are gathered and cut, one at a time, so that no
+device holds more than one whole leaf; they are small, or of odd sizes.
 """
 
 import functools
@@ -28,21 +29,26 @@ Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
 
 
-def to_natural(state: TrainState) -> Tree:
+def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
     """Everything that a step depends on, by name, each array in its natural shape.
 
+    Args:
+        state: filled.
+        on_host: put each array into page-locked memory of the hosts before the next is made, so that the
+            devices hold one at a time.
+
     Returns:
-        A nested dict: "counters", "params", "optimizer" (moments of parameters in their shapes), "other",
-        where the optimizer averages weights "average" ("count", and "params" in their shapes), and where
-        the state has them "secondary" (natural shapes) and "residual" (as stored: it belongs to
-        its mesh). Arrays without elements are left out, as there is nothing to keep.
+        Copies: none shares memory with the state, which may be donated. A nested dict: "counters",
+        "params", "optimizer" (moments of parameters in their shapes), "other", where the optimizer
+        averages weights "average" ("count", and "params" in their shapes), and where the state has them
+        "secondary" (natural shapes) and "residual" (as stored: it belongs to its mesh). Arrays without
+        elements are left out, as there is nothing to keep.
     """
-    return _nested(
-        {
-            name: x if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
-            for name, (leaf, x) in _entries(state).items()
-        }
-    )
+    tree: Tree = {}
+    for name, (leaf, x) in _entries(state).items():
+        copy = _copy(x) if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
+        tree[name] = _to_host(copy) if on_host else copy
+    return _nested(tree)
 
 
 def abstract_natural(state: TrainState) -> Tree:
@@ -188,22 +194,11 @@ def _layouts(state: TrainState) -> Any:
 def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
     """One array to its natural or stored form, whichever `like` has.
 
-    A function is compiled per layout and kept by the program. It gathers the leaf and lets every device
-    cut its part out: the partitioner, asked for the same reshape, gathers as well, and warns about it.
+    A function is compiled per layout and kept by the program.
     """
     source, target = _spec(x), _spec(like)
-    to_form = to_stored if x.shape == leaf.natural_shape else from_stored
-
-    def on_device(part: Array) -> Array:
-        for axis, names in enumerate(source):
-            if names:
-                part = lax.all_gather(part, names, axis=axis, tiled=True)
-        whole = to_form(part, leaf).reshape(like.shape)
-        for axis, names in enumerate(target):
-            if names:
-                size = whole.shape[axis] // lax.axis_size(names)
-                whole = lax.dynamic_slice_in_dim(whole, lax.axis_index(names) * size, size, axis)
-        return whole
+    cut = _cut_alike if _is_cut_by_rows(leaf) else _cut_anew
+    on_device = cut(leaf, source, target, like)
 
     def make() -> Callable[[Array], Array]:
         run = jax.shard_map(on_device, mesh=program.mesh, in_specs=source, out_specs=target, check_vma=False)
@@ -213,6 +208,74 @@ def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct 
     # One at a time, to need no more memory than that. Besides, XLA:CPU starts and runs programs on the same
     # few threads: a process that starts 32 at once waits for ever when another process is not as far.
     return jax.block_until_ready(program.once(key, make)(x))
+
+
+def _is_cut_by_rows(leaf: Leaf) -> bool:
+    """Whether what a device owns of a layer is a range of its first dimension."""
+    return leaf.padded == leaf.size and bool(leaf.shape) and leaf.shape[0] % leaf.world.size == 0
+
+
+def _cut_alike(
+    leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+) -> Callable[[Array], Array]:
+    """What a device does for a leaf that is cut by rows: both forms are its numbers in the same order."""
+    axis = 0 if leaf.layers is None else 1
+    have, want = _axes(source, axis), _axes(target, axis)
+    shape = (*like.shape[:axis], -1, *like.shape[axis + 1 :])
+
+    def on_device(part: Array) -> Array:
+        for name in (NODE, LOCAL):  # owners are numbered along nodes first
+            if name in have and name not in want:
+                part = lax.all_gather(part, name, axis=axis, tiled=True)
+        part = part.reshape(shape)
+        for name in (LOCAL, NODE):
+            if name in want and name not in have:
+                part = _own_part(part, name, axis)
+        return part
+
+    return on_device
+
+
+def _cut_anew(
+    leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+) -> Callable[[Array], Array]:
+    """What a device does for any other leaf: gather it, and cut its own part out.
+
+    The partitioner, asked for the same reshape, gathers as well, and warns about it.
+    """
+    to_form = from_stored if like.shape == leaf.natural_shape else to_stored
+
+    def on_device(part: Array) -> Array:
+        for axis in range(part.ndim):
+            if names := _axes(source, axis):
+                part = lax.all_gather(part, names, axis=axis, tiled=True)
+        whole = to_form(part, leaf).reshape(like.shape)
+        for axis in range(whole.ndim):
+            if names := _axes(target, axis):
+                whole = _own_part(whole, names, axis)
+        return whole
+
+    return on_device
+
+
+def _own_part(x: Array, names: str | tuple[str, ...], axis: int) -> Array:
+    size = x.shape[axis] // lax.axis_size(names)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, axis)
+
+
+def _axes(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
+    """The mesh axes that a dimension is cut over."""
+    names = spec[axis] if axis < len(spec) else None
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+@jax.jit
+def _copy(x: Array) -> Array:
+    return jnp.copy(x)
+
+
+def _to_host(x: Array) -> Array:
+    return jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
 
 
 def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -225,7 +288,9 @@ def _natural(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _natural_spec(leaf: Leaf) -> PartitionSpec:
-    """Over as many devices as some dimension divides by."""
+    """As its owners have it cut; else over as many devices as some dimension divides by."""
+    if _is_cut_by_rows(leaf):
+        return leaf.spec()
     world = leaf.world
     for axes, parts in ((OWNED, world.size), (LOCAL, world.local), (NODE, world.nodes)):
         for number, extent in enumerate(leaf.natural_shape):

@@ -12,7 +12,16 @@ import jax
 
 import zerojax
 from zerojax.agreement import Agreement, Wishes, from_first
-from zerojax.checkpoints import Checkpoints, Record, Retention, TrainingClock, find, restore, restore_weights
+from zerojax.checkpoints import (
+    Checkpoints,
+    Record,
+    Retention,
+    TrainingClock,
+    find,
+    reserve_host_memory,
+    restore,
+    restore_weights,
+)
 from zerojax.config import RunConfig, config_from_dict, config_to_dict
 from zerojax.data import Batch, Dataset, TrainBatches
 from zerojax.errors import RunError, Stopped
@@ -120,6 +129,7 @@ class Trainer:
         step = 0 if seal is None else seal.step
         if is_first():
             folder.write_config(config)
+        reserve_host_memory(state)
         saving = config.checkpoint
         log = make_log(config, folder, state, step, record.skipped)
         trainer = cls(

@@ -19,9 +19,10 @@ from zerojax.checkpoints import (
     read_seal,
     restore,
     restore_weights,
+    transfer,
 )
-from zerojax.errors import ZeroError
-from zerojax.natural import abstract_natural, to_natural
+from zerojax.errors import RunError, ZeroError
+from zerojax.natural import abstract_natural, from_natural, to_natural
 from zerojax.state import TrainState
 from zerojax.zero import ZeroConfig
 
@@ -109,6 +110,90 @@ def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: in
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 4), (3, 2)])
+def test_copies_outlive_the_state(nodes: int, local: int) -> None:
+    state = make(nodes, local)
+    tree = to_natural(state)
+    expected = host(jax.tree.map(jnp.copy, tree))
+    jax.tree.map(lambda x: x.delete(), state)  # as donating it does
+    for name, value in host(tree).items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+class Even(nnx.Module):
+    """What 8 devices share out by rows."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = zerojax.Stack(lambda rngs: nnx.Linear(64, 64, rngs=rngs), 3, rngs=rngs)
+        self.out = nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.blocks(x))
+
+
+@pytest.mark.parametrize("zero", [{}, DELTA, {"stage": 1}])
+def test_sends_nothing_for_what_is_cut_by_rows(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(*_: Any, **__: Any) -> None:
+        raise AssertionError("a save should not cross the network")
+
+    state = make(2, 4, Even, **zero)
+    whole = host(zerojax.gather_params(state))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.lax, "all_gather", gather)
+        tree = to_natural(state)
+        if not zero:
+            from_natural(state, tree)
+    for name, value in host(tree["params"]).items():
+        np.testing.assert_array_equal(value, whole[name], err_msg=name)
+    assert tree["params"]["out"]["kernel"].addressable_shards[0].data.shape == (8, 32)
+    again = from_natural(make(2, 4, Even, abstract=True, **zero), tree)
+    expected, found = host(tree), host(to_natural(again))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_saves_while_training_goes_on(tmp_path: Path, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PORTION", 1 << 10)  # the state has 8 KiB
+    monkeypatch.setattr(transfer, "_room", lambda _: 1e9 if room else 100)
+    state = make(2, 4, **DELTA)
+    expected = host(jax.tree.map(jnp.copy, to_natural(state)))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, RECORD)
+        for _ in range(3):
+            state, _ = zerojax.train_step(state, BATCH)
+    found = host(to_natural(restore(tmp_path / "1", make(2, 4, abstract=True, **DELTA))))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_one_array_at_a_time_where_memory_is_short(trained: Any) -> None:
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(to_natural(trained, on_host=True))}
+    assert kinds == {"pinned_host"}
+    device = {"bytes_limit": 1000, "peak_bytes_in_use": 600}
+    assert transfer._room([device, device | {"peak_bytes_in_use": 900}]) == 100
+    assert transfer._room([{}]) == float("inf"), "a CPU does not say"
+
+
+def test_reserves_host_memory_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def lock(x: np.ndarray, _: Any) -> None:
+        asked.append(x.nbytes)
+        if len(asked) > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    state = make(2, 4, abstract=True)
+    transfer.reserve_host_memory(state)
+    monkeypatch.setattr(transfer, "on_gpus", lambda _: True)
+    monkeypatch.setattr(jax, "device_put", lock)
+    transfer.reserve_host_memory(state)
+    assert 0 < asked[0] < 1 << 16, "no more than the state, where that is less than a portion"
+    with pytest.raises(RunError, match=r"0\.0 GB of page-locked .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        transfer.reserve_host_memory(state)
 
 
 def test_goes_on_where_it_stopped(saved: Path, trained: Any) -> None:

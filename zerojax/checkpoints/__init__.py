@@ -12,6 +12,7 @@ from zerojax.checkpoints.restore import restore, restore_weights
 from zerojax.checkpoints.retention import Retention
 from zerojax.checkpoints.seal import DamagedError, Record, Seal, read_seal, verify
 from zerojax.checkpoints.store import Checkpoints
+from zerojax.checkpoints.transfer import reserve_host_memory
 
 quiet_orbax()
 
@@ -28,6 +29,7 @@ __all__ = [
     "move_aside",
     "newest_sound",
     "read_seal",
+    "reserve_host_memory",
     "restore",
     "restore_weights",
     "sealed",

@@ -15,6 +15,7 @@ from zerojax.checkpoints import names
 from zerojax.checkpoints.choose import sealed
 from zerojax.checkpoints.retention import Retention
 from zerojax.checkpoints.seal import Record, write_seal
+from zerojax.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.errors import RunError
 from zerojax.natural import to_natural
 from zerojax.state import TrainState
@@ -48,6 +49,7 @@ class Checkpoints:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
         self._last = start
+        self._beside_training: bool | None = None
         if jax.process_index() == 0:
             names.clear_leftovers(folder)
 
@@ -60,9 +62,10 @@ class Checkpoints:
         self.close()
 
     def save(self, step: int, state: TrainState, record: Record) -> None:
-        """Begin to save; returns when the arrays are copied off the devices.
+        """Begin to save; returns when the arrays are copied: on the devices, or to the hosts.
 
-        A step that was saved already is left as it is.
+        They stay on the devices until they are written if, at the first save, there is room for that beside
+        training. A step that was saved already is left as it is.
 
         Args:
             step: names the checkpoint.
@@ -75,10 +78,14 @@ class Checkpoints:
         if step == self._last:
             return
         self.wait()
-        draft, arrays = names.unfinished(self._folder, step), to_natural(state)
+        draft = names.unfinished(self._folder, step)
+        if self._beside_training is None:  # later on, the peak has these copies in it
+            self._beside_training = fit_beside_training(state)
+        arrays = to_natural(state, on_host=not self._beside_training)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            writing = ocp.save_checkpointables_async(str(draft.absolute()), arrays)
+            with transfer_options(state, beside_training=self._beside_training):
+                writing = ocp.save_checkpointables_async(str(draft.absolute()), arrays)
         except Exception as error:
             raise self._failure(step, error) from error
         self._saving = step, self._worker.submit(self._finish, writing, step, record)
