@@ -1,25 +1,26 @@
 """The hops: every byte that crosses the mesh on behalf of a weight or a gradient goes through here.
 
 All functions run inside ``shard_map`` on one device's values, for the leaves of one unit at once. What
-belongs together travels together: the leaves of a unit share one collective per hop, except that a raw leaf
-of a megabyte or more goes alone, because joining it would cost a copy of a full-size buffer.
+belongs together travels together (``zerojax.together``): the leaves of a unit share one collective per hop,
+except that a payload of a megabyte or more goes alone.
 
 The phases of one step, for one unit:
 
 1. ``gather_node``: the owner encodes its primary shard; an all-gather over ``node`` gives every node the
-   secondary partition (qwZ, ZeRO++ section 3.1).
+   secondary partition (qwZ, ZeRO++ section 3.1). It comes in three parts as well, which a pipeline can have
+   in different iterations, so that the next hop between nodes waits for no encoding or decoding.
 2. ``gather_local``: an all-gather over ``local`` gives every device the leaf, in the buffer the matmuls
    read. The backward pass repeats this phase alone (hpZ, section 3.2), or both.
-3. ``encode_gradients`` and ``deliver_gradients``: gradients are encoded, exchanged over ``local``,
-   decoded and summed in fp32, encoded again, exchanged over ``node``, decoded and summed in fp32 at the
-   owner (qgZ, section 3.3).
+3. ``encode_gradients``, ``send_gradients`` and ``sum_gradients``: gradients are encoded, exchanged over
+   ``local``, decoded and summed in fp32, encoded again, exchanged over ``node``, decoded and summed in fp32
+   at the owner (qgZ, section 3.3).
 4. ``reduce_node``: the last hop on its own, where it is taken once per step.
 
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each phase has a named scope: profiles
 show it, and ``zerojax.wire`` tells by it what a collective is for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,14 +30,12 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 import pallas_kernels
-from zerojax.codec import Seed, as_bytes, from_bytes, mix
+from zerojax.codec import Seed, mix
 from zerojax.layout import OWNED, Leaf, flatten, unflatten
 from zerojax.mesh import LOCAL, NODE, World
+from zerojax.together import Rows, exchange_together, gather_together
 
-ALONE_BYTES = 1 << 20
 _LOCAL_HOP, _NODE_HOP = 1, 2
-
-Rows = Num[Array, "rows m"]
 
 
 @dataclass(frozen=True)
@@ -62,60 +61,94 @@ class Way:
         return tuple(axis for axis, extent in extents.items() if extent > 1)
 
 
-@jax.named_scope("gather_node")
-def gather_node(shards: Sequence[Float[Array, " shard"]], leaves: Sequence[Leaf]) -> list[Rows]:
-    """All-gather primary shards over ``node`` into secondary partitions.
+def encode_weights(
+    shards: Sequence[Float[Array, " shard"]], copies: Sequence[Rows] | None, leaves: Sequence[Leaf]
+) -> list[Num[Array, " m"]]:
+    """Encode primary shards for the node hop: the weights, or what changed since delta's copies were made.
+
+    The owner encodes its weights minus its row of the copy; every node, its own included, adds the same
+    decoded difference, so copies stay bit-identical, and what rounding left out comes along next time
+    (SDP4Bit, section 3.1).
 
     Args:
         shards: per leaf, the owner's fp32 block.
+        copies: per leaf ``[nodes, shard]``, delta's copy so far in its raw local format; or None.
         leaves: their layouts; all of one world.
 
     Returns:
-        Per leaf ``[nodes, m]`` in its local format: row n is what node n owned.
+        Per leaf its payload; on one node, which has no such hop, in the local format.
     """
+    with jax.named_scope(_node_scope(copies)):
+        if leaves[0].world.nodes == 1:
+            return [leaf.weights[1].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
+        if copies is None:
+            return [leaf.weights[0].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
+        row = lax.axis_index(NODE)
+        return [
+            leaf.weights[0].encode_delta(x[None], lax.dynamic_index_in_dim(copy, row))[0]
+            for x, copy, leaf in zip(shards, copies, leaves, strict=True)
+        ]
+
+
+def cross_nodes(
+    payloads: Sequence[Num[Array, " m"]], leaves: Sequence[Leaf], *, delta: bool
+) -> list[Num[Array, " n"]]:
+    """All-gather what ``encode_weights`` returned over ``node``, row after row, not yet decoded."""
     if leaves[0].world.nodes == 1:
-        return [leaf.weights[1].encode(x[None]) for x, leaf in zip(shards, leaves, strict=True)]
-    sent = [leaf.weights[0].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
-    arrived = _gather_together(sent, NODE)
-    return [_settle(rows, leaf) for rows, leaf in zip(arrived, leaves, strict=True)]
+        return list(payloads)
+    with jax.named_scope("gather_delta" if delta else "gather_node"):
+        return [rows.reshape(-1) for rows in gather_together(payloads, NODE)]
 
 
-@jax.named_scope("gather_delta")
-def gather_delta(
-    shards: Sequence[Float[Array, " shard"]], secondary: Sequence[Rows], leaves: Sequence[Leaf]
+def decode_weights(
+    arrived: Sequence[Num[Array, " n"]], copies: Sequence[Rows] | None, leaves: Sequence[Leaf]
 ) -> list[Rows]:
-    """Bring secondary copies up to date by what changed since (SDP4Bit section 3.1).
-
-    The owner encodes its weights minus its row of the copy; every node, its own included, adds the same
-    decoded difference, so copies stay bit-identical, and what rounding left out comes along next time.
+    """What crossed the nodes, as secondary partitions.
 
     Args:
-        shards: per leaf, the owner's fp32 block.
-        secondary: per leaf ``[nodes, shard]``, the copy so far, in its raw local format.
+        arrived: as ``cross_nodes`` returns.
+        copies: the same as were encoded against.
         leaves: their layouts.
 
     Returns:
-        The new copies, as ``secondary``.
+        Per leaf ``[nodes, m]`` in its local format: row n is what node n owned. With ``copies``, new ones.
     """
-    if leaves[0].world.nodes == 1:
-        return gather_node(shards, leaves)
-    row = lax.axis_index(NODE)
-    sent = [
-        leaf.weights[0].encode_delta(x[None], lax.dynamic_index_in_dim(copy, row))[0]
-        for x, copy, leaf in zip(shards, secondary, leaves, strict=True)
-    ]
-    arrived = _gather_together(sent, NODE)
-    return [
-        leaf.weights[0].decode_add(rows, copy)
-        for rows, copy, leaf in zip(arrived, secondary, leaves, strict=True)
-    ]
+    nodes = leaves[0].world.nodes
+    rows = [x.reshape(nodes, -1) for x in arrived]
+    if nodes == 1:
+        return rows
+    with jax.named_scope(_node_scope(copies)):
+        if copies is None:
+            return [_settle(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
+        return [
+            leaf.weights[0].decode_add(x, copy) for x, copy, leaf in zip(rows, copies, leaves, strict=True)
+        ]
+
+
+def _node_scope(copies: Sequence[Rows] | None) -> str:
+    return "gather_node" if copies is None else "gather_delta"
+
+
+def gather_node(shards: Sequence[Float[Array, " shard"]], leaves: Sequence[Leaf]) -> list[Rows]:
+    """All-gather primary shards over ``node`` into secondary partitions: the three above in turn."""
+    return decode_weights(
+        cross_nodes(encode_weights(shards, None, leaves), leaves, delta=False), None, leaves
+    )
+
+
+def gather_delta(
+    shards: Sequence[Float[Array, " shard"]], copies: Sequence[Rows], leaves: Sequence[Leaf]
+) -> list[Rows]:
+    """Bring delta's secondary copies up to date: the same with ``copies``."""
+    payloads = encode_weights(shards, copies, leaves)
+    return decode_weights(cross_nodes(payloads, leaves, delta=True), copies, leaves)
 
 
 @jax.named_scope("gather_exact")
 def gather_exact(shards: Sequence[Float[Array, " shard"]], leaves: Sequence[Leaf]) -> list[Rows]:
     """Secondary copies sent whole in the local format: the birth and the resync of delta's copies."""
     sent = [leaf.weights[1].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
-    return _gather_together(sent, NODE) if leaves[0].world.nodes > 1 else [x[None] for x in sent]
+    return gather_together(sent, NODE) if leaves[0].world.nodes > 1 else [x[None] for x in sent]
 
 
 @jax.named_scope("gather_local")
@@ -135,7 +168,7 @@ def gather_local(
     arrived = list(secondary)
     if leaves[0].world.local > 1:
         flat = [rows.reshape(-1) for rows in secondary]
-        arrived = _gather_together(flat, LOCAL)
+        arrived = gather_together(flat, LOCAL)
     return [
         unflatten(_decode_blocks(blocks, leaf, dtype), leaf)
         for blocks, leaf, dtype in zip(arrived, leaves, dtypes, strict=True)
@@ -176,10 +209,10 @@ def encode_gradients(
     ]
 
 
-def deliver_gradients(
+def send_gradients(
     payloads: Sequence[Num[Array, "chunks rows m"]], leaves: Sequence[Leaf], seed: Seed, way: Way
-) -> list[Float[Array, " n"]]:
-    """Take encoded gradients along their way.
+) -> list[list[Rows]]:
+    """Take encoded gradients over all hops of their way, up to the last sum.
 
     Between two hops one fused pass decodes, sums and encodes again. Chunks are chains of their own, so
     that one's node hop overlaps the next one's local hop (qgZ's pipeline, ZeRO++ Figure 8).
@@ -191,32 +224,49 @@ def deliver_gradients(
         way: the same as there.
 
     Returns:
-        Per leaf the fp32 sum: over the world at its owner, or over the node as a secondary partition.
+        Per chunk and leaf what arrived, not yet decoded; without hops the payload, as one chunk.
     """
     axes = way.axes(leaves[0].world)
     if not axes:
-        return [payload.reshape(-1).astype(jnp.float32) for payload in payloads]
+        return [[payload[0] for payload in payloads]]
     if len(axes) == 1:
-        hop = 0 if axes[0] == LOCAL else 1
-        with jax.named_scope("reduce_local" if axes[0] == LOCAL else "reduce_node"):
-            arrived = _exchange_together([payload[0] for payload in payloads], axes[0])
-            return [
-                leaf.grads[hop].decode_sum(rows, leaf.padded // rows.shape[0], rotation=leaf.rotation)
-                for rows, leaf in zip(arrived, leaves, strict=True)
-            ]
-    pieces = []
+        with jax.named_scope(_last_hop(axes)[1]):
+            return [exchange_together([payload[0] for payload in payloads], axes[0])]
+    chunks = []
     for chunk in range(way.chunks):
         with jax.named_scope("reduce_local"):
-            arrived = _exchange_together([payload[chunk] for payload in payloads], LOCAL)
+            arrived = exchange_together([payload[chunk] for payload in payloads], LOCAL)
             between = [
                 _between_hops(rows, leaf, mix(seed, chunk), way.chunks)
                 for rows, leaf in zip(arrived, leaves, strict=True)
             ]
         with jax.named_scope("reduce_node"):
-            arrived = _exchange_together(between, NODE)
-            sums = [_last_sum(rows, leaf, way.chunks) for rows, leaf in zip(arrived, leaves, strict=True)]
-        pieces.append(sums)
-    if way.chunks == 1:
+            chunks.append(exchange_together(between, NODE))
+    return chunks
+
+
+def sum_gradients(
+    arrived: Sequence[Sequence[Rows]], leaves: Sequence[Leaf], way: Way
+) -> list[Float[Array, " n"]]:
+    """Decode and add up what ``send_gradients`` returned.
+
+    Returns:
+        Per leaf the fp32 sum: over the world at its owner, or over the node as a secondary partition.
+    """
+    axes = way.axes(leaves[0].world)
+    if not axes:
+        return [rows.reshape(-1).astype(jnp.float32) for rows in arrived[0]]
+    hop, scope = _last_hop(axes)
+    sizes = [(leaf.shard if way.to == "primary" else leaf.secondary) // len(arrived) for leaf in leaves]
+    with jax.named_scope(scope):
+        pieces = [
+            [
+                leaf.grads[hop].decode_sum(rows, size, rotation=leaf.rotation)
+                for rows, size, leaf in zip(chunk, sizes, leaves, strict=True)
+            ]
+            for chunk in arrived
+        ]
+    if len(pieces) == 1:
         return pieces[0]
     return [jnp.concatenate(parts) for parts in zip(*pieces, strict=True)]
 
@@ -224,8 +274,9 @@ def deliver_gradients(
 def reduce_gradients(
     grads: Sequence[Num[Array, "..."]], leaves: Sequence[Leaf], seed: Seed, way: Way
 ) -> list[Float[Array, " n"]]:
-    """Sum gradients over the mesh: ``encode_gradients``, then ``deliver_gradients``."""
-    return deliver_gradients(encode_gradients(grads, leaves, seed, way), leaves, seed, way)
+    """Sum gradients over the mesh: encode, send and sum them."""
+    payloads = encode_gradients(grads, leaves, seed, way)
+    return sum_gradients(send_gradients(payloads, leaves, seed, way), leaves, way)
 
 
 @jax.named_scope("reduce_node")
@@ -265,7 +316,7 @@ def reduce_node(
         kept = [
             x - _decode_each(rows, leaf).reshape(-1) for x, rows, leaf in zip(sums, sent, leaves, strict=True)
         ]
-    arrived = _exchange_together(sent, NODE)
+    arrived = exchange_together(sent, NODE)
     owned = [
         leaf.grads[1].decode_sum(rows, leaf.shard, rotation=leaf.rotation)
         for rows, leaf in zip(arrived, leaves, strict=True)
@@ -283,7 +334,7 @@ def all_gather_sum(
     """
     rows = [x.astype(leaf.grads[1].dtype) for x, leaf in zip(sums, leaves, strict=True)]
     for axis in (NODE, LOCAL):
-        rows = [x.reshape(-1) for x in _gather_together([x.reshape(-1) for x in rows], axis)]
+        rows = [x.reshape(-1) for x in gather_together([x.reshape(-1) for x in rows], axis)]
     return [unflatten(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
 
 
@@ -344,48 +395,11 @@ def _between_hops(rows: Rows, leaf: Leaf, seed: Seed, chunks: int) -> Rows:
     return second.encode(total.reshape(nodes, n), seed=salted, rotation=leaf.rotation)
 
 
-def _last_sum(rows: Rows, leaf: Leaf, chunks: int) -> Float[Array, " n"]:
-    return leaf.grads[1].decode_sum(rows, leaf.shard // chunks, rotation=leaf.rotation)
+def _last_hop(axes: Sequence[str | tuple[str, str]]) -> tuple[int, str]:
+    """Which of a leaf's gradient codecs the last hop has, and its scope."""
+    return (0, "reduce_local") if axes[-1] == LOCAL else (1, "reduce_node")
 
 
 def _salt(seed: Seed, leaf: Leaf, hop: int) -> Seed:
     """A seed of its own for each leaf, hop and device."""
     return mix(seed, leaf.number, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))
-
-
-def _gather_together(parts: Sequence[Num[Array, " m"]], axis: str) -> list[Rows]:
-    """One all-gather for all small ``parts``, one each for the large; ``[extent, m]`` each."""
-    return _together(parts, lambda wire: lax.all_gather(wire, axis))
-
-
-def _exchange_together(parts: Sequence[Rows], axis: str | tuple[str, ...]) -> list[Rows]:
-    """One all-to-all for all small ``parts``, one each for the large; row i goes to peer i."""
-    return _together(parts, lambda wire: lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True))
-
-
-def _together(parts: Sequence[Array], collective: Callable[[Array], Array]) -> list[Array]:
-    """Run ``collective`` on ``parts`` joined along their last axis, then take them apart.
-
-    Parts of one dtype are joined as they are, others as bytes. Barriers keep the compiler from moving
-    an encoding or a cast to the other side of the wire.
-    """
-    arrived: list[Array | None] = [None] * len(parts)
-    joined = [i for i, part in enumerate(parts) if part.nbytes < ALONE_BYTES or len(parts) == 1]
-    for i in set(range(len(parts))) - set(joined):
-        arrived[i] = _across(parts[i], collective)
-    if joined:
-        small = [parts[i] for i in joined]
-        dtype = small[0].dtype
-        if any(part.dtype != dtype for part in small):
-            small, dtype = [as_bytes(part) for part in small], jnp.dtype(jnp.uint8)
-        wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
-        start = 0
-        for i, part in zip(joined, small, strict=True):
-            piece = lax.slice_in_dim(wire, start, start + part.shape[-1], axis=-1)
-            start += part.shape[-1]
-            arrived[i] = from_bytes(piece, parts[i].dtype) if dtype == jnp.uint8 else piece
-    return [part for part in arrived if part is not None]
-
-
-def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
-    return lax.optimization_barrier(collective(lax.optimization_barrier(wire)))

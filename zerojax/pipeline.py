@@ -1,18 +1,19 @@
-"""The schedule of a stack of equal units: gathers ahead of the layer at work, reductions one layer behind.
+"""The schedule of a stack of equal units: gathers ahead of the layer at work, reductions behind it.
 
 One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's
 iterations by itself. In the order of the program:
 
-- forward, layer i: the node hop of layer i + 2 (which brings delta's copy of it up to date), the local hop
-  of layer i + 1; run layer i.
+- forward, layer i: layer i + 2 crosses the nodes; decode layer i + 1 (which brings delta's copy of it up to
+  date) and gather it within the node; encode layer i + 3 for the next crossing; run layer i.
 - the last layer's weights stay for the backward pass, which begins with them.
-- backward, layer i: the node hop of layer i - 2 (without hpZ), the local hop of layer i - 1; deliver layer
-  i + 1's gradients (both hops); run layer i's vjp; encode its gradients.
+- backward, layer i: the same for i - 2, i - 1 and i - 3 (without hpZ); layer i + 1's gradients take their
+  hops; sum layer i + 2's up; run layer i's vjp; encode its gradients.
 
-Within an iteration none of these depends on another, so that the scheduler can run them side by side: what
-hops between nodes have to themselves is a whole layer. Carried from one iteration to the next are one layer's
-weights, the secondary partitions of up to two, and one layer's encoded gradients. Where a pass has no node
-hop, all is gathered one layer ahead. The layers for which nothing is left to fetch stand outside the loops.
+Within an iteration none of these depends on another, so that the scheduler can run them side by side, and
+what crosses nodes is there when it begins: between two crossings lies nothing but the end of the loop.
+Carried from one iteration to the next are one layer's weights, one layer's payload and one layer's arrivals,
+forward, and backward as many of gradients. Where a pass does not cross nodes, weights are gathered one layer
+ahead and gradients summed one behind. Layers for which nothing is left to fetch stand outside the loops.
 """
 
 import functools
@@ -92,41 +93,52 @@ def _forward(
     but the last, stacked, and of the last.
     """
     last = sources[0].shape[0] - 1
-    lead = min(route.lead(route.source, leaves), max(last, 1))
+    crosses = route.crosses_nodes(route.source, leaves)
     keep = copies is None and route.source != route.keep
 
-    def fetch(copies: Values | None, index: Any) -> tuple[Values | None, Values]:
-        if copies is None:
-            return None, route.to_secondary(route.source, _at(sources, index), leaves)
-        fresh = route.to_updated(_at(sources, index), _at(copies, index), leaves)
-        return _put(copies, fresh, index), fresh
+    def encode(copies: Values | None, index: Any) -> Values:
+        return route.encode_weights(_at(sources, index), _at(copies, index), leaves)
 
-    def layer(carry: Any, index: Any, *, fetching: bool) -> Any:
-        x, copies, queue, whole, stacks = carry
-        if fetching:
-            copies, further = fetch(copies, index + lead)
-            queue = (*queue, further)
-        next_whole = route.to_whole(queue[1], leaves)
+    def cross(payload: Values) -> Values:
+        return route.cross_nodes(payload, leaves, delta=copies is not None)
+
+    def settle(copies: Values | None, arrived: Values, index: Any) -> tuple[Values | None, Values]:
+        if not crosses:
+            return copies, route.to_secondary(route.source, _at(sources, index), leaves)
+        fresh = route.decode_weights(arrived, _at(copies, index), leaves)
+        return (None if copies is None else _put(copies, fresh, index)), fresh
+
+    def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
+        x, copies, payload, arrived, own, whole, stacks = carry
+        copies, secondary = settle(copies, arrived, index + 1)
+        if crossing:
+            arrived = cross(payload)
+            # The last one encoded is never sent: that costs less than a layer outside the loop.
+            payload = encode(copies, jnp.minimum(index + 3, last))
+        next_whole = route.to_whole(secondary, leaves)
         x, after, residual = run(whole, x, _at(state, index))
-        stacks = _put(stacks, (after, residual, queue[0] if keep else None), index)
-        return x, copies, queue[1:], next_whole, stacks
+        stacks = _put(stacks, (after, residual, own), index)
+        return x, copies, payload, arrived, secondary if keep else None, next_whole, stacks
 
-    first: list[Values] = []
-    for index in range(lead):
-        copies, secondary = fetch(copies, index)
-        first.append(secondary)
-    queue = tuple(first)
-    whole = route.to_whole(queue[0], leaves)
+    payload, arrived = (), ()
+    if crosses:
+        arrived = cross(encode(copies, 0))
+    copies, secondary = settle(copies, arrived, 0)
+    if crosses and last > 0:
+        arrived = cross(encode(copies, 1))
+        payload = encode(copies, min(2, last))
+    whole = route.to_whole(secondary, leaves)
     run, (_, *one) = _trace_once(run, whole, x, _at(state, 0))
     # Filled by hand, in place: a scan would stack what its own iterations leave, and no more.
-    stacks = _empty((*one, queue[0] if keep else None), last)
-    carry = (x, copies, queue, whole, stacks)
-    fetching = last - lead + 1
-    if fetching:  # none where the stack has but one layer
-        carry, _ = lax.scan(lambda c, i: (layer(c, i, fetching=True), None), carry, jnp.arange(fetching))
-    for index in range(fetching, last):
-        carry = layer(carry, index, fetching=False)
-    x, copies, _, whole, (states, residuals, kept) = carry
+    own = secondary if keep else None
+    stacks = _empty((*one, own), last)
+    carry = (x, copies, payload, arrived, own, whole, stacks)
+    looped = max(last - 1, 0) if crosses else last
+    if looped:
+        carry, _ = lax.scan(lambda c, i: (layer(c, i, crossing=crosses), None), carry, jnp.arange(looped))
+    for index in range(looped, last):
+        carry = layer(carry, index, crossing=False)
+    x, copies, *_, whole, (states, residuals, kept) = carry
     x, after, residual = run(whole, x, _at(state, last))
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
     return x, states, copies, (residuals, kept if copies is None else copies), (residual, whole)
@@ -169,8 +181,19 @@ def _scan_bwd(
     no_state = jax.tree.map(_zero_like_one, state_cotangents)
     last = sources[0].shape[0] - 1
 
-    def fetch(index: Any) -> Values:
-        kept = sources if route.source == route.keep else copies
+    kept = sources if route.source == route.keep else copies
+    crosses = route.crosses_nodes(route.keep, leaves)
+    sums_later = route.sums_later(leaves)
+
+    def encode_weights(index: Any) -> Values:
+        return route.encode_weights(_at(kept, index), None, leaves)
+
+    def cross(payload: Values) -> Values:
+        return route.cross_nodes(payload, leaves, delta=False)
+
+    def settle(arrived: Values, index: Any) -> Values:
+        if crosses:
+            return route.decode_weights(arrived, None, leaves)
         return route.to_secondary(route.keep, _at(kept, index), leaves)
 
     def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:
@@ -182,8 +205,11 @@ def _scan_bwd(
     def encode(grads: Values, index: Any) -> Values:
         return route.encode(grads, leaves, seeds[index])
 
-    def deliver(payload: Values, index: Any) -> Values:
-        return route.deliver(payload, leaves, seeds[index])
+    def send(payload: Values, index: Any) -> tuple[Values, ...]:
+        return route.send(payload, leaves, seeds[index])
+
+    def add(sums: Values, sent: tuple[Values, ...], index: Any) -> Values:
+        return _put(sums, route.sum(sent, leaves), index)
 
     def finish(sums: Values, of_shared: Any, cotangent: Any) -> tuple[Any, ...]:
         return None, sums, None, None, cotangent, None, _with_float0(of_shared, shared)
@@ -192,34 +218,55 @@ def _scan_bwd(
     sums = tuple(route.zero_sink(leaf) for leaf in leaves)
     if last == 0:
         grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
-        return finish(_put(sums, deliver(encode(grads, 0), 0), 0), of_shared, cotangent)
+        return finish(add(sums, send(encode(grads, 0), 0), 0), of_shared, cotangent)
 
-    lead = min(route.lead(route.keep, leaves), last)
-    whole = route.to_whole(fetch(last - 1), leaves)
-    queue = tuple(fetch(last - ahead) for ahead in range(2, lead + 1))
+    payload, arrived = (), ()
+    if crosses:
+        arrived = cross(encode_weights(last - 1))
+    whole = route.to_whole(settle(arrived, last - 1), leaves)
+    if crosses and last > 1:
+        arrived = cross(encode_weights(last - 2))
+        payload = encode_weights(max(last - 3, 0))
     grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
 
-    def layer(carry: Any, index: Any, *, fetching: bool) -> Any:
-        cotangent, of_shared, queue, whole, payload, sums = carry
-        if fetching:
-            queue = (*queue, fetch(index - lead))
-        next_whole = route.to_whole(queue[0], leaves)
-        sums = _put(sums, deliver(payload, index + 1), index + 1)
+    def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
+        cotangent, of_shared, payload, arrived, whole, encoded, sent, sums = carry
+        secondary = settle(arrived, index - 1)
+        if crossing:
+            arrived = cross(payload)
+            payload = encode_weights(jnp.maximum(index - 3, 0))
+        next_whole = route.to_whole(secondary, leaves)
+        sending = send(encoded, index + 1)
+        if sums_later:
+            # Nothing was sent before the last layer: its place is filled again in the next iteration.
+            sums = add(sums, sent, jnp.minimum(index + 2, last))
+            sent = sending
+        else:
+            sums = add(sums, sending, index + 1)
         grads, cotangent, more = run(_at(stacked, index), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
-        return cotangent, of_shared, queue[1:], next_whole, encode(grads, index), sums
+        return cotangent, of_shared, payload, arrived, next_whole, encode(grads, index), sent, sums
 
-    carry = (cotangent, of_shared, queue, whole, encode(grads, last), sums)
-    carry, _ = lax.scan(
-        lambda c, i: (layer(c, i, fetching=True), None), carry, jnp.arange(lead, last), reverse=True
-    )
-    for index in range(lead - 1, 0, -1):
-        carry = layer(carry, index, fetching=False)
-    cotangent, of_shared, _, whole, payload, sums = carry
-    sums = _put(sums, deliver(payload, 1), 1)
+    encoded = encode(grads, last)
+    sent = ()
+    if sums_later:
+        sent = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(send, encoded, last))
+    carry = (cotangent, of_shared, payload, arrived, whole, encoded, sent, sums)
+    stop = 2 if crosses else 1
+    if last > stop:
+        carry, _ = lax.scan(
+            lambda c, i: (layer(c, i, crossing=crosses), None), carry, jnp.arange(stop, last), reverse=True
+        )
+    for index in range(min(stop, last) - 1, 0, -1):
+        carry = layer(carry, index, crossing=False)
+    cotangent, of_shared, _, _, whole, encoded, sent, sums = carry
+    sending = send(encoded, 1)
+    if sums_later:
+        sums = add(sums, sent, min(2, last))
+    sums = add(sums, sending, 1)
     grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
     of_shared = jax.tree.map(jnp.add, of_shared, more)
-    return finish(_put(sums, deliver(encode(grads, 0), 0), 0), of_shared, cotangent)
+    return finish(add(sums, send(encode(grads, 0), 0), 0), of_shared, cotangent)
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)

@@ -26,11 +26,14 @@ from jaxtyping import Array, Num
 from zerojax.codec import Seed
 from zerojax.collectives import (
     Way,
-    deliver_gradients,
+    cross_nodes,
+    decode_weights,
     encode_gradients,
-    gather_delta,
+    encode_weights,
     gather_local,
     gather_node,
+    send_gradients,
+    sum_gradients,
 )
 from zerojax.layout import Leaf
 from zerojax.zero import Remat, ZeroConfig
@@ -91,13 +94,21 @@ class Route:
         """From a level, the source's or the kept one, to secondary partitions: the node hop, or nothing."""
         return tuple(gather_node(values, leaves)) if level == "primary" else values
 
-    def lead(self, level: Level, leaves: Sequence[Leaf]) -> int:
-        """How many layers before its use a layer's first hop is taken: two where it crosses nodes."""
-        return 2 if level == "primary" and leaves[0].world.nodes > 1 else 1
+    def crosses_nodes(self, level: Level, leaves: Sequence[Leaf]) -> bool:
+        """Whether weights come from that level over a hop between nodes."""
+        return level == "primary" and leaves[0].world.nodes > 1
 
-    def to_updated(self, values: Values, copies: Values, leaves: Sequence[Leaf]) -> Values:
-        """From primary shards and delta's copies so far to these copies as they are now."""
-        return tuple(gather_delta(values, copies, leaves))
+    def encode_weights(self, values: Values, copies: Values | None, leaves: Sequence[Leaf]) -> Values:
+        """Primary shards, ready for the hop between nodes; with copies, for bringing those up to date."""
+        return tuple(encode_weights(values, copies, leaves))
+
+    def cross_nodes(self, payload: Values, leaves: Sequence[Leaf], *, delta: bool) -> Values:
+        """The hop between nodes on its own."""
+        return tuple(cross_nodes(payload, leaves, delta=delta))
+
+    def decode_weights(self, arrived: Values, copies: Values | None, leaves: Sequence[Leaf]) -> Values:
+        """Secondary partitions of what crossed; with copies, these as they are now."""
+        return tuple(decode_weights(arrived, copies, leaves))
 
     def to_whole(self, secondary: Values, leaves: Sequence[Leaf]) -> Values:
         """From secondary partitions to whole leaves of natural shape."""
@@ -113,9 +124,24 @@ class Route:
 
     def deliver(self, payload: Values, leaves: Sequence[Leaf], seed: Seed) -> Values:
         """From ``encode``'s result to the sink: sums, not yet means."""
+        return self.sum(self.send(payload, leaves, seed), leaves)
+
+    def send(self, payload: Values, leaves: Sequence[Leaf], seed: Seed) -> tuple[Values, ...]:
+        """``encode``'s result over its hops."""
         if self.sink == "full":
-            return payload
-        return tuple(deliver_gradients(payload, leaves, seed, self.way))
+            return (payload,)
+        return tuple(tuple(chunk) for chunk in send_gradients(payload, leaves, seed, self.way))
+
+    def sum(self, arrived: tuple[Values, ...], leaves: Sequence[Leaf]) -> Values:
+        """Sums of what ``send`` returned."""
+        return arrived[0] if self.sink == "full" else tuple(sum_gradients(arrived, leaves, self.way))
+
+    def sums_later(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether a pipeline sums a layer's gradients up an iteration after they were sent.
+
+        So between nodes, where the next hop then begins as soon as this one is done.
+        """
+        return self.sink == "primary" and leaves[0].world.nodes > 1
 
     def zero_sink(self, leaf: Leaf) -> Num[Array, "..."]:
         """A gradient of zeros at the sink's level; of all layers, where the leaf is stacked."""

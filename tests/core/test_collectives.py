@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from wire_reference import Wire, mix
 
 import zerojax
-from zerojax import codec, collectives
+from zerojax import codec, collectives, together
 from zerojax.collectives import Way, reduce_gradients
 from zerojax.layout import Leaf, make_leaf
 from zerojax.mesh import World
@@ -236,7 +236,7 @@ def test_delta_adds_the_same_difference_everywhere(mesh, stored):
 def test_large_raw_leaves_travel_alone_and_arrive():
     """A leaf of a megabyte is not joined with the others; nor is what is joined disturbed by it."""
     mesh, options = (2, 2), {"weights": "bf16", "local_weights": "bf16", "grads": ("bf16", "fp32")}
-    sizes = (3, 4 * (collectives.ALONE_BYTES // 2), 5)
+    sizes = (3, 4 * (together.ALONE_BYTES // 2), 5)
     leaves, wires = zip(
         *(leaf_and_wire(mesh, size, i, **options) for i, size in enumerate(sizes)), strict=True
     )

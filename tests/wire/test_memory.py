@@ -75,11 +75,11 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
     if name == "stage 3":
         assert _most_whole_weights(compiled, plan) <= 2
     if name in ("stage 3", "delta"):
-        # A third of the matmuls of a body of two layers, where half would be a whole layer.
+        # Of the matmuls of a body of two layers: half of them are a whole layer's.
         crossing = [c for c in hlo.collectives(compiled.as_text() or "") if c.crosses_nodes(LOCAL)]
         looped = [c.covers for c in crossing if c.count > 2]
         assert len(looped) >= 6
-        assert min(looped) > 0.3, "a hop between nodes ends before most of its layer begins"
+        assert min(looped) > 0.45, "a hop between nodes does not last as long as its layer"
 
 
 def _named(name: str) -> dict:
