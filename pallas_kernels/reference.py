@@ -24,12 +24,14 @@ qmax is reached from both sides and nothing needs clipping: rounding the scale t
 block maximum to at most qmax * (1 + 2**-8), which rounds back to qmax in every format; the 8 ulps
 pay for the fp32 roundings on the way, so that under stochastic rounding |y| <= qmax.
 
-**Stochastic rounding.** With quantum 1 for integers, or the spacing of the format's values around
-y for small floats: t = rint(|y| / quantum * 2**16), with y's own sign for integers, and
-q = (t + u) >> 16 with u uniform in [0, 2**16). The expectation of q is t / 2**16 exactly.
-u belongs to the element's index i (row-major in the encoder's input, modulo 2**33) and the seed:
-two neighbours share a 32-bit hash, `pair_hash(hash_keys(seed), i >> 1)`; the even one takes its low 16 bits,
-the odd one its high 16.
+**Stochastic rounding.** With b = 16 bits for integers, 20 for fp8 and 21 for fp6, u uniform in [0, 2**b), and
+quantum 1 for integers, or the spacing of the format's values around y for small floats:
+t = y / quantum * 2**b and q = rint(t + u) >> b for integers; t = |y| / quantum * 2**b and
+q = (rint(t) + u) >> b for small floats, where only below the smallest normal value there is something to
+round. The expectation of q is that of rint / 2**b exactly.
+u belongs to the element's index i (row-major in the encoder's input, modulo 2**34) and the seed:
+four neighbours share two words, `quad_hash(hash_keys(seed), i >> 2)`. The first takes the low b bits of
+the first word, the second its high b, the other two those of the second word.
 
 **Order of codes.** int8, fp8: one byte an element. int4: element 2j in the low half of byte j,
 2j + 1 in the high half. int2: elements 4j..4j+3 in byte j, from the low bits up. fp6: two planes,
@@ -65,9 +67,12 @@ MAX_SCALE_BITS = (127 + 125) << 23
 """The reciprocal of a scale is no subnormal number, which CPUs take for zero, even by the margin smaller."""
 INF_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
-RANDOM_BITS = 16
+HASH_ROUNDS = 3
+WEYL = 0x9E3779B9
+PHILOX = 0xD256D193
 STOCHASTIC_MARGIN = 8
 HALF_RANGE = {"int8": 128, "int4": 8, "int2": 2}
+RANDOM_BITS = dict.fromkeys(HALF_RANGE, 16) | {fmt: 23 - mantissa for fmt, (mantissa, _) in MINIFLOAT.items()}
 ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
 
 
@@ -94,27 +99,32 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def hash_keys(seed: jax.Array) -> jax.Array:
-    """uint32[2]: what `pair_hash` needs of a seed, the same for every pair."""
-    first = mix(seed)
-    second = mix(first + jnp.uint32(0x9E3779B9))
-    return jnp.stack([first, second ^ (second >> 16)])
+    """uint32[1 + HASH_ROUNDS]: what `quad_hash` needs of a seed, the same for every four elements."""
+    keys = [mix(seed)]
+    for _ in range(HASH_ROUNDS):
+        keys.append(mix(keys[-1] + jnp.uint32(WEYL)))
+    return jnp.stack(keys)
 
 
-def pair_hash(keys: jax.Array, pair: jax.Array) -> jax.Array:
-    """32 random bits for the pair of neighbours 2*pair, 2*pair + 1 (uint32 arrays).
+def quad_hash(keys: jax.Array, quad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """64 random bits, as two words, for the neighbours 4*quad to 4*quad + 3 (uint32 arrays).
 
-    A Weyl sequence and half of a finalizer: cheap, and white enough for dither (correlations at
-    lags up to 1024 and a chi-square over pairs of neighbours are at the level of noise).
+    Rounds of Philox (Salmon et al., 2011), which needs one instruction for a product of 64 bits, on a
+    Weyl sequence in both words: three of them are white (correlations of elements, of lanes and of single
+    bits at lags up to 4096, and chi-squares over pairs of neighbours, lanes and seeds are at the level of
+    noise), where on a plain counter it takes four.
     """
-    x = pair * jnp.uint32(0x9E3779B9) + keys[0]
-    x = (x ^ (x >> 17)) * jnp.uint32(0x846CA68B) ^ keys[1]
-    return x ^ (x >> 16)
+    x = y = quad * jnp.uint32(WEYL) + keys[0]
+    for key in keys[1:]:
+        low, high = x * jnp.uint32(PHILOX), lax.mulhi(x, jnp.full_like(x, PHILOX))
+        x, y = high ^ y ^ key, low
+    return x, y
 
 
-def _uniform(seed: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """16 random bits an element, int32; `index` holds the uint32 index of each pair."""
-    words = pair_hash(hash_keys(seed), index)
-    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1)
+def _uniform(seed: jax.Array, index: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
+    """Random bits of every element, int32; `index` holds the uint32 index of every four."""
+    words = jnp.stack(quad_hash(hash_keys(seed), index), axis=-1)
+    halves = jnp.stack([words & ((1 << bits) - 1), words >> (32 - bits)], axis=-1)
     return halves.astype(jnp.int32).reshape(shape)
 
 
@@ -156,22 +166,31 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
     return scale, jnp.where(bad | zero, np.float32(0), inverse)
 
 
-def _round(y: jax.Array, random: jax.Array | None) -> jax.Array:
-    """int32 nearest to y, half to even; or y's neighbours at random, given 16 random bits."""
+def _integer(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
+    """int32 nearest to y, half to even; or one of its neighbours, drawn by `random`."""
     if random is None:
         return jnp.round(y).astype(jnp.int32)
-    fixed = jnp.round(y * np.float32(1 << RANDOM_BITS)).astype(jnp.int32)
-    return (fixed + random) >> RANDOM_BITS
+    fixed = y * np.float32(1 << RANDOM_BITS[fmt])
+    below = jnp.floor(fixed)
+    total = below.astype(jnp.int32) + random
+    rest = fixed - below
+    up = (rest > 0.5) | ((rest == 0.5) & (total & 1 == 1))
+    return (total + up) >> RANDOM_BITS[fmt]
 
 
 def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
     """int32 codes of scaled values y, not yet cut to the format's bits."""
     if fmt not in MINIFLOAT:
-        return _round(y, random)
+        return _integer(y, fmt, random)
     mantissa, bias = MINIFLOAT[fmt]
     smallest = 127 + 1 - bias
     exponent = jnp.maximum(to_bits(jnp.abs(y)) >> 23, smallest)
-    steps = _round(jnp.abs(y) * _power_of_two(127 + mantissa - exponent), random)
+    steps = jnp.abs(y) * _power_of_two(127 + mantissa - exponent)
+    if random is None:
+        steps = jnp.round(steps).astype(jnp.int32)
+    else:
+        fixed = jnp.round(steps * np.float32(1 << RANDOM_BITS[fmt])).astype(jnp.int32)
+        steps = (fixed + random) >> RANDOM_BITS[fmt]
     magnitude = ((exponent - smallest) << mantissa) + steps
     sign = (to_bits(y) < 0).astype(jnp.int32)
     return magnitude | sign << (8 if fmt == "fp8" else 6) - 1
@@ -234,13 +253,13 @@ def _plain(fmt: str) -> jnp.dtype:
     return jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[fmt])
 
 
-def _pairs(rows: int, n: int) -> jax.Array:
-    """uint32[rows, n / 2]: the row-major index of each pair of neighbours."""
-    return jnp.arange(rows * n // 2, dtype=jnp.uint32).reshape(rows, n // 2)
+def _quads(rows: int, n: int) -> jax.Array:
+    """uint32[rows, n / 4]: the row-major index of every four neighbours."""
+    return jnp.arange(rows * n // 4, dtype=jnp.uint32).reshape(rows, n // 4)
 
 
 def _encode(x, index, fmt, block, rounding, rotation, seed):
-    """Encode fp32[..., n], whose pairs have the given indices, into uint8[..., nbytes]."""
+    """Encode fp32[..., n], whose fours have the given indices, into uint8[..., nbytes]."""
     if rotation:
         x = rotate(x)
     if fmt not in QUANTIZED:
@@ -249,7 +268,7 @@ def _encode(x, index, fmt, block, rounding, rotation, seed):
     scale, inverse = _scales(blocks, fmt, rounding, rotation)
     inverse = inverse[..., None]
     y = blocks * inverse
-    random = _uniform(seed, index, blocks.shape) if rounding == "stochastic" else None
+    random = _uniform(seed, index, RANDOM_BITS[fmt], blocks.shape) if rounding == "stochastic" else None
     # A dead block holds NaN or Inf times zero: replace it before the conversion to an integer.
     dead = inverse == 0
     codes = jnp.where(dead, 0, _codes(jnp.where(dead, 0, y), fmt, random))
@@ -258,7 +277,7 @@ def _encode(x, index, fmt, block, rounding, rotation, seed):
 
 def encode(x, seed, *, fmt, block, rounding, rotation):
     """See `pallas_kernels.encode`."""
-    index = _pairs(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
+    index = _quads(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
     return _encode(x.astype(jnp.float32), index, fmt, block, rounding, rotation, seed)
 
 
@@ -276,7 +295,7 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
         return pieces.transpose(2, 0, 1, 3).reshape(chunks, local, -1)
 
     stochastic = rounding == "stochastic" and fmt in QUANTIZED
-    index = reorder(jnp.arange(g.size // 2, dtype=jnp.uint32)) if stochastic else None
+    index = reorder(jnp.arange(g.size // 4, dtype=jnp.uint32)) if stochastic else None
     return _encode(reorder(g.astype(jnp.float32)), index, fmt, block, rounding, rotation, seed)
 
 

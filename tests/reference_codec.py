@@ -57,17 +57,23 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-def random_bits(seed, count):
-    """16 random bits for each of the first `count` elements of a tensor."""
-    first = _mix(seed)
-    second = _mix((first + 0x9E3779B9) & 0xFFFFFFFF)
-    words = []
-    for pair in range((count + 1) // 2):
-        x = (pair * 0x9E3779B9 + first) & 0xFFFFFFFF
-        x = ((x ^ (x >> 17)) * 0x846CA68B) & 0xFFFFFFFF
-        words.append(x ^ (x >> 16) ^ second)
-    words = np.array(words, np.int64)
-    return np.stack([words & 0xFFFF, words >> 16], 1).reshape(-1)[:count]
+DITHER = {"int8": 16, "int4": 16, "int2": 16, "fp8": 20, "fp6": 21}
+
+
+def random_bits(seed, count, fmt):
+    """DITHER[fmt] random bits for each of the first `count` elements of a tensor."""
+    bits = DITHER[fmt]
+    keys = [_mix(seed)]
+    while len(keys) < 4:
+        keys.append(_mix((keys[-1] + 0x9E3779B9) & 0xFFFFFFFF))
+    halves = []
+    for quad in range((count + 3) // 4):
+        x = y = (quad * 0x9E3779B9 + keys[0]) & 0xFFFFFFFF
+        for key in keys[1:]:
+            product = x * 0xD256D193
+            x, y = (product >> 32) ^ y ^ key, product & 0xFFFFFFFF
+        halves += [x % 2**bits, x >> (32 - bits), y % 2**bits, y >> (32 - bits)]
+    return np.array(halves[:count], np.int64)
 
 
 def _code(y, fmt, random):
@@ -84,11 +90,12 @@ def _code(y, fmt, random):
             half_to_even = (part == 0.5) & (below % 2 == 1)
             magnitude = below + ((part > 0.5) | half_to_even)
         else:
-            magnitude = below + (np.rint(part * 65536) + random >= 65536)
+            unit = 2 ** DITHER[fmt]
+            magnitude = below + (np.rint(part * unit) + random >= unit)
         return magnitude + (np.signbit(y) << (WIDTH[fmt] - 1))
     if random is None:
         return np.rint(y).astype(np.int64)
-    return np.floor((np.rint(y * 65536) + random) / 65536).astype(np.int64)
+    return np.floor(np.rint(y * 65536 + random) / 65536).astype(np.int64)
 
 
 def _pack(codes, bits):
@@ -117,7 +124,7 @@ def hadamard(x):
 
 
 def encode_row(x, fmt, block, random=None, rotation=0):
-    """uint8 payload of one row; `random` holds 16 random bits an element, or None."""
+    """uint8 payload of one row; `random` holds DITHER[fmt] random bits an element, or None."""
     with np.errstate(all="ignore"):
         x = np.asarray(x).astype(np.float32)
         if rotation:
@@ -168,7 +175,7 @@ def encode(x, fmt, block, rounding="nearest", rotation=0, seed=None):
     x = np.asarray(x)
     random = [None] * len(x)
     if rounding == "stochastic" and fmt in TOP:
-        random = random_bits(seed, x.size).reshape(x.shape)
+        random = random_bits(seed, x.size, fmt).reshape(x.shape)
     return np.stack([encode_row(row, fmt, block, u, rotation) for row, u in zip(x, random, strict=True)])
 
 

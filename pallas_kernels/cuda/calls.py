@@ -58,11 +58,11 @@ def _options(out: jax.ShapeDtypeStruct) -> dict:
     return {"out_shape": out, "enable_fp_fusion": False}
 
 
-def _call(kernel, arrays, out, rows: int, n: int, block: int, shape, unroll=1, **constants):
-    """Launch one program for every `unroll` * T * K elements of each of `rows` rows of n."""
+def _call(kernel, arrays, out, rows: int, n: int, block: int, shape, **constants):
+    """Launch one program for every UNROLL (or 1) * T * K elements of each of `rows` rows of n."""
     lanes, warps = shape
     threads = max(32 * warps, block // lanes)
-    tiles = -(-n // (threads * lanes * unroll))
+    tiles = -(-n // (threads * lanes * constants.get("UNROLL", 1)))
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
@@ -145,7 +145,6 @@ def _decode(payload, base, dtype, *, fmt, n, block):
         n,
         block,
         (lanes, warps),
-        unroll,
         UNROLL=unroll,
         N=n,
         FMT=fmt,
@@ -182,7 +181,6 @@ def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, 
         n,
         block,
         (lanes, warps),
-        unroll,
         UNROLL=unroll,
         PEERS=payload.shape[0],
         FMT=fmt,

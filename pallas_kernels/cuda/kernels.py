@@ -38,7 +38,7 @@ def store_encoded(
     row,
     block,
     live,
-    pair,
+    quad,
     W: tl.constexpr,
     PITCH: tl.constexpr,
     CODES: tl.constexpr,
@@ -50,8 +50,8 @@ def store_encoded(
 ):
     """Encode lanes as the blocks from `block` on of a payload row of PITCH bytes, CODES of them codes.
 
-    The numbers are lanes * unit, if unit is not None. pair[T] is the index of each thread's first pair
-    of elements, for the random bits.
+    The numbers are lanes * unit, if unit is not None. quad[T] is the index of each thread's first four
+    elements, for the random bits.
     """
     K: tl.constexpr = len(lanes)
     T: tl.constexpr = live.shape[0]
@@ -61,7 +61,7 @@ def store_encoded(
     first = block * W
     random = lanes
     if STOCHASTIC:
-        random = random_words(keys_ptr, pair, K // 2)
+        random = random_words(keys_ptr, quad, K // 4)
     if FMT == "fp6":
         low, high = fp6_words(lanes, inverse, random, STOCHASTIC)
         store_codes(start, first, low, live, K // 2, ALIGNED, MASKED)
@@ -122,7 +122,7 @@ def encode_kernel(
         lanes = delta
     if ROTATE:
         lanes = rotate(lanes)
-    pair = (start // 2).to(tl.uint32) + ((block * W + t) * (K // 2)).to(tl.uint32)
+    quad = (start // 4).to(tl.uint32) + ((block * W + t) * (K // 4)).to(tl.uint32)
     chunk = source % CHUNKS
     node = source // CHUNKS % NODES
     row = chunk * LOCAL + source // (CHUNKS * NODES)
@@ -134,7 +134,7 @@ def encode_kernel(
         row,
         node * NB + block,
         live,
-        pair,
+        quad,
         W,
         PITCH,
         CODES,
@@ -264,7 +264,7 @@ def sum_kernel(
                 row,
                 block,
                 live,
-                (source * W + t).to(tl.uint32) * (K // 2),
+                (source * W + t).to(tl.uint32) * (K // 4),
                 W,
                 OUT_PITCH,
                 OUT_CODES,

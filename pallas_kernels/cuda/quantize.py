@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import reference
-from pallas_kernels.cuda.words import fma_halves, select_bytes
+from pallas_kernels.cuda.words import fma_halves, multiply_wide, select_bytes
 
 MIN_SCALE_BITS = tl.constexpr(reference.MIN_SCALE_BITS)
 MAX_SCALE_BITS = tl.constexpr(reference.MAX_SCALE_BITS)
@@ -24,9 +24,11 @@ ONE_BF16 = tl.constexpr(0x3F80)
 STOCHASTIC_MARGIN = tl.constexpr(reference.STOCHASTIC_MARGIN)
 ROTATION_NORM = tl.constexpr(32.0**-0.5)
 MAGIC = tl.constexpr(12582912.0)
-RANDOM_BITS = tl.constexpr(reference.RANDOM_BITS)
-DITHER_ULP = tl.constexpr(2.0 ** (reference.RANDOM_BITS - 149))
-"""What makes a number in units of 2**-149 of y: the bits of one up to 2**24 units are their count."""
+HASH_ROUNDS = tl.constexpr(reference.HASH_ROUNDS)
+WEYL = tl.constexpr(reference.WEYL)
+PHILOX = tl.constexpr(reference.PHILOX)
+DITHER_ULP = tl.constexpr(2.0 ** (16 - 149))
+"""Makes 2**-149 of the unit of dither, 2**-16: the bits of a number of up to 2**24 units are their count."""
 
 
 @triton.jit
@@ -91,30 +93,27 @@ def block_scales(
 
 
 @triton.jit
-def random_words(keys_ptr, pair, COUNT: tl.constexpr):
-    """COUNT tensors x, for the pairs of elements from pair[T] on: their hash is x ^ (x >> 16)."""
-    start = pair * 0x9E3779B9 + tl.load(keys_ptr)
-    key = tl.load(keys_ptr + 1)
+def random_words(keys_ptr, quad, COUNT: tl.constexpr):
+    """The random words of every two elements, for COUNT fours of them from quad[T] on."""
+    start = quad * WEYL + tl.load(keys_ptr)
     words = ()
     for i in tl.static_range(0, COUNT):
-        x = start + (i * 0x9E3779B9) % (1 << 32)
-        words = words + ((x ^ (x >> 17)) * 0x846CA68B ^ key,)
+        x = start + (i * WEYL) % (1 << 32)
+        y = x
+        for j in tl.static_range(0, HASH_ROUNDS):
+            low, high = multiply_wide(x, PHILOX)
+            x = high ^ y ^ tl.load(keys_ptr + 1 + j)
+            y = low
+        words = words + (x, y)
     return words
-
-
-@triton.jit
-def _dither(x, ODD: tl.constexpr):
-    """The 16 random bits of an element, int32."""
-    bits = x >> 16 if ODD else (x ^ (x >> 16)) & 0xFFFF
-    return bits.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _draw(y, random, ODD: tl.constexpr, BIAS: tl.constexpr):
     """BIAS + a neighbour of y drawn with a half of `random`, in the high half of int32."""
-    ulp = tl.full(y.shape, DITHER_ULP, tl.float32)
-    fixed = tl.fma(y, ulp, tl.full(y.shape, BIAS * DITHER_ULP, tl.float32)).to(tl.int32, bitcast=True)
-    return fixed + _dither(random, ODD)
+    bias = tl.full(y.shape, BIAS << 16, tl.int32)
+    dithered = select_bytes(random, bias, 0x7632 if ODD else 0x7610).to(tl.float32, bitcast=True)
+    return tl.fma(y, tl.full(y.shape, DITHER_ULP, tl.float32), dithered).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -124,21 +123,29 @@ def _round(y, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _minifloat(
-    y, random, ODD: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, STOCHASTIC: tl.constexpr
-):
+def _draw_minifloat(y, random, ODD: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """y's neighbours among small floats, int32: exponent and mantissa where fp32 has its own, then noise.
+
+    Scaled so that a code's exponent of 0 or 1 is fp32's, a number's bits are its code, and what is lost.
+    """
+    BITS: tl.constexpr = 23 - MANTISSA
+    bits = (y * (2.0 ** (BIAS - 127))).to(tl.uint32, bitcast=True)
+    dither = random >> (32 - BITS) if ODD else random & ((1 << BITS) - 1)
+    return (bits + dither).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _minifloat(y, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
     """exponent | mantissa of y, int32, the exponent where fp32 has its own; above and below is noise.
 
     A power of two so much larger than |y| is added that the sum's mantissa ends in the significand,
     rounded; that goes under the same power's exponent. SMALLEST is fp32's exponent of the smallest
     normal number that has a code.
     """
-    UP: tl.constexpr = 23 - MANTISSA - (RANDOM_BITS if STOCHASTIC else 0)
+    UP: tl.constexpr = 23 - MANTISSA
     exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(exponent + (UP << 23), (SMALLEST + UP) << 23)
     steps = (tl.abs(y) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    if STOCHASTIC:
-        steps += _dither(random, ODD)
     return (steps << UP) + power
 
 
@@ -251,15 +258,20 @@ def _minifloat_pairs(
     """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs that begin with the sign."""
     # The exponent that _minifloat writes is too large by a constant; scaling the numbers makes the constant
     # a multiple of 16, and so it vanishes from the three or four bits of a code's exponent.
-    SHIFT: tl.constexpr = (BIAS + MANTISSA + (RANDOM_BITS if STOCHASTIC else 0) - 151) % 16
+    SHIFT: tl.constexpr = 0 if STOCHASTIC else (BIAS + MANTISSA - 151) % 16
     inverse *= 1.0 * (1 << SHIFT)
     codes = ()
     numbers = ()
     for k in tl.static_range(0, len(lanes)):
         y = lanes[k] * inverse
-        code = _minifloat(y, random[k // 2], k % 2 == 1, MANTISSA, 128 - BIAS + SHIFT, STOCHASTIC)
+        if STOCHASTIC:
+            code = _draw_minifloat(y, random[k // 2], k % 2 == 1, MANTISSA, BIAS)
+            number = code
+        else:
+            code = _minifloat(y, MANTISSA, 128 - BIAS + SHIFT)
+            number = y
         codes = codes + (code,)
-        numbers = numbers + (y,)
+        numbers = numbers + (number,)
     return pair_up(codes, DISTANCE, True), pair_up(numbers, DISTANCE, True)
 
 
@@ -272,7 +284,7 @@ def fp8_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
         for i in tl.static_range(0, len(lanes) // 4):
             word = select_bytes(codes[2 * i] << 4, codes[2 * i + 1] << 4, 0x7351)
             sign = select_bytes(signs[2 * i], signs[2 * i + 1], 0x7351)
-            words = words + ((word & 0x7F7F7F7F) | (sign & 0x80808080),)
+            words = words + (word | (sign & 0x80808080),)
     else:
         for i in tl.static_range(0, len(lanes) // 4):
             low = _e4m3_pair(lanes[4 * i] * inverse, lanes[4 * i + 1] * inverse)

@@ -23,6 +23,19 @@ def select_bytes(a, b, SELECTOR: tl.constexpr):
 
 
 @triton.jit
+def multiply_wide(a, FACTOR: tl.constexpr):
+    """The low and the high word of a uint32 times FACTOR."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }",
+        "=r,=r,r,r",
+        [a, FACTOR],
+        (tl.uint32, tl.uint32),
+        True,
+        1,
+    )
+
+
+@triton.jit
 def fma_halves(a, FACTOR: tl.constexpr, c):
     """a * FACTOR + c in both halves of a word of fp16; FACTOR is a power of two."""
     ONE: tl.constexpr = 0x3C003C00

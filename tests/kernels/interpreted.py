@@ -49,6 +49,11 @@ def _digits(selector):
     return [int(selector) >> 4 * i & 7 for i in range(4)]
 
 
+def _product(a, b):
+    wide = a.astype(np.uint64) * np.uint64(b)
+    return wide.astype(np.uint32), (wide >> np.uint64(32)).astype(np.uint32)
+
+
 def _half_pair(a, b):
     low, high = (v.astype(np.float16).view(np.uint16).astype(np.uint32) for v in (a, b))
     return low | high << 16
@@ -73,6 +78,7 @@ INSTRUCTIONS = {
     "cvt.rn.f16x2.f32": _half_pair,
     "fma.rn.f16x2": _fma_halves,
     "prmt.b32": _bytes,
+    "mul.wide.u32": _product,
     "cvt.f32.f16": lambda pair: tuple(
         half.astype(np.uint16).view(np.float16).astype(F32) for half in (pair & 0xFFFF, pair >> 16)
     ),

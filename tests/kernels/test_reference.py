@@ -133,11 +133,12 @@ def test_reordered_payload_is_the_permuted_leaf(fmt, chunks, rounding):
             g, fmt, local=local, nodes=nodes, chunks=chunks, block=64, rounding=rounding, seed=seed()
         )
     )
-    u = ref.random_bits(SEED, g.size).reshape(local, nodes, chunks, q)
+    drawn = rounding == "stochastic" and fmt in pk.QUANTIZED
+    u = ref.random_bits(SEED, g.size, fmt).reshape(local, nodes, chunks, q) if drawn else None
     pieces = np.asarray(g).reshape(local, nodes, chunks, q)
     for c in range(chunks):
         for i in range(local):
-            random = u[i, :, c].reshape(-1) if rounding == "stochastic" else None
+            random = None if u is None else u[i, :, c].reshape(-1)
             want = ref.encode_row(pieces[i, :, c].reshape(-1), fmt, 64, random)
             np.testing.assert_array_equal(got[c, i], want)
 
