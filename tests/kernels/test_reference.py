@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import CASES, case
 
 import pallas_kernels as pk
+from pallas_kernels import reference
 
 QUIET = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SEED = 20240607
@@ -120,6 +121,35 @@ def test_random_bits_depend_on_seed_and_place_alone():
     assert (one != np.asarray(pk.encode(x, **options, seed=jnp.uint32(2)))).any()
     flat = np.asarray(pk.encode(x.reshape(1, -1), **options, seed=jnp.uint32(1)))
     np.testing.assert_array_equal(flat[0, :256].reshape(4, 64), one[:, :64])
+
+
+def deviations(counts):
+    """By how many standard deviations a chi-square is off that of equally likely cells."""
+    expected, freedom = counts.sum() / counts.size, counts.size - 1
+    return ((np.square(counts - expected) / expected).sum() - freedom) / np.sqrt(2 * freedom)
+
+
+def test_random_bits_are_white():
+    """Elements, neighbours, the four of a state, single bits and seeds tell nothing of each other."""
+    index = jnp.arange(1 << 18, dtype=jnp.uint32)
+    draws = [np.stack(reference.quad_hash(reference.hash_keys(jnp.uint32(s)), index), -1) for s in (3, 4)]
+    u, other = (np.stack([x & 0xFFFF, x >> 16], -1).reshape(-1).astype(np.int64) for x in draws)
+    top, low = u >> 8, u & 0xFF
+    pairs = [(part[:-lag], part[lag:]) for part in (top, low) for lag in (1, 2, 3, 4, 5, 8, 256)]
+    pairs += [
+        (lanes[:, i], lanes[:, j]) for lanes in (top.reshape(-1, 4),) for i in range(4) for j in range(i)
+    ]
+    pairs.append((top, other >> 8))
+    for a, b in pairs:
+        assert abs(deviations(np.bincount(a * 256 + b, minlength=1 << 16))) < 5
+    signals = [u / 32767.5 - 1] + [
+        2.0 * (u.reshape(-1, 4)[:, lane] >> bit & 1) - 1 for lane in range(4) for bit in (0, 7, 15)
+    ]
+    for signal in signals:
+        spectrum = np.abs(np.fft.rfft(signal, 2 * signal.size)) ** 2
+        lags = np.fft.irfft(spectrum)[:4097]
+        # The largest of 4096 correlations of noise: 3.9 deviations, most of the time.
+        assert np.abs(lags[1:]).max() / lags[0] * np.sqrt(signal.size) < 5.5
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
