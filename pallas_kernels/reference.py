@@ -116,9 +116,16 @@ def quad_hash(keys: jax.Array, quad: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     x = y = quad * jnp.uint32(WEYL) + keys[0]
     for key in keys[1:]:
-        low, high = x * jnp.uint32(PHILOX), lax.mulhi(x, jnp.full_like(x, PHILOX))
-        x, y = high ^ y ^ key, low
+        x, y = _high_product(x, PHILOX) ^ y ^ key, x * jnp.uint32(PHILOX)
     return x, y
+
+
+def _high_product(x: jax.Array, factor: int) -> jax.Array:
+    """The high word of a uint32's product of 64 bits; JAX 0.11 cannot compile `lax.mulhi` in shard_map."""
+    low, high = x & 0xFFFF, x >> 16
+    middle = low * jnp.uint32(factor >> 16) + (low * jnp.uint32(factor & 0xFFFF) >> 16)
+    rest = high * jnp.uint32(factor & 0xFFFF) + (middle & 0xFFFF)
+    return high * jnp.uint32(factor >> 16) + (middle >> 16) + (rest >> 16)
 
 
 def _uniform(seed: jax.Array, index: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:

@@ -91,3 +91,8 @@ def test_the_blocks_are_found():
     assert [b.kind for b in start] == ["sh", "text", "sh", "sh", "sh", "sh", "python"]
     assert start[0].reason == "sets up a machine"
     assert "zerojax sample" in start[5].code
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.*")), ids=lambda path: path.name)
+def test_a_script_that_names_its_interpreter_can_be_started(script: Path):
+    assert script.read_bytes().startswith(b"#!") == bool(script.stat().st_mode & 0o100)

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""What the planner expects of zerojax over link rates, models and batches: a prediction, nothing is run.
+
+    scripts/expected_speed.py --nodes 2 --gpus-per-node 4 --gpu h200 --picture docs/expected.png
+
+Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta, recomputing everything
+(`remat="full"`), one micro-batch a step. Tokens beyond 2048 are sequences of 2048.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from zerojax.cli.untrained import abstract_run
+from zerojax.config import MeshSection, load_config
+from zerojax.gpus import find_gpu
+from zerojax.plan.cluster import Cluster
+from zerojax.plan.outlook import Outlook, foresee
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODELS = ("gpt-350m", "gpt-1.3b", "llama-7b")
+GIGABITS = (10, 25, 40, 400)
+TOKENS = (512, 1024, 2048, 8192)
+PRESETS = ("zero3", "zero++", "delta")
+GIGABIT = 1e9 / 8
+LONGEST = 2048
+
+Rates = dict[tuple[int, int], dict[str, float]]
+"""(Gb/s, tokens a GPU) -> preset -> tokens/s of one GPU; without those whose memory does not suffice."""
+
+
+def main() -> None:
+    """Print the table, draw the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus-per-node", type=int, default=4)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--picture", type=Path, help="draw the table into this PNG")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    clusters = {
+        gigabits: Cluster(options.nodes, options.gpus_per_node, find_gpu(options.gpu), gigabits * GIGABIT)
+        for gigabits in GIGABITS
+    }
+    print("| model | tokens a GPU | " + " | ".join(f"{gigabits} Gb/s" for gigabits in GIGABITS) + " |")
+    print("|---|---|" + "---|" * len(GIGABITS))
+    table = {}
+    for model in MODELS:
+        table[model] = expect(model, clusters)
+        for tokens in TOKENS:
+            cells = (table[model][gigabits, tokens] for gigabits in GIGABITS)
+            print(f"| {model} | {tokens} | " + " | ".join(map(in_words, cells)) + " |", flush=True)
+    if options.picture:
+        draw(table, f"{options.nodes} x {options.gpus_per_node} {options.gpu.upper()}", options.picture)
+
+
+def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
+    """What is expected of one model on each cluster with each batch."""
+    settings = load_config(CONFIGS / f"{model}.toml")
+    settings = dataclasses.replace(
+        settings,
+        train=dataclasses.replace(settings.train, accumulate=1),
+        zero=dataclasses.replace(settings.zero, remat="full"),
+        mesh=MeshSection(nodes=2, local=1),  # the model's parameters do not depend on it
+    )
+    state, _ = abstract_run(settings)
+
+    def outlook(cluster: Cluster, tokens: int) -> Outlook:
+        length = min(tokens, LONGEST)
+        sequences = tokens // length
+        return foresee(state.program, settings.model, cluster, sequences=sequences, length=length)
+
+    return {
+        (gigabits, tokens): {
+            forecast.name: forecast.tokens_per_second / cluster.world.size
+            for forecast in outlook(cluster, tokens).forecasts
+            if forecast.name in PRESETS and forecast.fits
+        }
+        for gigabits, cluster in clusters.items()
+        for tokens in TOKENS
+    }
+
+
+def in_words(rates: dict[str, float]) -> str:
+    """A cell of the table: thousands of tokens/s, each preset's."""
+    return " / ".join(f"{rates[name] / 1e3:.3g}" if name in rates else "-" for name in PRESETS)
+
+
+def draw(table: dict[str, Rates], title: str, path: Path) -> None:
+    """Curves of every preset, a panel for each model and rate."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    panels = figure.subplots(len(table), len(GIGABITS), sharex=True, sharey="row")
+    for row, (model, rates) in zip(panels, table.items(), strict=True):
+        for axes, gigabits in zip(row, GIGABITS, strict=True):
+            for name in PRESETS:
+                points = [(t, rates[gigabits, t][name] / 1e3) for t in TOKENS if name in rates[gigabits, t]]
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(TOKENS, [f"{t / 1024:g}k" for t in TOKENS])
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.set_title(f"{model}, {gigabits} Gb/s", fontsize=9)
+            axes.grid(alpha=0.3)
+    panels[0][0].legend(fontsize=8)
+    figure.supxlabel("tokens of a GPU in a step")
+    figure.supylabel("thousands of tokens/s of a GPU")
+    figure.suptitle(f"Predicted for {title}")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
