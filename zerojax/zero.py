@@ -48,7 +48,8 @@ class ZeroConfig:
         grads: formats of the gradient hops over ``local`` and over ``node`` (qgZ, section 3.3).
         grads_hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3).
         grad_sync: "micro" takes the node hop for every micro-batch, "step" once per optimizer step.
-        block_size: elements that share a scale; a power of two from 64 to 2048.
+        block_size: elements that share a scale; a power of two from 64 to 2048, best a divisor of the
+            model's width.
         rounding: of gradients: "nearest" (half to even) or "stochastic" (a counter hash: reproducible,
             unbiased). Weights are always rounded to nearest, which keeps their error bound smallest.
         rotation: 32 rotates gradients by a 32-wide Hadamard matrix before encoding; 0 does not.

@@ -245,7 +245,7 @@ class ZeroSection:
         grads: Wire formats of the gradients inside a node and between nodes.
         grads_hops: Reduce gradients in 1 or 2 hops.
         grad_sync: Cross the nodes at each micro-batch, or once a step.
-        block_size: Elements that share a quantization scale.
+        block_size: Elements that share a quantization scale; best a divisor of the model's width.
         rounding: Rounding of what is sent.
         rotation: Width of the Hadamard rotation before encoding; 0 is none.
         error_feedback: Add what rounding left out to the next step's gradient.
