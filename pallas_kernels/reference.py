@@ -28,7 +28,7 @@ pay for the fp32 roundings on the way, so that under stochastic rounding |y| <= 
 quantum 1 for integers, or the spacing of the format's values around y for small floats:
 t = y / quantum * 2**b and q = rint(t + u) >> b for integers; t = |y| / quantum * 2**b and
 q = (rint(t) + u) >> b for small floats, where only below the smallest normal value there is something to
-round. The expectation of q is that of rint / 2**b exactly.
+round. The expectation of q is rint(t) / 2**b exactly, and t / 2**b where an integer's t ends in a half.
 u belongs to the element's index i (row-major in the encoder's input, modulo 2**34) and the seed:
 four neighbours share two words, `quad_hash(hash_keys(seed), i >> 2)`. The first takes the low b bits of
 the first word, the second its high b, the other two those of the second word.

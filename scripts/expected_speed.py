@@ -11,20 +11,17 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-import jax
-
 from zerojax.cli.untrained import abstract_run
-from zerojax.config import MeshSection, load_config
+from zerojax.cluster.network import bytes_per_second
+from zerojax.config import MeshSection, find_config, load_config
 from zerojax.gpus import find_gpu
 from zerojax.plan.cluster import Cluster
 from zerojax.plan.outlook import Outlook, foresee
+from zerojax.zero import PRESETS
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("gpt-350m", "gpt-1.3b", "llama-7b")
 GIGABITS = (10, 25, 40, 400)
 TOKENS = (512, 1024, 2048, 8192)
-PRESETS = ("zero3", "zero++", "delta")
-GIGABIT = 1e9 / 8
 LONGEST = 2048
 
 Rates = dict[tuple[int, int], dict[str, float]]
@@ -41,12 +38,8 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--picture", type=Path, help="draw the table into this PNG")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    clusters = {
-        gigabits: Cluster(options.nodes, options.gpus_per_node, find_gpu(options.gpu), gigabits * GIGABIT)
-        for gigabits in GIGABITS
-    }
+    shape = options.nodes, options.gpus_per_node, find_gpu(options.gpu)
+    clusters = {gigabits: Cluster(*shape, bytes_per_second(f"{gigabits}gbit")) for gigabits in GIGABITS}
     print("| model | tokens a GPU | " + " | ".join(f"{gigabits} Gb/s" for gigabits in GIGABITS) + " |")
     print("|---|---|" + "---|" * len(GIGABITS))
     table = {}
@@ -61,7 +54,7 @@ def main() -> None:
 
 def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
     """What is expected of one model on each cluster with each batch."""
-    settings = load_config(CONFIGS / f"{model}.toml")
+    settings = load_config(find_config(model))
     settings = dataclasses.replace(
         settings,
         train=dataclasses.replace(settings.train, accumulate=1),

@@ -78,7 +78,7 @@ def random_bits(seed, count, fmt):
 
 def _code(y, fmt, random):
     """Integer codes of float32 values within +-TOP."""
-    y = y.astype(np.float64)
+    y, unit = y.astype(np.float64), 2 ** DITHER[fmt]
     if fmt in TABLE:
         table = TABLE[fmt]
         size = np.minimum(np.abs(y), TOP[fmt])
@@ -90,12 +90,11 @@ def _code(y, fmt, random):
             half_to_even = (part == 0.5) & (below % 2 == 1)
             magnitude = below + ((part > 0.5) | half_to_even)
         else:
-            unit = 2 ** DITHER[fmt]
             magnitude = below + (np.rint(part * unit) + random >= unit)
         return magnitude + (np.signbit(y) << (WIDTH[fmt] - 1))
     if random is None:
         return np.rint(y).astype(np.int64)
-    return np.floor(np.rint(y * 65536 + random) / 65536).astype(np.int64)
+    return np.floor(np.rint(y * unit + random) / unit).astype(np.int64)
 
 
 def _pack(codes, bits):

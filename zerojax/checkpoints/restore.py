@@ -70,12 +70,13 @@ def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str
         if differences := _differences(tree, saved.get(kind)):
             raise ZeroError(f"{path} does not fit this run: {kind}: {'; '.join(differences[:3])}")
 
-    def load(kind: str) -> Any:
-        return ocp.load(str(path.absolute()), wanted[kind], checkpointable_name=kind)
-
     # One by one: a failure in Orbax's call for all leaves the others behind as coroutines never awaited, of
     # which Python warns.
-    return _reading(path, lambda: {kind: load(kind) for kind in wanted})
+    where = str(path.absolute())
+    return _reading(
+        path,
+        lambda: {kind: ocp.load(where, tree, checkpointable_name=kind) for kind, tree in wanted.items()},
+    )
 
 
 def _reading[T](path: Path, read: Callable[[], T]) -> T:
