@@ -7,13 +7,18 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from zerojax.mesh import World, on_gpus
+from zerojax.mesh import on_gpus
 
 GPU_OPTIONS: dict[str, Any] = {
     # Runs collectives beside compute; without it every start is followed by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Costs of collectives from the chip's bandwidth: the default guess is too low, so that gathers start
-    # too late to be hidden.
+    # Hops start as soon as their operands are there, several at a time, and are waited for where their
+    # result is read: `zerojax.pipeline` sees to it that a layer's compute lies between the two. Left to its
+    # estimates, which know nothing of the network, the scheduler puts most hops between nodes behind all
+    # compute, and those within a node beside a single matmul each.
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    # Costs of collectives from the chip's bandwidth, which the default guess underestimates.
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
     # The pipeline carries one layer's weights from iteration to iteration. Two buffers that take turns
     # save a copy of each layer, forward and backward.
@@ -22,15 +27,6 @@ GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     # One collective per unit and hop, in buffers of their own: fewer launches, and nothing is joined.
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
-}
-
-
-NODES_OPTIONS: dict[str, Any] = {
-    # Hops start as soon as their operands are there, several at a time, and are waited for where their
-    # result is read: `zerojax.pipeline` sees to it that a layer's compute lies between the two. Left to its
-    # estimates, which know nothing of the network, the scheduler puts most hops behind all compute.
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
 ONE_PROCESS_OPTIONS: dict[str, Any] = {
     # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. Not
@@ -43,6 +39,5 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """The options for programs on a mesh: those for GPUs, or none."""
     if not on_gpus(mesh.devices.flat):
         return {}
-    several = World.of(mesh).nodes > 1
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
-    return (NODES_OPTIONS if several else {}) | (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
+    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS

@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from zerojax import aot
-from zerojax.xla import GPU_OPTIONS, NODES_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
+from zerojax.xla import GPU_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
 
 VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 
@@ -15,9 +15,9 @@ def test_cpus_are_told_nothing():
     assert compiler_options(zerojax.make_mesh(2, 2)) == {}
 
 
-def test_gpus_of_one_process_and_of_several_nodes_are_told_what_helps_them(cuda_mesh):
+def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(1, 4)) == GPU_OPTIONS | ONE_PROCESS_OPTIONS
-    assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS | NODES_OPTIONS
+    assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])

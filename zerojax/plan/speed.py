@@ -13,8 +13,8 @@ How they overlap: in each pass, of u units, hops between nodes run beside comput
 
     pass = local + max(compute, node) + min(compute, node) / u
 
-while hops within a node are hidden behind neither: they take multiprocessors and memory from the matmuls, and
-a node hop of the same unit waits for them. What is done once per step has nothing beside it: the gather of
+while hops within a node are counted as hidden behind neither: they run beside the matmuls but take
+multiprocessors and memory from them. What is done once per step has nothing beside it: the gather of
 stages 1 and 2, delta's where the step has several micro-batches, a reduction after the last of them, the
 optimizer.
 
