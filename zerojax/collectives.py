@@ -2,7 +2,7 @@
 
 All functions run inside ``shard_map`` on one device's values, for the leaves of one unit at once. What
 belongs together travels together (``zerojax.together``): the leaves of a unit share one collective per hop,
-except that a payload of a megabyte or more goes alone.
+except that within a node a payload of a megabyte or more goes alone.
 
 The phases of one step, for one unit:
 
@@ -13,7 +13,7 @@ The phases of one step, for one unit:
    read. The backward pass repeats this phase alone (hpZ, section 3.2), or both.
 3. ``encode_gradients``, ``send_gradients`` and ``sum_gradients``: gradients are encoded, exchanged over
    ``local``, decoded and summed in fp32, encoded again, exchanged over ``node``, decoded and summed in fp32
-   at the owner (qgZ, section 3.3).
+   at the owner (qgZ, section 3.3). A pipeline can have each hop in an iteration of its own.
 4. ``reduce_node``: the last hop on its own, where it is taken once per step.
 
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each phase has a named scope: profiles
@@ -178,7 +178,7 @@ def gather_local(
 @jax.named_scope("encode_gradients")
 def encode_gradients(
     grads: Sequence[Num[Array, "..."]], leaves: Sequence[Leaf], seed: Seed, way: Way
-) -> list[Num[Array, "chunks rows m"]]:
+) -> list[list[Rows]]:
     """Encode gradients for the first hop of their way: what a pipelined backward pass carries along.
 
     Args:
@@ -188,67 +188,72 @@ def encode_gradients(
         way: the hops that follow.
 
     Returns:
-        Per leaf the payload, cut into the way's chunks; row i is for peer i of the first axis.
+        Per chunk and leaf the payload ``[peers, m]``; row i is for peer i of the first axis. Without hops
+        one chunk and one row, as it came.
     """
     axes = way.axes(leaves[0].world)
     if not axes:
-        return [flatten(grad, leaf)[None, None] for grad, leaf in zip(grads, leaves, strict=True)]
+        return [[flatten(grad, leaf)[None] for grad, leaf in zip(grads, leaves, strict=True)]]
     if len(axes) == 2:
-        return [
+        staged = [
             _encode_stages(grad, leaf, seed, way.chunks) for grad, leaf in zip(grads, leaves, strict=True)
         ]
+        return [[payload[chunk] for payload in staged] for chunk in range(way.chunks)]
     hop, salt = (0, _LOCAL_HOP) if axes[0] == LOCAL else (1, _NODE_HOP)
     peers = lax.axis_size(axes[0])
     return [
-        leaf.grads[hop].encode(
-            flatten(grad, leaf).reshape(peers, -1),
-            seed=_salt(seed, leaf, salt),
-            rotation=leaf.rotation,
-        )[None]
-        for grad, leaf in zip(grads, leaves, strict=True)
+        [
+            leaf.grads[hop].encode(
+                flatten(grad, leaf).reshape(peers, -1),
+                seed=_salt(seed, leaf, salt),
+                rotation=leaf.rotation,
+            )
+            for grad, leaf in zip(grads, leaves, strict=True)
+        ]
     ]
 
 
 def send_gradients(
-    payloads: Sequence[Num[Array, "chunks rows m"]], leaves: Sequence[Leaf], seed: Seed, way: Way
+    chunks: Sequence[Sequence[Rows]], leaves: Sequence[Leaf], seed: Seed, way: Way, hop: int
 ) -> list[list[Rows]]:
-    """Take encoded gradients over all hops of their way, up to the last sum.
+    """Take encoded gradients over one hop of their way, and make them ready for the next if there is one.
 
-    Between two hops one fused pass decodes, sums and encodes again. Chunks are chains of their own, so
-    that one's node hop overlaps the next one's local hop (qgZ's pipeline, ZeRO++ Figure 8).
+    Between two hops one fused pass decodes, sums and encodes again. Chunks are chains of their own: where
+    both hops of a unit follow each other, one's node hop overlaps the next one's local hop (qgZ's pipeline,
+    ZeRO++ Figure 8).
 
     Args:
-        payloads: as ``encode_gradients`` returns.
+        chunks: as ``encode_gradients`` returns, or this function for the hop before.
         leaves: their layouts.
         seed: the same as there.
         way: the same as there.
+        hop: which of the way's hops, from 0.
 
     Returns:
-        Per chunk and leaf what arrived, not yet decoded; without hops the payload, as one chunk.
+        Per chunk and leaf, what the next hop sends; of the last, what arrived, not yet decoded.
     """
     axes = way.axes(leaves[0].world)
-    if not axes:
-        return [[payload[0] for payload in payloads]]
-    if len(axes) == 1:
+    if hop == len(axes) - 1:
         with jax.named_scope(_last_hop(axes)[1]):
-            return [exchange_together([payload[0] for payload in payloads], axes[0])]
-    chunks = []
-    for chunk in range(way.chunks):
-        with jax.named_scope("reduce_local"):
-            arrived = exchange_together([payload[chunk] for payload in payloads], LOCAL)
-            between = [
-                _between_hops(rows, leaf, mix(seed, chunk), way.chunks)
-                for rows, leaf in zip(arrived, leaves, strict=True)
-            ]
-        with jax.named_scope("reduce_node"):
-            chunks.append(exchange_together(between, NODE))
-    return chunks
+            return [exchange_together(chunk, axes[hop]) for chunk in chunks]
+    sent = []
+    with jax.named_scope("reduce_local"):
+        for index, chunk in enumerate(chunks):
+            arrived = exchange_together(chunk, LOCAL)
+            salted = mix(seed, index)
+            sent.append(
+                [
+                    _between_hops(rows, leaf, salted, len(chunks))
+                    for rows, leaf in zip(arrived, leaves, strict=True)
+                ]
+            )
+    return sent
 
 
 def sum_gradients(
     arrived: Sequence[Sequence[Rows]], leaves: Sequence[Leaf], way: Way
 ) -> list[Float[Array, " n"]]:
-    """Decode and add up what ``send_gradients`` returned.
+    """Decode and add up what the last hop brought; where there is none, what ``encode_gradients`` returned.
 
     Returns:
         Per leaf the fp32 sum: over the world at its owner, or over the node as a secondary partition.
@@ -256,12 +261,12 @@ def sum_gradients(
     axes = way.axes(leaves[0].world)
     if not axes:
         return [rows.reshape(-1).astype(jnp.float32) for rows in arrived[0]]
-    hop, scope = _last_hop(axes)
+    codec, scope = _last_hop(axes)
     sizes = [(leaf.shard if way.to == "primary" else leaf.secondary) // len(arrived) for leaf in leaves]
     with jax.named_scope(scope):
         pieces = [
             [
-                leaf.grads[hop].decode_sum(rows, size, rotation=leaf.rotation)
+                leaf.grads[codec].decode_sum(rows, size, rotation=leaf.rotation)
                 for rows, size, leaf in zip(chunk, sizes, leaves, strict=True)
             ]
             for chunk in arrived
@@ -274,9 +279,11 @@ def sum_gradients(
 def reduce_gradients(
     grads: Sequence[Num[Array, "..."]], leaves: Sequence[Leaf], seed: Seed, way: Way
 ) -> list[Float[Array, " n"]]:
-    """Sum gradients over the mesh: encode, send and sum them."""
-    payloads = encode_gradients(grads, leaves, seed, way)
-    return sum_gradients(send_gradients(payloads, leaves, seed, way), leaves, way)
+    """Sum gradients over the mesh: encode, send over every hop, and sum them."""
+    chunks = encode_gradients(grads, leaves, seed, way)
+    for hop in range(len(way.axes(leaves[0].world))):
+        chunks = send_gradients(chunks, leaves, seed, way, hop)
+    return sum_gradients(chunks, leaves, way)
 
 
 @jax.named_scope("reduce_node")

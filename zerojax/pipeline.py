@@ -6,14 +6,16 @@ iterations by itself. In the order of the program:
 - forward, layer i: layer i + 2 crosses the nodes; decode layer i + 1 (which brings delta's copy of it up to
   date) and gather it within the node; encode layer i + 3 for the next crossing; run layer i.
 - the last layer's weights stay for the backward pass, which begins with them.
-- backward, layer i: the same for i - 2, i - 1 and i - 3 (without hpZ); layer i + 1's gradients take their
-  hops; sum layer i + 2's up; run layer i's vjp; encode its gradients.
+- backward, layer i: the same for i - 2, i - 1 and i - 3 (without hpZ); layer i + 1's gradients take their hop
+  within the node, layer i + 2's that between nodes; sum layer i + 3's up; run layer i's vjp; encode its
+  gradients.
 
 Within an iteration none of these depends on another, so that the scheduler can run them side by side, and
 what crosses nodes is there when it begins: between two crossings lies nothing but the end of the loop.
 Carried from one iteration to the next are one layer's weights, one layer's payload and one layer's arrivals,
-forward, and backward as many of gradients. Where a pass does not cross nodes, weights are gathered one layer
-ahead and gradients summed one behind. Layers for which nothing is left to fetch stand outside the loops.
+forward, and backward what each of a gradient's hops sends and brings. Where a pass does not cross nodes,
+weights are gathered one layer ahead and gradients summed one behind. Layers for which nothing is left to
+fetch, or nothing yet to send, stand outside the loops.
 """
 
 import functools
@@ -30,8 +32,11 @@ from jaxtyping import Array
 from zerojax.codec import Seed
 from zerojax.layout import Leaf
 from zerojax.remat import rematerialised
-from zerojax.route import Route, Values
+from zerojax.route import Payload, Route, Values
 from zerojax.unit import Body, Sharded, take_apart
+
+Belt = tuple[Payload | None, ...]
+"""Gradients between a backward pass and their sums: what waits for each hop, and what has arrived."""
 
 
 def scan_units(
@@ -183,7 +188,8 @@ def _scan_bwd(
 
     kept = sources if route.source == route.keep else copies
     crosses = route.crosses_nodes(route.keep, leaves)
-    sums_later = route.sums_later(leaves)
+    # Where gradients cross nodes each hop has an iteration of its own, and so has the sum.
+    hops = route.hops(leaves) if route.reduces_between_nodes(leaves) else 0
 
     def encode_weights(index: Any) -> Values:
         return route.encode_weights(_at(kept, index), None, leaves)
@@ -202,71 +208,82 @@ def _scan_bwd(
         grads, before, _, of_shared = vjp((cotangent, no_state))
         return grads, before, _inexact(of_shared)
 
-    def encode(grads: Values, index: Any) -> Values:
+    def encode(grads: Values, index: Any) -> Payload:
         return route.encode(grads, leaves, seeds[index])
 
-    def send(payload: Values, index: Any) -> tuple[Values, ...]:
-        return route.send(payload, leaves, seeds[index])
+    def send(payload: Payload, index: Any, hop: int) -> Payload:
+        return route.send(payload, leaves, seeds[index], hop)
 
-    def add(sums: Values, sent: tuple[Values, ...], index: Any) -> Values:
-        return _put(sums, route.sum(sent, leaves), index)
+    def add(sums: Values, arrived: Payload, index: Any) -> Values:
+        summed = route.sum(arrived, leaves) if hops else route.deliver(arrived, leaves, seeds[index])
+        return _put(sums, summed, index)
+
+    def advance(belt: Belt, sums: Values, first: Any) -> tuple[Belt, Values]:
+        """Take every layer's gradients one stage on; those on the belt are of layer `first` and after it."""
+        *waiting, arrived = belt
+        if arrived is not None:
+            # Nothing had arrived when the loop began: the last layer's place is filled again by itself.
+            sums = add(sums, arrived, jnp.minimum(first + hops, last))
+        sent = [None if held is None else send(held, first + hop, hop) for hop, held in enumerate(waiting)]
+        return tuple(sent), sums
 
     def finish(sums: Values, of_shared: Any, cotangent: Any) -> tuple[Any, ...]:
         return None, sums, None, None, cotangent, None, _with_float0(of_shared, shared)
 
     # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
     sums = tuple(route.zero_sink(leaf) for leaf in leaves)
-    if last == 0:
-        grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
-        return finish(add(sums, send(encode(grads, 0), 0), 0), of_shared, cotangent)
-
     payload, arrived = (), ()
-    if crosses:
-        arrived = cross(encode_weights(last - 1))
-    whole = route.to_whole(settle(arrived, last - 1), leaves)
-    if crosses and last > 1:
-        arrived = cross(encode_weights(last - 2))
-        payload = encode_weights(max(last - 3, 0))
+    whole = last_whole
+    if last > 0:
+        if crosses:
+            arrived = cross(encode_weights(last - 1))
+        whole = route.to_whole(settle(arrived, last - 1), leaves)
+        if crosses and last > 1:
+            arrived = cross(encode_weights(last - 2))
+            payload = encode_weights(max(last - 3, 0))
     grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
 
     def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
-        cotangent, of_shared, payload, arrived, whole, encoded, sent, sums = carry
+        cotangent, of_shared, payload, arrived, whole, belt, sums = carry
         secondary = settle(arrived, index - 1)
         if crossing:
             arrived = cross(payload)
             payload = encode_weights(jnp.maximum(index - 3, 0))
         next_whole = route.to_whole(secondary, leaves)
-        sending = send(encoded, index + 1)
-        if sums_later:
-            # Nothing was sent before the last layer: its place is filled again in the next iteration.
-            sums = add(sums, sent, jnp.minimum(index + 2, last))
-            sent = sending
-        else:
-            sums = add(sums, sending, index + 1)
+        sent, sums = advance(belt, sums, index + 1)
         grads, cotangent, more = run(_at(stacked, index), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
-        return cotangent, of_shared, payload, arrived, next_whole, encode(grads, index), sent, sums
+        return cotangent, of_shared, payload, arrived, next_whole, (encode(grads, index), *sent), sums
 
-    encoded = encode(grads, last)
-    sent = ()
-    if sums_later:
-        sent = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(send, encoded, last))
-    carry = (cotangent, of_shared, payload, arrived, whole, encoded, sent, sums)
-    stop = 2 if crosses else 1
-    if last > stop:
+    carry = (cotangent, of_shared, payload, arrived, whole, (encode(grads, last), *[None] * hops), sums)
+    # The loop takes the layers from `top` - 1 down to `stop`: those before it leave something for every hop.
+    stop = min(2 if crosses else 1, last)
+    top = max(last - max(hops - 1, 0), stop)
+    for index in range(last - 1, top - 1, -1):
+        carry = layer(carry, index, crossing=crosses)
+    if top > stop:
+        *others, belt, sums = carry
+        if hops:
+            arrival = jax.eval_shape(lambda payload: send(payload, last, hops - 1), belt[-2])
+            belt = (*belt[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
         carry, _ = lax.scan(
-            lambda c, i: (layer(c, i, crossing=crosses), None), carry, jnp.arange(stop, last), reverse=True
+            lambda c, i: (layer(c, i, crossing=crosses), None),
+            (*others, belt, sums),
+            jnp.arange(stop, top),
+            reverse=True,
         )
-    for index in range(min(stop, last) - 1, 0, -1):
+    for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)
-    cotangent, of_shared, _, _, whole, encoded, sent, sums = carry
-    sending = send(encoded, 1)
-    if sums_later:
-        sums = add(sums, sent, min(2, last))
-    sums = add(sums, sending, 1)
-    grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
-    of_shared = jax.tree.map(jnp.add, of_shared, more)
-    return finish(add(sums, send(encode(grads, 0), 0), 0), of_shared, cotangent)
+    cotangent, of_shared, _, _, whole, belt, sums = carry
+    if last > 0:
+        sent, sums = advance(belt, sums, 1)
+        grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
+        of_shared = jax.tree.map(jnp.add, of_shared, more)
+        belt = (encode(grads, 0), *sent)
+    for done in range(hops + 1):
+        sent, sums = advance(belt, sums, -done)
+        belt = (None, *sent)
+    return finish(sums, of_shared, cotangent)
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)

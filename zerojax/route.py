@@ -40,6 +40,8 @@ from zerojax.zero import Remat, ZeroConfig
 
 Level = Literal["primary", "secondary", "full"]
 Values = tuple[Num[Array, "..."], ...]
+Payload = tuple[Values, ...]
+"""Gradients on their way: per chunk and leaf."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,31 +118,32 @@ class Route:
             return secondary
         return tuple(gather_local(secondary, leaves, [self.weight_dtype(leaf) for leaf in leaves]))
 
-    def encode(self, grads: Values, leaves: Sequence[Leaf], seed: Seed) -> Values:
+    def encode(self, grads: Values, leaves: Sequence[Leaf], seed: Seed) -> Payload:
         """Whole gradients, this device's part, ready for their first hop."""
         if self.sink == "full":
-            return tuple(grad.astype(self.grad_dtype) for grad in grads)
-        return tuple(encode_gradients(grads, leaves, seed, self.way))
+            return (tuple(grad.astype(self.grad_dtype) for grad in grads),)
+        return _frozen(encode_gradients(grads, leaves, seed, self.way))
 
-    def deliver(self, payload: Values, leaves: Sequence[Leaf], seed: Seed) -> Values:
-        """From ``encode``'s result to the sink: sums, not yet means."""
-        return self.sum(self.send(payload, leaves, seed), leaves)
+    def hops(self, leaves: Sequence[Leaf]) -> int:
+        """How many hops lie between the unit and the sink."""
+        return 0 if self.sink == "full" else len(self.way.axes(leaves[0].world))
 
-    def send(self, payload: Values, leaves: Sequence[Leaf], seed: Seed) -> tuple[Values, ...]:
-        """``encode``'s result over its hops."""
-        if self.sink == "full":
-            return (payload,)
-        return tuple(tuple(chunk) for chunk in send_gradients(payload, leaves, seed, self.way))
+    def send(self, payload: Payload, leaves: Sequence[Leaf], seed: Seed, hop: int) -> Payload:
+        """``encode``'s result, or that of the hop before, over one hop."""
+        return _frozen(send_gradients(payload, leaves, seed, self.way, hop))
 
-    def sum(self, arrived: tuple[Values, ...], leaves: Sequence[Leaf]) -> Values:
-        """Sums of what ``send`` returned."""
+    def sum(self, arrived: Payload, leaves: Sequence[Leaf]) -> Values:
+        """Sums, not yet means, of what the last hop returned."""
         return arrived[0] if self.sink == "full" else tuple(sum_gradients(arrived, leaves, self.way))
 
-    def sums_later(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether a pipeline sums a layer's gradients up an iteration after they were sent.
+    def deliver(self, payload: Payload, leaves: Sequence[Leaf], seed: Seed) -> Values:
+        """From ``encode``'s result to the sink."""
+        for hop in range(self.hops(leaves)):
+            payload = self.send(payload, leaves, seed, hop)
+        return self.sum(payload, leaves)
 
-        So between nodes, where the next hop then begins as soon as this one is done.
-        """
+    def reduces_between_nodes(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether gradients cross the nodes on their way to the sink."""
         return self.sink == "primary" and leaves[0].world.nodes > 1
 
     def zero_sink(self, leaf: Leaf) -> Num[Array, "..."]:
@@ -150,3 +153,7 @@ class Route:
             return jnp.zeros((*layers, *leaf.shape), self.grad_dtype)
         size = leaf.secondary if self.sink == "secondary" else leaf.shard
         return jnp.zeros((*layers, size), jnp.float32)
+
+
+def _frozen(chunks: Sequence[Sequence[Num[Array, "..."]]]) -> Payload:
+    return tuple(tuple(chunk) for chunk in chunks)

@@ -68,8 +68,10 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
     state, compiled = compiled_step(zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)}))
     plan = plan_state(state)
     taken = hlo.memory(compiled).peak
-    # In use and on their way: more of them where the backward pass, too, has them from other nodes.
-    units = (4 if name == "stage 3" else 2) * 2 * plan.parameters / LAYERS
+    # In use and on their way: more of them where the backward pass, too, has them from other nodes. Raw
+    # gradients arrive whole within the node, and as sums are before, in and behind the hop between nodes.
+    raw = 1 + 3 / LOCAL if name in ("stage 3", "hpZ") else 0
+    units = ((4 if name == "stage 3" else 2) + raw) * 2 * plan.parameters / LAYERS
     assert taken == pytest.approx(FORMULA[name] * plan.parameters + units, rel=0.10)
     assert taken == pytest.approx(plan.memory.total, rel=0.10)
     if name == "stage 3":
@@ -78,7 +80,7 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
         # Of the matmuls of a body of two layers: half of them are a whole layer's.
         crossing = [c for c in hlo.collectives(compiled.as_text() or "") if c.crosses_nodes(LOCAL)]
         looped = [c.covers for c in crossing if c.count > 2]
-        assert len(looped) >= 6
+        assert len(looped) >= 4
         assert min(looped) > 0.45, "a hop between nodes does not last as long as its layer"
 
 
@@ -115,6 +117,8 @@ def _copies(size: int, matrices: list) -> int:
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_plan.py"
 PRESETS = ("zero3", "zero++", "delta")
+SIZES = (("gpt-tiny", 4), ("gpt2-124m", 4), ("gpt-350m", 2), ("gpt-1.3b", 2))
+FAST = ("zero3", "none", 4, "gpt-tiny", 4)
 
 
 @pytest.fixture(scope="module")
@@ -129,36 +133,27 @@ def check_plan() -> Any:
     return module
 
 
-def compare(check_plan: Any, *case: Any) -> None:
+def compare(check_plan: Any, preset: str, remat: str, accumulate: int, config: str, sequences: int) -> None:
     try:
-        found = check_plan.check(check_plan.Case(*case))
+        found = check_plan.check(check_plan.Case(config, preset, remat, accumulate, sequences, NODES, LOCAL))
     except aot.CompilerMissingError as error:
         pytest.skip(str(error))
     assert found.memory[0] == pytest.approx(found.memory[1], rel=0.15)
     assert found.local_bytes[0] == pytest.approx(found.local_bytes[1], rel=1e-3)
     assert found.node_bytes[0] == pytest.approx(found.node_bytes[1], rel=1e-3)
     # Two layers are no pipeline, and delta's hops between nodes are taken once per step.
-    if case[0] != "gpt-tiny" and case[1] != "delta":
+    if config != "gpt-tiny" and preset != "delta":
         assert found.hidden > 0.4
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        ("gpt-tiny", "zero3", "none", 4, 4, 2, 4),
-        pytest.param(("gpt2-124m", "zero3", "none", 4, 4, 2, 4), marks=pytest.mark.slow),
-        pytest.param(("gpt-350m", "delta", "full", 4, 2, 2, 4), marks=pytest.mark.slow),
+        pytest.param((*case, *config), marks=() if (*case, *config) == FAST else pytest.mark.slow)
+        for case in itertools.product(PRESETS, ("full", "none"), (1, 4))
+        for config in SIZES
     ],
     ids=str,
 )
 def test_planned_memory_and_bytes_are_those_of_the_compiled_step(check_plan, case):
     compare(check_plan, *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(itertools.product(PRESETS, ("full", "none"), (1, 4))), ids=str)
-@pytest.mark.parametrize(
-    ("config", "sequences"), [("gpt-tiny", 4), ("gpt2-124m", 4), ("gpt-350m", 2), ("gpt-1.3b", 2)]
-)
-def test_from_tiny_to_billions(check_plan, config, sequences, case):
-    compare(check_plan, config, *case, sequences, 2, 4)

@@ -265,16 +265,20 @@ def _whole_gradients(program: Program, *, rest: bool = True) -> int:
 
 
 def _payload(program: Program) -> int:
-    """A unit's encoded gradients, those sent and those that arrive; raw ones travel as they are.
+    """A unit's encoded gradients, those sent and those that arrive; raw ones are sent as they are.
 
-    Rotated ones are there in fp32 too, where XLA runs the codec rather than a kernel. Before stage 3 no unit
-    is a layer behind the one at work.
+    Rotated ones are there in fp32 too, where XLA runs the codec rather than a kernel. Between two hops a
+    unit's waits, one is sent and one arrives. Before stage 3 no unit is a layer behind the one at work.
     """
+    route = program.route
+    two_hops = route.reduces_between_nodes(program.leaves) and route.hops(program.leaves) == 2
 
     def encoded(program: Program, leaf: Leaf) -> int:
         codec, peers = leaf.grads[0], program.world.local
         rotated = 4 * leaf.padded if leaf.rotation else 0
-        return 0 if codec.raw else rotated + 2 * peers * codec.row_bytes(leaf.padded // peers)
+        first = peers * codec.row_bytes(leaf.padded // peers)
+        second = program.world.nodes * leaf.grads[1].row_bytes(leaf.shard) if two_hops else 0
+        return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
 
     return sum(_largest_units(program, encoded, 1)) if program.zero.stage == 3 else 0
 
