@@ -29,14 +29,12 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
+from zerojax.belt import Belt
 from zerojax.codec import Seed
 from zerojax.layout import Leaf
 from zerojax.remat import rematerialised
-from zerojax.route import Payload, Route, Values
+from zerojax.route import Route, Values
 from zerojax.unit import Body, Sharded, take_apart
-
-Belt = tuple[Payload | None, ...]
-"""Gradients between a backward pass and their sums: what waits for each hop, and what has arrived."""
 
 
 def scan_units(
@@ -188,8 +186,7 @@ def _scan_bwd(
 
     kept = sources if route.source == route.keep else copies
     crosses = route.crosses_nodes(route.keep, leaves)
-    # Where gradients cross nodes each hop has an iteration of its own, and so has the sum.
-    hops = route.hops(leaves) if route.reduces_between_nodes(leaves) else 0
+    belt = Belt(route, leaves, seeds, last)
 
     def encode_weights(index: Any) -> Values:
         return route.encode_weights(_at(kept, index), None, leaves)
@@ -208,28 +205,6 @@ def _scan_bwd(
         grads, before, _, of_shared = vjp((cotangent, no_state))
         return grads, before, _inexact(of_shared)
 
-    def encode(grads: Values, index: Any) -> Payload:
-        return route.encode(grads, leaves, seeds[index])
-
-    def send(payload: Payload, index: Any, hop: int) -> Payload:
-        return route.send(payload, leaves, seeds[index], hop)
-
-    def add(sums: Values, arrived: Payload, index: Any) -> Values:
-        summed = route.sum(arrived, leaves) if hops else route.deliver(arrived, leaves, seeds[index])
-        return _put(sums, summed, index)
-
-    def advance(belt: Belt, sums: Values, first: Any) -> tuple[Belt, Values]:
-        """Take every layer's gradients one stage on; those on the belt are of layer `first` and after it."""
-        *waiting, arrived = belt
-        if arrived is not None:
-            # Nothing had arrived when the loop began: the last layer's place is filled again by itself.
-            sums = add(sums, arrived, jnp.minimum(first + hops, last))
-        sent = [None if held is None else send(held, first + hop, hop) for hop, held in enumerate(waiting)]
-        return tuple(sent), sums
-
-    def finish(sums: Values, of_shared: Any, cotangent: Any) -> tuple[Any, ...]:
-        return None, sums, None, None, cotangent, None, _with_float0(of_shared, shared)
-
     # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
     sums = tuple(route.zero_sink(leaf) for leaf in leaves)
     payload, arrived = (), ()
@@ -244,46 +219,41 @@ def _scan_bwd(
     grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
 
     def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
-        cotangent, of_shared, payload, arrived, whole, belt, sums = carry
+        cotangent, of_shared, payload, arrived, whole, load, sums = carry
         secondary = settle(arrived, index - 1)
         if crossing:
             arrived = cross(payload)
             payload = encode_weights(jnp.maximum(index - 3, 0))
         next_whole = route.to_whole(secondary, leaves)
-        sent, sums = advance(belt, sums, index + 1)
+        sent, sums = belt.advance(load, sums, index + 1)
         grads, cotangent, more = run(_at(stacked, index), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
-        return cotangent, of_shared, payload, arrived, next_whole, (encode(grads, index), *sent), sums
+        return cotangent, of_shared, payload, arrived, next_whole, belt.put(grads, index, sent), sums
 
-    carry = (cotangent, of_shared, payload, arrived, whole, (encode(grads, last), *[None] * hops), sums)
+    carry = (cotangent, of_shared, payload, arrived, whole, belt.put(grads, last), sums)
     # The loop takes the layers from `top` - 1 down to `stop`: those before it leave something for every hop.
     stop = min(2 if crosses else 1, last)
-    top = max(last - max(hops - 1, 0), stop)
+    top = max(last - max(belt.hops - 1, 0), stop)
     for index in range(last - 1, top - 1, -1):
         carry = layer(carry, index, crossing=crosses)
     if top > stop:
-        *others, belt, sums = carry
-        if hops:
-            arrival = jax.eval_shape(lambda payload: send(payload, last, hops - 1), belt[-2])
-            belt = (*belt[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
+        *others, load, sums = carry
         carry, _ = lax.scan(
             lambda c, i: (layer(c, i, crossing=crosses), None),
-            (*others, belt, sums),
+            (*others, belt.fill(load), sums),
             jnp.arange(stop, top),
             reverse=True,
         )
     for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)
-    cotangent, of_shared, _, _, whole, belt, sums = carry
+    cotangent, of_shared, _, _, whole, load, sums = carry
     if last > 0:
-        sent, sums = advance(belt, sums, 1)
+        sent, sums = belt.advance(load, sums, 1)
         grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
-        belt = (encode(grads, 0), *sent)
-    for done in range(hops + 1):
-        sent, sums = advance(belt, sums, -done)
-        belt = (None, *sent)
-    return finish(sums, of_shared, cotangent)
+        load = belt.put(grads, 0, sent)
+    sums = belt.drain(load, sums)
+    return None, sums, None, None, cotangent, None, _with_float0(of_shared, shared)
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
