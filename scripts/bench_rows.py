@@ -17,6 +17,7 @@ class Row:
 
     Attributes:
         micro_batches: of a step; all variants with as many see the same data.
+        rate: of the nodes' links, where the run sets it (--rates).
         milliseconds: median, minimum and maximum of a step.
         tokens_per_second: of the world, at the median.
         mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
@@ -32,6 +33,7 @@ class Row:
 
     variant: str
     micro_batches: int
+    rate: str | None
     milliseconds: tuple[float, float, float]
     tokens_per_second: float
     mfu: float | None
@@ -81,6 +83,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument(
+        "--rates", nargs="+", default=[None], metavar="RATE",
+        help="time with each of these rates of the nodes' links: 10gbit 40gbit. In a cluster of "
+        "scripts/emulate_cluster.py, set up with the highest of them",
+    )  # fmt: skip
 
 
 def sent_so_far() -> int | None:
@@ -97,6 +104,7 @@ def sent_so_far() -> int | None:
 
 def line(row: Row) -> str:
     """A row of the table."""
+    name = f"{row.variant:12}" if row.rate is None else f"{row.variant:12}{row.rate:>9}"
     median, least, most = row.milliseconds
     mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
     peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
@@ -105,7 +113,7 @@ def line(row: Row) -> str:
     if row.exposed_ms is not None and row.hidden is not None:
         traced = f"  exposed {row.exposed_ms:6.1f} ms  hidden {row.hidden:6.1%}"
     return (
-        f"{row.variant:12}{median:9.1f} ms ({least:.1f} to {most:.1f})"
+        f"{name}{median:9.1f} ms ({least:.1f} to {most:.1f})"
         f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB{traced}"
         f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
     )

@@ -9,15 +9,16 @@ The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS nor
 SwiGLU), fed random bf16 activations: what is measured is the blocks and their communication. "gspmd" is JAX's
 own sharding (scripts/bench_gspmd.py); PyTorch's run the same stack (scripts/bench_peers.py). A variant whose
 loss after the same steps is more than 1% from that of the first with as many micro-batches is marked: it
-computes something else. Two steps after the timed ones are traced: "hidden" is the part of their
-communication that ran beside compute, "exposed" the time of a step in which there was nothing else.
+computes something else. Two steps after the timed ones are traced (not with --no-trace): "hidden" is the
+part of their communication that ran beside compute, "exposed" the time of a step in which there was nothing
+else. Several --rates of an emulated cluster's links are timed one after the other, without compiling again.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from bench_rows import Row, add_model_options, line, sent_so_far, speed_of, writ
 from flax import nnx
 
 import zerojax
+from zerojax.cluster import limit_link
 from zerojax.distributed import joined
 from zerojax.models import Block, GPTConfig
 from zerojax.models.attention import RopeTable, rope_frequencies, rope_table
@@ -90,7 +92,9 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=[*VARIANTS, GSPMD], default=["zero3", "zero++", "delta"]
     )
-    parser.add_argument("--profile", type=Path, help="keep the traces here")
+    traces = parser.add_mutually_exclusive_group()
+    traces.add_argument("--profile", type=Path, help="keep the traces here")
+    traces.add_argument("--no-trace", action="store_true", help="do not trace: no overlap figures")
     parser.add_argument(
         "--xla", nargs="+", default=[], metavar="OPTION=VALUE",
         help="tell the compiler so, in place of what zerojax.xla says (true, false or a number)",
@@ -101,51 +105,52 @@ def main() -> None:
     with joined():
         rows: list[Row] = []
         for variant in options.variants:
-            rows.append(measure(variant, options))
-            if jax.process_index() == 0:
-                alike = next(row for row in rows if row.micro_batches == rows[-1].micro_batches)
-                same = abs(rows[-1].loss / alike.loss - 1) < 0.01
-                print(line(rows[-1]) + ("" if same else "  computes something else"), flush=True)
+            for row in measure(variant, options):
+                rows.append(row)
+                if jax.process_index() == 0:
+                    print(line(row) + ("" if as_first(row, rows) else "  computes something else"), flush=True)
         if jax.process_index() == 0:
             write(rows, options.json)
 
 
-def measure(variant: str, options: argparse.Namespace) -> Row:
-    """Compile and time one variant."""
+def as_first(row: Row, rows: list[Row]) -> bool:
+    """Whether a variant's loss is that of the first with as many micro-batches, after as many steps."""
+    first = next(r for r in rows if (r.micro_batches, r.rate) == (row.micro_batches, row.rate))
+    return abs(row.loss / first.loss - 1) < 0.01
+
+
+def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Compile one variant and time it with each rate of the links."""
     config = make_config(options)
     state, step, accumulate = prepare(variant, partial(BlockStack, config), options)
     batch = make_batch(options, accumulate)
-    begun = time.perf_counter()
-    state, metrics = step(state, batch)
-    jax.block_until_ready(metrics)
-    compile_seconds = time.perf_counter() - begun
-    for _ in range(2):
-        state, metrics = step(state, batch)
-    jax.block_until_ready((state, metrics))
-    seconds, sent = [], sent_so_far()
-    for _ in range(options.steps):
-        begun = time.perf_counter()
-        state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - begun)
-    sent = None if sent is None else ((sent_so_far() or 0) - sent) / options.steps
-    exposed, hidden = trace(variant, state, step, batch, options.profile)
     world = options.nodes * options.local
     tokens = options.seq * options.sequences * accumulate * world
-    speed = speed_of(seconds, tokens, flops_per_token(config), world, options.peak_tflops)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return Row(
-        variant=variant,
-        micro_batches=accumulate,
-        **vars(speed),
-        sent_per_node=sent,
-        peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
-        loss=float(metrics["loss"]),
-        grad_norm=float(metrics["grad_norm"]),
-        compile_seconds=compile_seconds,
-        exposed_ms=exposed,
-        hidden=hidden,
-    )
+    state, _, (compile_seconds,) = timed(1, state, step, batch)
+    for rate in options.rates:
+        if rate is not None:
+            limit_link(rate)
+        state, _, _ = timed(2, state, step, batch)
+        before = sent_so_far()
+        state, metrics, seconds = timed(options.steps, state, step, batch)
+        sent = None if before is None else ((sent_so_far() or 0) - before) / options.steps
+        exposed = hidden = None
+        if not options.no_trace:
+            state, exposed, hidden = trace(variant, state, step, batch, options.profile)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        yield Row(
+            variant=variant,
+            micro_batches=accumulate,
+            rate=rate,
+            **vars(speed_of(seconds, tokens, flops_per_token(config), world, options.peak_tflops)),
+            sent_per_node=sent,
+            peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
+            loss=float(metrics["loss"]),
+            grad_norm=float(metrics["grad_norm"]),
+            compile_seconds=compile_seconds,
+            exposed_ms=exposed,
+            hidden=hidden,
+        )
 
 
 def make_config(options: argparse.Namespace) -> GPTConfig:
@@ -170,21 +175,32 @@ def flops_per_token(config: GPTConfig) -> int:
     return config.layers * (6 * weights + 6 * config.d_model * config.max_seq_len)
 
 
+def timed(
+    steps: int, state: Any, step: bench_gspmd.Step, batch: Any
+) -> tuple[Any, dict[str, jax.Array], list[float]]:
+    """The state after so many steps, the last one's metrics, and each one's seconds."""
+    metrics, seconds = {}, []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - begun)
+    return state, metrics, seconds
+
+
 def trace(
     variant: str, state: Any, step: bench_gspmd.Step, batch: Any, keep: Path | None
-) -> tuple[float, float]:
-    """Milliseconds of a step's communication that nothing hides, and the part that is hidden."""
+) -> tuple[Any, float, float]:
+    """The state after two more steps, milliseconds of one's exposed communication, and the part hidden."""
     with tempfile.TemporaryDirectory() as folder:
         # Every node writes traces, and those of an emulated cluster share a file system.
         place = (keep or Path(folder)) / variant / f"process{jax.process_index()}"
         with jax.profiler.trace(str(place)):
-            for _ in range(TRACED_STEPS):
-                state, _ = step(state, batch)
-            jax.block_until_ready(state)
+            state, _, _ = timed(TRACED_STEPS, state, step, batch)
         events = read_events(trace_files(place)[-1])
     own = [event for event in events if event.device == events[0].device]
     overlap = measure_overlap(own)
-    return 1e3 * (overlap.total - overlap.hidden) / TRACED_STEPS, overlap.fraction
+    return state, 1e3 * (overlap.total - overlap.hidden) / TRACED_STEPS, overlap.fraction
 
 
 def prepare(

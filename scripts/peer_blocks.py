@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -229,10 +229,11 @@ def measure_all(
         for name in names:
             say(f"{name}: building")
             forget(device)
-            rows.append(measure(build(name), options, device))
-            if dist.get_rank() == 0:
-                print(line(rows[-1]), flush=True)
-                write(rows, options.json)
+            for row in measure(build(name), options, device):
+                rows.append(row)
+                if dist.get_rank() == 0:
+                    print(line(row), flush=True)
+                    write(rows, options.json)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()  # rank 0 prints yet; who leaves early takes its connections along
     dist.destroy_process_group()
@@ -246,32 +247,46 @@ def forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> Row:
-    """Time one peer's steps."""
+def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Time one peer's steps with each rate of the links."""
     say(f"{peer.name}: {peer.parameters / 1e6:.1f}M parameters; first step, compiling")
-    warm = [_timed(peer, device, f"untimed step {number + 1}") for number in range(options.warm_up)]
-    before = _sent()
-    timed = [_timed(peer, device, f"step {number + 1}") for number in range(options.steps)]
-    after = _sent()
     world = dist.get_world_size()
     tokens = world * peer.micro_batches * options.sequences * options.seq
     # As scripts/bench_train.py counts: causal attention at half of what PaLM's formula gives it.
     flops = 6 * peer.parameters + 6 * options.layers * options.d_model * options.seq
-    speed = speed_of([elapsed for elapsed, _ in timed], tokens, flops, world, options.peak_tflops)
-    # Read before the gradient's norm allocates anything.
-    held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    row = Row(
-        variant=peer.name,
-        micro_batches=peer.micro_batches,
-        **vars(speed),
-        sent_per_node=None if before is None or after is None else (after - before) / options.steps,
-        peak_gib=held,
-        loss=_mean_over_ranks(timed[-1][1]),
-        grad_norm=peer.grad_norm(),
-        compile_seconds=warm[0][0],
-    )
+    compile_seconds, _ = _timed(peer, device, "first step")
+    for rate in options.rates:
+        _limit_links(rate)
+        for number in range(1, options.warm_up):
+            _timed(peer, device, f"untimed step {number}")
+        before = _sent()
+        timed = [_timed(peer, device, f"step {number + 1}") for number in range(options.steps)]
+        after = _sent()
+        # Read before the gradient's norm allocates anything.
+        held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+        yield Row(
+            variant=peer.name,
+            micro_batches=peer.micro_batches,
+            rate=rate,
+            **vars(speed_of([elapsed for elapsed, _ in timed], tokens, flops, world, options.peak_tflops)),
+            sent_per_node=None if before is None or after is None else (after - before) / options.steps,
+            peak_gib=held,
+            loss=_mean_over_ranks(timed[-1][1]),
+            grad_norm=peer.grad_norm(),
+            compile_seconds=compile_seconds,
+        )
     peer.close()
-    return row
+
+
+def _limit_links(rate: str | None) -> None:
+    """Give every node's link the rate."""
+    if rate is not None:
+        from zerojax.cluster.network import limit_link
+
+        dist.barrier()
+        if os.environ["LOCAL_RANK"] == "0":
+            limit_link(rate)
+        dist.barrier()
 
 
 def _timed(peer: Peer, device: torch.device, what: str) -> tuple[float, torch.Tensor]:

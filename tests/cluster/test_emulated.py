@@ -75,9 +75,11 @@ def test_a_node_is_told_what_it_is(monkeypatch):
 
 
 @needs_namespaces
-def test_the_rate_holds():
+@pytest.mark.parametrize(("rate", "later"), [("10mbit", None), ("1gbit", "10mbit")])
+def test_the_rate_holds(rate, later):
     """A megabyte cannot cross a link of 10 Mbit/s in under its time, the bucket's 128 KB aside."""
-    sender = (
+    slow_down = "" if later is None else f"from zerojax import cluster; cluster.limit_link({later!r})\n"
+    sender = slow_down + (
         "import socket, sys, time\n"
         "if sys.argv[1] == '0':\n"
         "    with socket.create_server(('', 5000)) as s, s.accept()[0] as c:\n"
@@ -91,12 +93,27 @@ def test_the_rate_holds():
         "    c.sendall(bytes(1_000_000)); c.recv(1); c.close()\n"
     )
     output = io.BytesIO()
-    with cluster.EmulatedCluster(2, rate="10mbit", platform="cpu") as emulated:
+    with cluster.EmulatedCluster(2, rate=rate, platform="cpu") as emulated:
         emulated.run(lambda node: [sys.executable, "-c", sender, str(node)], output=output, timeout=60)
         links = emulated.link_bytes()
     assert float(output.getvalue().decode().split()[-1]) > 0.6
     assert links[1].sent > 1_000_000
     assert links[0].received > 1_000_000
+
+
+@needs_namespaces
+def test_a_link_without_a_rate_gets_none_later():
+    code = "from zerojax import cluster; cluster.limit_link('1gbit')"
+    output = io.BytesIO()
+    with cluster.EmulatedCluster(1, rate=None, platform="cpu") as emulated:
+        result = emulated.run([sys.executable, "-c", code], output=output, timeout=60)
+    assert result.code == 1
+    assert "set the cluster up with a rate" in output.getvalue().decode()
+
+
+def test_no_link_outside_of_a_cluster():
+    with pytest.raises(cluster.ClusterError, match="not a node of an emulated cluster"):
+        cluster.limit_link("1gbit")
 
 
 @needs_namespaces

@@ -6,13 +6,14 @@ program puts on the network, and ``scripts/emulate_cluster.py`` is the command l
 
 from zerojax.cluster.emulated import EmulatedCluster
 from zerojax.cluster.measure import Measurement, measure_bytes
-from zerojax.cluster.network import ClusterError, LinkBytes, link_bytes, unavailable
+from zerojax.cluster.network import ClusterError, LinkBytes, limit_link, link_bytes, unavailable
 
 __all__ = [
     "ClusterError",
     "EmulatedCluster",
     "LinkBytes",
     "Measurement",
+    "limit_link",
     "link_bytes",
     "measure_bytes",
     "unavailable",

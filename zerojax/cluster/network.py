@@ -102,6 +102,34 @@ def link_bytes() -> LinkBytes:
     raise ClusterError(f"no interface {INTERFACE}: this is not a node of an emulated cluster")
 
 
+def limit_link(rate: str) -> None:
+    """Change what the node that this process runs in may send from now on.
+
+    What it may receive stays as the cluster was set up: set that to the highest rate to come, and call this
+    on every node (by one process of each).
+
+    Args:
+      rate: as for `bytes_per_second`.
+
+    Raises:
+      ValueError: an argument that cannot be read.
+      ClusterError: the process does not run in a node of an emulated cluster whose links have a rate.
+    """
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    limit = bytes_per_second(rate)
+    link_bytes()  # or say that this is no node
+    with IPRoute() as ip:
+        try:
+            ip.tc("change-class", "htb", index=_index(ip, INTERFACE), **_bucket(limit))
+        except NetlinkError as error:
+            raise ClusterError(
+                f"the link's rate cannot be changed to {rate} ({error.args[-1]}): set the cluster up "
+                "with a rate, the highest to come"
+            ) from error
+
+
 class Network:
     """Namespaces and links; see the module. `close` it, or let the process end."""
 
@@ -176,11 +204,9 @@ class Network:
         parent: dict[str, Any] = {}
         if self._limit:
             # An HTB with one class is a token bucket. (pyroute2's tbf ends at 34 Gb/s: its rates have
-            # 32 bits.) The bucket holds a millisecond, and at least two of TCP's 64 KB segments.
-            burst = max(1 << 17, self._limit // 1000)
+            # 32 bits.)
             ip.tc("add", "htb", index=index, handle="1:", default=1)
-            ip.tc("add-class", "htb", index=index, handle="1:1", parent="1:",
-                  rate=self._limit, burst=burst, cburst=burst, quantum=60000)  # fmt: skip
+            ip.tc("add-class", "htb", index=index, **_bucket(self._limit))
             parent = {"parent": "1:1"}
         if delay:
             from pyroute2.netlink.exceptions import NetlinkError
@@ -205,6 +231,14 @@ class Network:
             return _in_thread(namespace, go)
         except NetlinkError as error:
             raise ClusterError(f"the kernel refused to build the network: {error}") from error
+
+
+def _bucket(limit: int) -> dict[str, Any]:
+    """A link's one class: so many bytes a second, a millisecond of them at once, or two of TCP's segments."""
+    burst = max(1 << 17, limit // 1000)
+    return {
+        "handle": "1:1", "parent": "1:", "rate": limit, "burst": burst, "cburst": burst, "quantum": 60000,
+    }  # fmt: skip
 
 
 def _index(ip: "IPRoute", name: str) -> int:

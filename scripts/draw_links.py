@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""What scripts/bench_links.py measured, as a Markdown table and curves, next to the planner's predictions.
+
+scripts/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
+
+Cells are thousands of tokens/s of one GPU, the median step's, and in brackets what the planner expects.
+"""
+
+import argparse
+import json
+import os
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # it computes shapes only
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import bench_train
+import optax
+from bench_links import LONGEST, MODELS
+from bench_rows import add_model_options
+
+import zerojax
+from zerojax.cluster.network import bytes_per_second
+from zerojax.gpus import find_gpu
+from zerojax.mesh import World
+from zerojax.models import GPTConfig
+from zerojax.plan.cluster import Cluster, on_world
+from zerojax.plan.hops import hops_of
+from zerojax.plan.memory import predict_memory
+from zerojax.plan.speed import predict_step
+from zerojax.plan.work import decoder_work
+from zerojax.program import Program
+
+UNTHROTTLED = bytes_per_second("400gbit")
+Cells = dict[tuple[str, int, str, str], tuple[float, float]]
+"""(model, tokens, rate, variant) -> tokens/s of one GPU, measured and predicted."""
+
+
+def main() -> None:
+    """Print the table, draw the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="what bench_links wrote")
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--gpus-per-node", type=int, required=True)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--picture", type=Path, help="draw the curves into this PNG")
+    options = parser.parse_args()
+    world = options.nodes * options.gpus_per_node
+    cells: Cells = {}
+    for cell in (cell for path in options.results for cell in json.loads(path.read_text())):
+        model, tokens, rate, variant = (cell[key] for key in ("model", "tokens", "rate", "variant"))
+        cluster = Cluster(
+            options.nodes, options.gpus_per_node, find_gpu(options.gpu), min(bytes_per_second(rate), UNTHROTTLED)
+        )
+        expected = tokens / predict(model, tokens, variant, cluster)
+        cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
+    print(table(cells))
+    if options.picture:
+        draw(cells, options.picture)
+
+
+def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
+    """Seconds that the planner expects of a step."""
+    length = min(tokens, LONGEST)
+    config, program = abstract(model, length)
+    fields = dict(bench_train.VARIANTS[variant])
+    zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat="full", **fields)
+    there = on_world(program, World(cluster.nodes, cluster.local), zero)
+    work = decoder_work(
+        config, remat="full", dtype="bfloat16", sequences=tokens // length, length=length, head=False
+    )
+    memory = predict_memory(there, work, workspace=cluster.gpu.workspace)
+    return predict_step(there, work, hops_of(there), memory, cluster).seconds
+
+
+@cache
+def abstract(model: str, length: int) -> tuple[GPTConfig, Program]:
+    """A model of bench_links, and its program on two devices, none of whose arrays exists."""
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    config = bench_train.make_config(parser.parse_args([*MODELS[model], "--seq", str(length)]))
+    state = zerojax.TrainState.abstract(
+        lambda rngs: partial(bench_train.BlockStack, config)(rngs=rngs),
+        optax.adamw(1e-4),
+        bench_train.loss_fn,
+        mesh=zerojax.make_mesh(2, 1),
+    )
+    return config, state.program
+
+
+def names(cells: Cells, field: int) -> list[Any]:
+    """The values of one of a cell's coordinates, in the order in which they came."""
+    return list(dict.fromkeys(key[field] for key in cells))
+
+
+def table(cells: Cells) -> str:
+    """A row for each model and batch, a column for each rate and variant."""
+    columns = [(rate, variant) for rate in names(cells, 2) for variant in names(cells, 3)]
+    heads = " | ".join(f"{variant}, {in_words(rate)}" for rate, variant in columns)
+    lines = [f"| model | tokens | {heads} |", "|---|---|" + "---|" * len(columns)]
+    for model in names(cells, 0):
+        for tokens in names(cells, 1):
+            found = (cells.get((model, tokens, *column)) for column in columns)
+            texts = ("-" if cell is None else f"{cell[0] / 1e3:.3g} ({cell[1] / 1e3:.3g})" for cell in found)
+            lines.append(f"| {model} | {tokens} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def in_words(rate: str) -> str:
+    """A rate as a heading has it."""
+    if bytes_per_second(rate) > UNTHROTTLED:
+        return "no limit"
+    return f"{bytes_per_second(rate) * 8 / 1e9:g} Gb/s"
+
+
+def draw(cells: Cells, path: Path) -> None:
+    """Measured curves with marks, predicted ones dashed; a panel for each model and rate."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    models, tokens, rates, variants = (names(cells, field) for field in range(4))
+    figure = Figure(figsize=(2.75 * len(rates), 2.4 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), len(rates), sharex=True, sharey="row", squeeze=False)
+    for row, model in zip(panels, models, strict=True):
+        for axes, rate in zip(row, rates, strict=True):
+            for number, variant in enumerate(variants):
+                points = [(t, *cells[key]) for t in tokens if (key := (model, t, rate, variant)) in cells]
+                if not points:
+                    continue
+                batch, measured, expected = zip(*points, strict=True)
+                color = f"C{number}"
+                axes.plot(batch, [x / 1e3 for x in measured], "o-", markersize=4, color=color, label=variant)
+                axes.plot(batch, [x / 1e3 for x in expected], "--", color=color, label=f"{variant}, predicted")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(tokens, [f"{t / 1024:g}k" for t in tokens])
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.set_title(f"{model}, {in_words(rate)}", fontsize=9)
+            axes.grid(alpha=0.3)
+    panels[0][0].legend(fontsize=7)
+    figure.supxlabel("tokens of a GPU in a step")
+    figure.supylabel("thousands of tokens/s of a GPU")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
