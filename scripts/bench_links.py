@@ -36,7 +36,9 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help=f"of a GPU; sequences of {LONGEST}")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=TOKENS, help=f"of a GPU; sequences of {LONGEST}"
+    )
     parser.add_argument("--rates", nargs="+", default=["10gbit", "25gbit", "40gbit", "1000gbit"])
     parser.add_argument("--variants", nargs="+", default=["zero++", "delta"])
     parser.add_argument("--steps", type=int, default=3, help="timed steps")

@@ -108,7 +108,9 @@ def main() -> None:
             for row in measure(variant, options):
                 rows.append(row)
                 if jax.process_index() == 0:
-                    print(line(row) + ("" if as_first(row, rows) else "  computes something else"), flush=True)
+                    print(
+                        line(row) + ("" if as_first(row, rows) else "  computes something else"), flush=True
+                    )
         if jax.process_index() == 0:
             write(rows, options.json)
 

@@ -54,7 +54,10 @@ def main() -> None:
     for cell in (cell for path in options.results for cell in json.loads(path.read_text())):
         model, tokens, rate, variant = (cell[key] for key in ("model", "tokens", "rate", "variant"))
         cluster = Cluster(
-            options.nodes, options.gpus_per_node, find_gpu(options.gpu), min(bytes_per_second(rate), UNTHROTTLED)
+            options.nodes,
+            options.gpus_per_node,
+            find_gpu(options.gpu),
+            min(bytes_per_second(rate), UNTHROTTLED),
         )
         expected = tokens / predict(model, tokens, variant, cluster)
         cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
@@ -134,7 +137,9 @@ def draw(cells: Cells, path: Path) -> None:
                 batch, measured, expected = zip(*points, strict=True)
                 color = f"C{number}"
                 axes.plot(batch, [x / 1e3 for x in measured], "o-", markersize=4, color=color, label=variant)
-                axes.plot(batch, [x / 1e3 for x in expected], "--", color=color, label=f"{variant}, predicted")
+                axes.plot(
+                    batch, [x / 1e3 for x in expected], "--", color=color, label=f"{variant}, predicted"
+                )
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(tokens, [f"{t / 1024:g}k" for t in tokens])

@@ -2,7 +2,7 @@
 
 All functions run inside ``shard_map`` on one device's values, for the leaves of one unit at once. What
 belongs together travels together (``zerojax.together``): the leaves of a unit share one collective per hop,
-except that within a node a payload of a megabyte or more goes alone.
+except where a payload of a megabyte or more goes alone.
 
 The phases of one step, for one unit:
 
@@ -47,11 +47,13 @@ class Way:
         hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3), in which every device
             sends every other its block: M between nodes per device where two hops send M per node.
         chunks: into how many pieces the owner's block is cut where there are two hops.
+        apart: whether its hop between nodes has a stream of its own (``zerojax.together``).
     """
 
     to: Literal["secondary", "primary"]
     hops: int = 2
     chunks: int = 1
+    apart: bool = False
 
     def axes(self, world: World) -> tuple[str | tuple[str, str], ...]:
         """The mesh axes to cross, in order, an axis of extent 1 left out."""
@@ -91,13 +93,16 @@ def encode_weights(
 
 
 def cross_nodes(
-    payloads: Sequence[Num[Array, " m"]], leaves: Sequence[Leaf], *, delta: bool
+    payloads: Sequence[Num[Array, " m"]], leaves: Sequence[Leaf], *, delta: bool, apart: bool = False
 ) -> list[Num[Array, " n"]]:
-    """All-gather what ``encode_weights`` returned over ``node``, row after row, not yet decoded."""
+    """All-gather what ``encode_weights`` returned over ``node``, row after row, not yet decoded.
+
+    ``apart`` has it on a stream of its own (``zerojax.together``).
+    """
     if leaves[0].world.nodes == 1:
         return list(payloads)
     with jax.named_scope("gather_delta" if delta else "gather_node"):
-        return [rows.reshape(-1) for rows in gather_together(payloads, NODE)]
+        return [rows.reshape(-1) for rows in gather_together(payloads, NODE, apart=apart)]
 
 
 def decode_weights(
@@ -235,11 +240,11 @@ def send_gradients(
     axes = way.axes(leaves[0].world)
     if hop == len(axes) - 1:
         with jax.named_scope(_last_hop(axes)[1]):
-            return [exchange_together(chunk, axes[hop]) for chunk in chunks]
+            return [exchange_together(chunk, axes[hop], apart=way.apart) for chunk in chunks]
     sent = []
     with jax.named_scope("reduce_local"):
         for index, chunk in enumerate(chunks):
-            arrived = exchange_together(chunk, LOCAL)
+            arrived = exchange_together(chunk, LOCAL, apart=way.apart)
             salted = mix(seed, index)
             sent.append(
                 [

@@ -36,7 +36,7 @@ from zerojax.collectives import (
     sum_gradients,
 )
 from zerojax.layout import Leaf
-from zerojax.zero import Remat, ZeroConfig
+from zerojax.zero import RAW, Remat, ZeroConfig
 
 Level = Literal["primary", "secondary", "full"]
 Values = tuple[Num[Array, "..."], ...]
@@ -77,6 +77,10 @@ class Route:
         sink: Level = "full"
         if zero.stage >= 2:
             sink = "secondary" if zero.node_hop_once else "primary"
+        # A stream apart for hops between nodes wants one collective a hop. So not where the backward pass
+        # gathers from other nodes too, not with chunks, nor where to join gradients copies them at full size.
+        quantized = zero.grad_formats[0] not in RAW
+        apart = keep == "secondary" and quantized and zero.grads_hops == 2 and zero.chunks == 1
         return Route(
             source=source,
             keep=keep,
@@ -85,7 +89,7 @@ class Route:
             # One micro-batch's gradients are not added to anything before they are reduced.
             grad_dtype=zero.compute_dtype if zero.accumulate == 1 else "float32",
             remat=zero.remat,
-            way=Way("secondary" if sink == "secondary" else "primary", zero.grads_hops, zero.chunks),
+            way=Way("secondary" if sink == "secondary" else "primary", zero.grads_hops, zero.chunks, apart),
         )
 
     def weight_dtype(self, leaf: Leaf) -> jnp.dtype:
@@ -106,7 +110,7 @@ class Route:
 
     def cross_nodes(self, payload: Values, leaves: Sequence[Leaf], *, delta: bool) -> Values:
         """The hop between nodes on its own."""
-        return tuple(cross_nodes(payload, leaves, delta=delta))
+        return tuple(cross_nodes(payload, leaves, delta=delta, apart=self.way.apart))
 
     def decode_weights(self, arrived: Values, copies: Values | None, leaves: Sequence[Leaf]) -> Values:
         """Secondary partitions of what crossed; with copies, these as they are now."""

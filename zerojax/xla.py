@@ -3,8 +3,10 @@
 Each option is here for a reason that ``docs/benchmarks.md`` gives figures for.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 
 from zerojax.mesh import on_gpus
@@ -17,7 +19,7 @@ GPU_OPTIONS: dict[str, Any] = {
     # estimates, which know nothing of the network, the scheduler puts most hops between nodes behind all
     # compute, and those within a node beside a single matmul each.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
     # Costs of collectives from the chip's bandwidth, which the default guess underestimates.
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
     # The pipeline carries one layer's weights from iteration to iteration. Two buffers that take turns
@@ -41,3 +43,15 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
         return {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
+
+
+def own_stream(wanted: bool) -> AbstractContextManager[Any]:
+    """If ``wanted``, collectives made in this context run on a stream apart from all others'.
+
+    On one stream a hop within a node waits for the hop between nodes before it, and the next one between
+    nodes for that. XLA knows two domains of wires with a stream each; this names the one that nothing else is
+    in.
+    """
+    if not wanted:
+        return nullcontext()
+    return set_xla_metadata(collective_communication_domain="scale_up_fabric")

@@ -1,5 +1,7 @@
 """The real training step, compiled for CUDA clusters without a GPU: what it sends, and in what formats."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -69,6 +71,13 @@ def test_the_compiled_step_sends_what_the_traced_one_says(cuda_mesh, preset, nod
     values = [c for c in crossing if c not in scalars]
     assert {c.dtype for c in values} == dtypes
     assert len(values) >= 2, "weights and gradients"
+    # Streams of their own for hops between nodes, where each pass has one of them.
+    apart = set(re.findall(r"%([\w.-]+) = [^\n]*SCALE_UP_FABRIC", text))
+    looped = {c.name: c.crosses_nodes(local) for c in collectives if c.count > 1}
+    assert set(looped.values()) == {True, False}
+    assert {name for name in looped if name in apart} == {
+        name for name, crosses in looped.items() if crosses and preset != "zero3"
+    }
     memory = hlo.memory(compiled)
     master = 3 * 4 * report.parameters / mesh.size  # fp32 weights and Adam's two moments
     assert memory.arguments >= master
