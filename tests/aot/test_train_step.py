@@ -12,7 +12,7 @@ import zerojax
 from zerojax import aot, hlo
 from zerojax.wire import comm_report
 
-WIDTH, LAYERS = 256, 4
+WIDTH, LAYERS = 256, 8
 
 
 class Block(nnx.Module):
