@@ -10,7 +10,10 @@ Platform = Literal["auto", "cpu", "gpu"]
 
 
 def visible_gpus() -> list[str]:
-    """The ids of the NVIDIA GPUs that this process may use, without waking any."""
+    """The ids of the NVIDIA GPUs that this process may use, without waking any.
+
+    One that CUDA_VISIBLE_DEVICES lists twice counts twice, so that two nodes can share it.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [gpu.strip() for gpu in listed.split(",") if gpu.strip()]

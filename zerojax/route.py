@@ -77,10 +77,6 @@ class Route:
         sink: Level = "full"
         if zero.stage >= 2:
             sink = "secondary" if zero.node_hop_once else "primary"
-        # A stream apart for hops between nodes wants one collective a hop. So not where the backward pass
-        # gathers from other nodes too, not with chunks, nor where to join gradients copies them at full size.
-        quantized = zero.grad_formats[0] not in RAW
-        apart = keep == "secondary" and quantized and zero.grads_hops == 2 and zero.chunks == 1
         return Route(
             source=source,
             keep=keep,
@@ -89,7 +85,12 @@ class Route:
             # One micro-batch's gradients are not added to anything before they are reduced.
             grad_dtype=zero.compute_dtype if zero.accumulate == 1 else "float32",
             remat=zero.remat,
-            way=Way("secondary" if sink == "secondary" else "primary", zero.grads_hops, zero.chunks, apart),
+            way=Way(
+                "secondary" if sink == "secondary" else "primary",
+                zero.grads_hops,
+                zero.chunks,
+                _apart(zero, keep, sink),
+            ),
         )
 
     def weight_dtype(self, leaf: Leaf) -> jnp.dtype:
@@ -157,6 +158,17 @@ class Route:
             return jnp.zeros((*layers, *leaf.shape), self.grad_dtype)
         size = leaf.secondary if self.sink == "secondary" else leaf.shard
         return jnp.zeros((*layers, size), jnp.float32)
+
+
+def _apart(zero: ZeroConfig, keep: Level, sink: Level) -> bool:
+    """Whether hops between nodes get a stream of their own, beside those within.
+
+    That wants one collective a hop. So not where the backward pass gathers from other nodes too, not with
+    chunks, nor where to join gradients copies them at full size; and not where no micro-batch crosses nodes.
+    """
+    crosses = sink == "primary" or not zero.weights_delta or zero.accumulate == 1
+    quantized = zero.grad_formats[0] not in RAW
+    return crosses and keep == "secondary" and quantized and zero.grads_hops == 2 and zero.chunks == 1
 
 
 def _frozen(chunks: Sequence[Sequence[Num[Array, "..."]]]) -> Payload:

@@ -6,6 +6,7 @@ import pytest
 
 import zerojax
 from zerojax import aot
+from zerojax.route import Route
 from zerojax.xla import GPU_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
 
 VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
@@ -29,3 +30,19 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
     assert os.environ.get(VARIABLE) == before
     zerojax.make_mesh(2, 4, devices=aot.topology(2, 4))
     assert os.environ[VARIABLE] == after
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "apart"),
+    [
+        ("zero3", {}, False),  # backward, weights and gradients cross nodes
+        ("zero3", {"hpz": True}, False),  # gradients would be joined at full size
+        ("zero++", {}, True),
+        ("zero++", {"chunks": 2}, False),
+        ("delta", {}, True),
+        ("delta", {"accumulate": 8}, False),  # nothing crosses nodes while a micro-batch is computed
+        ("delta", {"accumulate": 8, "grad_sync": "micro"}, True),
+    ],
+)
+def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, apart):
+    assert Route.of(zerojax.ZeroConfig.preset(preset, **fields)).way.apart is apart

@@ -12,6 +12,7 @@ import pytest
 
 from zerojax import cluster
 from zerojax.cluster import network
+from zerojax.devices import share_devices
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "emulate_cluster.py"
@@ -72,6 +73,11 @@ def test_a_node_is_told_what_it_is(monkeypatch):
     for node, (told, flags) in enumerate(lines):
         assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 more []"
         assert flags.endswith("--xla_force_host_platform_device_count=2")
+
+
+def test_nodes_may_share_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0,1")
+    assert share_devices(2, 2, "gpu") == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
 
 
 @needs_namespaces

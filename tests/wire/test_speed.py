@@ -46,6 +46,8 @@ MEASURED = {
     (2, 2, 1, "full", "zero3"): 3327.6,
     (2, 2, 1, "full", "zero++"): 775.6,
     (2, 2, 1, "full", "delta"): 530.6,
+    (2, 4, 1, "full", "zero++"): 782.8,
+    (2, 4, 1, "full", "delta"): 534.0,
 }
 PEAK_GIB = {
     (4, "none", "zero3"): 12.8,
