@@ -3,12 +3,14 @@
 
 scripts/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
 
-Cells are thousands of tokens/s of one GPU, the median step's, and in brackets what the planner expects.
+Cells are thousands of tokens/s of one GPU, the median step's, and in brackets what the planner expects. A
+rate of more than 400 Gb/s stands for no limit, and is predicted as 400.
 """
 
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import bench_train
 import optax
 from bench_links import LONGEST, MODELS
 from bench_rows import add_model_options
+from panels import Curve, draw_panels
 
 import zerojax
 from zerojax.cluster.network import bytes_per_second
@@ -122,35 +125,18 @@ def in_words(rate: str) -> str:
 
 def draw(cells: Cells, path: Path) -> None:
     """Measured curves with marks, predicted ones dashed; a panel for each model and rate."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
-
     models, tokens, rates, variants = (names(cells, field) for field in range(4))
-    figure = Figure(figsize=(2.75 * len(rates), 2.4 * len(models)), layout="constrained")
-    panels = figure.subplots(len(models), len(rates), sharex=True, sharey="row", squeeze=False)
-    for row, model in zip(panels, models, strict=True):
-        for axes, rate in zip(row, rates, strict=True):
-            for number, variant in enumerate(variants):
-                points = [(t, *cells[key]) for t in tokens if (key := (model, t, rate, variant)) in cells]
-                if not points:
-                    continue
-                batch, measured, expected = zip(*points, strict=True)
-                color = f"C{number}"
-                axes.plot(batch, [x / 1e3 for x in measured], "o-", markersize=4, color=color, label=variant)
-                axes.plot(
-                    batch, [x / 1e3 for x in expected], "--", color=color, label=f"{variant}, predicted"
-                )
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(tokens, [f"{t / 1024:g}k" for t in tokens])
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.set_title(f"{model}, {in_words(rate)}", fontsize=9)
-            axes.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=7)
-    figure.supxlabel("tokens of a GPU in a step")
-    figure.supylabel("thousands of tokens/s of a GPU")
-    figure.savefig(path, dpi=110)
+    links = {in_words(rate): rate for rate in rates}
+
+    def curves(model: str, link: str) -> Iterator[Curve]:
+        for number, variant in enumerate(variants):
+            keys = {t: (model, t, links[link], variant) for t in tokens}
+            found = {t: cells[key] for t, key in keys.items() if key in cells}
+            yield Curve(variant, [(t, measured) for t, (measured, _) in found.items()], f"C{number}")
+            points = [(t, expected) for t, (_, expected) in found.items()]
+            yield Curve(f"{variant}, predicted", points, f"C{number}", "--")
+
+    draw_panels(path, models, list(links), curves, tokens=tokens)
 
 
 if __name__ == "__main__":

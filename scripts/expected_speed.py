@@ -9,7 +9,10 @@ Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta, 
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+
+from panels import Curve, draw_panels
 
 from zerojax.cli.untrained import abstract_run
 from zerojax.cluster.network import bytes_per_second
@@ -86,28 +89,14 @@ def in_words(rates: dict[str, float]) -> str:
 
 def draw(table: dict[str, Rates], title: str, path: Path) -> None:
     """Curves of every preset, a panel for each model and rate."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    links = {f"{gigabits} Gb/s": gigabits for gigabits in GIGABITS}
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    panels = figure.subplots(len(table), len(GIGABITS), sharex=True, sharey="row")
-    for row, (model, rates) in zip(panels, table.items(), strict=True):
-        for axes, gigabits in zip(row, GIGABITS, strict=True):
-            for name in PRESETS:
-                points = [(t, rates[gigabits, t][name] / 1e3) for t in TOKENS if name in rates[gigabits, t]]
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(TOKENS, [f"{t / 1024:g}k" for t in TOKENS])
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.set_title(f"{model}, {gigabits} Gb/s", fontsize=9)
-            axes.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=8)
-    figure.supxlabel("tokens of a GPU in a step")
-    figure.supylabel("thousands of tokens/s of a GPU")
-    figure.suptitle(f"Predicted for {title}")
-    figure.savefig(path, dpi=110)
+    def curves(model: str, link: str) -> Iterator[Curve]:
+        for number, name in enumerate(PRESETS):
+            rates = {tokens: table[model][links[link], tokens] for tokens in TOKENS}
+            yield Curve(name, [(t, found[name]) for t, found in rates.items() if name in found], f"C{number}")
+
+    draw_panels(path, list(table), list(links), curves, tokens=TOKENS, title=f"Predicted for {title}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Draw what the benchmarks' --json wrote: a step's time under each system, a panel for each rate of the links.
+
+scripts/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+"""As `bench_rows.Row`."""
+
+OURS = ("zero3", "qwz", "hpz", "qgz", "zero++", "delta")
+
+
+def main() -> None:
+    """Read the rows, draw them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="what the benchmarks wrote, of one session")
+    parser.add_argument("--picture", type=Path, required=True, help="the PNG to write")
+    options = parser.parse_args()
+    draw([row for path in options.results for row in json.loads(path.read_text())], options.picture)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Bars to the median, a line from the least to the most, and how many times the fastest median it is."""
+    from matplotlib.figure import Figure
+
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    most = max(sum(row["rate"] == rate for row in rows) for rate in rates)
+    figure = Figure(figsize=(2 + 3.2 * len(rates), 0.8 + 0.34 * most), layout="constrained")
+    for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
+        shown = sorted((row for row in rows if row["rate"] == rate), key=lambda row: row["milliseconds"][0])
+        medians = [row["milliseconds"][0] for row in shown]
+        around = [
+            [row["milliseconds"][0] - row["milliseconds"][1] for row in shown],
+            [row["milliseconds"][2] - row["milliseconds"][0] for row in shown],
+        ]
+        colors = ["C0" if row["variant"].split("-x")[0] in OURS else "C7" for row in shown]
+        names = [row["variant"] for row in shown]
+        axes.barh(names, medians, xerr=around, color=colors, ecolor="black", capsize=2)
+        for place, row in enumerate(shown):
+            factor = row["milliseconds"][0] / medians[0]
+            text = f" {row['milliseconds'][0]:.0f} ms" + ("" if place == 0 else f", {factor:.1f}x")
+            axes.text(row["milliseconds"][2], place, text, va="center", fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.55 * max(row["milliseconds"][2] for row in shown))
+        axes.set_xlabel("ms")
+        if rate is not None:
+            axes.set_title(rate, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
