@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what the benchmarks' --json wrote: a step's time under each system, a panel for each rate of the links.
+"""Draw what the benchmarks' --json wrote: a step's time under each system, a panel for each rate of links.
 
 scripts/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
 """
