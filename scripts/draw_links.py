@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def abstract(model: str, length: int) -> tuple[GPTConfig, Program]:
     add_model_options(parser)
     config = bench_train.make_config(parser.parse_args([*MODELS[model], "--seq", str(length)]))
     state = zerojax.TrainState.abstract(
-        lambda rngs: partial(bench_train.BlockStack, config)(rngs=rngs),
+        lambda rngs: bench_train.BlockStack(config, rngs=rngs),
         optax.adamw(1e-4),
         bench_train.loss_fn,
         mesh=zerojax.make_mesh(2, 1),
