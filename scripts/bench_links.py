@@ -41,6 +41,7 @@ def main() -> int:
     )
     parser.add_argument("--rates", nargs="+", default=["10gbit", "25gbit", "40gbit", "1000gbit"])
     parser.add_argument("--variants", nargs="+", default=["zero++", "delta"])
+    parser.add_argument("--layers", type=int, help="of each model, to try this script out")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a model and batch")
     parser.add_argument("--json", type=Path, required=True, help="write what was measured here")
@@ -68,6 +69,8 @@ def run(model: str, tokens: int, options: argparse.Namespace) -> tuple[int, list
             *("--seq", str(length), "--sequences", str(tokens // length), *MODELS[model]),
             *("--steps", str(options.steps), "--variants", *options.variants, "--rates", *options.rates),
         ]
+        if options.layers:
+            command += ["--layers", str(options.layers)]
         fastest = max(options.rates, key=bytes_per_second)
         try:
             with EmulatedCluster(options.nodes, options.gpus_per_node, rate=fastest) as cluster:

@@ -1,0 +1,61 @@
+"""The benchmarks' own code: what they print, write and draw. Their figures come from GPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerojax import cluster
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS, MEASURED = ROOT / "scripts", ROOT / "docs" / "measured"
+needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
+
+
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["2x4-10gbit", "2x2-rates"])
+def test_rows_are_drawn(name, tmp_path):
+    run("draw_rows.py", MEASURED / f"{name}.json", "--picture", tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_are_drawn_next_to_predictions(tmp_path):
+    rows = json.loads((MEASURED / "2x2-rates.json").read_text())
+    cells = [
+        {"model": "1.3B", "tokens": 2048, **row} for row in rows if row["variant"] in ("delta", "zero++")
+    ]
+    (tmp_path / "links.json").write_text(json.dumps(cells))
+    table = run(
+        "draw_links.py", "--nodes", 2, "--gpus-per-node", 2, tmp_path / "links.json",
+        "--picture", tmp_path / "links.png",
+    )  # fmt: skip
+    heads, _, row = table.splitlines()
+    assert heads.startswith("| model | tokens | delta, 10 Gb/s | zero++, 10 Gb/s | delta, 25 Gb/s")
+    assert row.startswith("| 1.3B | 2048 | 2.53 (")  # 2048 tokens in 810 ms
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_links_are_measured_at_every_rate(tmp_path):
+    rates = ("50mbit", "1gbit")
+    run(
+        "bench_links.py", "--nodes", 2, "--gpus-per-node", 1, "--models", "350M", "--tokens", 16, "--rates",
+        *rates, "--variants", "zero3", "--steps", 1, "--timeout", 480, "--json", tmp_path / "links.json",
+        "--layers", 2,
+    )  # fmt: skip
+    cells = json.loads((tmp_path / "links.json").read_text())
+    assert [(cell["model"], cell["tokens"], cell["rate"]) for cell in cells] == [
+        ("350M", 16, rate) for rate in rates
+    ]
+    for cell in cells:
+        assert cell["sent_per_node"] > 1e6
+        assert cell["tokens_per_second"] > 0
