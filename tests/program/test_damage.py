@@ -1,6 +1,5 @@
 """Random damage to what lies on disk: named, never a traceback from deep inside, never a wrong result."""
 
-import gc
 import pickle
 import shutil
 import sys
@@ -29,14 +28,10 @@ from zerojax.state import TrainState
 from zerojax.trainer import Trainer
 
 # Orbax closes its event loop while reads that nobody waits for any more are still on their way.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def leave_nothing_behind() -> Iterator[None]:
-    """What Orbax leaves of a read that failed complains when it is collected: here, not in a later test."""
-    yield
-    gc.collect()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("leave_nothing_behind"),
+]
 
 
 def hurt(path: Path, random: np.random.Generator) -> None:

@@ -17,7 +17,10 @@ from zerojax.run_folder import RunFolder
 from zerojax.trainer import Trainer
 
 # Orbax closes its event loop while writes that nobody waits for any more are still on their way.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("leave_nothing_behind"),
+]
 
 
 @pytest.fixture
