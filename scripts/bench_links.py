@@ -2,7 +2,7 @@
 """Time training steps over link rates, models and batches, between emulated nodes of this machine.
 
     scripts/bench_links.py --nodes 2 --gpus-per-node 1 --json links.json
-    scripts/draw_links.py links.json --picture links.png
+    scripts/draw_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
 
 Each model and batch is one run of scripts/bench_train.py in a cluster of its own; the rates change beneath
 its steps. Results are written after each, so that what is done is not lost with what is not. Needs root.
@@ -36,9 +36,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--tokens", nargs="+", type=int, default=TOKENS, help=f"of a GPU; sequences of {LONGEST}"
-    )
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of a GPU in a step")
     parser.add_argument("--rates", nargs="+", default=["10gbit", "25gbit", "40gbit", "1000gbit"])
     parser.add_argument("--variants", nargs="+", default=["zero++", "delta"])
     parser.add_argument("--layers", type=int, help="of each model, to try this script out")
@@ -46,32 +44,50 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a model and batch")
     parser.add_argument("--json", type=Path, required=True, help="write what was measured here")
     options = parser.parse_args()
+    try:
+        fastest = max(options.rates, key=bytes_per_second)
+        batches = {tokens: in_sequences(tokens) for tokens in options.tokens}
+    except ValueError as error:
+        parser.error(str(error))
     cells: list[dict[str, Any]] = []
     worst = 0
     for model in options.models:
-        for tokens in options.tokens:
+        for tokens, batch in batches.items():
             print(f"{model}, {tokens} tokens a GPU", flush=True)
-            code, rows = run(model, tokens, options)
+            code, rows = run(model, batch, fastest, options)
             worst = max(worst, code)
             cells += [{"model": model, "tokens": tokens, **row} for row in rows]
             options.json.write_text(json.dumps(cells, indent=1))
     return worst
 
 
-def run(model: str, tokens: int, options: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
-    """One cell's exit code, and its rows as bench_train writes them (none if it failed)."""
+def in_sequences(tokens: int) -> tuple[int, int]:
+    """How many sequences of which length so many tokens are: one, or some of `LONGEST`.
+
+    Raises:
+        ValueError: they are neither.
+    """
     length = min(tokens, LONGEST)
+    if tokens < 1 or tokens % length:
+        raise ValueError(f"{tokens} tokens are no number of sequences of {LONGEST}")
+    return tokens // length, length
+
+
+def run(
+    model: str, batch: tuple[int, int], fastest: str, options: argparse.Namespace
+) -> tuple[int, list[dict[str, Any]]]:
+    """One cell's exit code, and its rows as bench_train writes them (none if it failed)."""
+    sequences, length = batch
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [
             *(sys.executable, str(BENCH_TRAIN), "--no-trace", "--json", str(rows)),
             *("--nodes", str(options.nodes), "--local", str(options.gpus_per_node)),
-            *("--seq", str(length), "--sequences", str(tokens // length), *MODELS[model]),
+            *("--seq", str(length), "--sequences", str(sequences), *MODELS[model]),
             *("--steps", str(options.steps), "--variants", *options.variants, "--rates", *options.rates),
         ]
         if options.layers:
             command += ["--layers", str(options.layers)]
-        fastest = max(options.rates, key=bytes_per_second)
         try:
             with EmulatedCluster(options.nodes, options.gpus_per_node, rate=fastest) as cluster:
                 code = cluster.run(command, timeout=options.timeout).code

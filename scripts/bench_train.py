@@ -108,9 +108,8 @@ def main() -> None:
             for row in measure(variant, options):
                 rows.append(row)
                 if jax.process_index() == 0:
-                    print(
-                        line(row) + ("" if as_first(row, rows) else "  computes something else"), flush=True
-                    )
+                    remark = "" if as_first(row, rows) else "  computes something else"
+                    print(line(row) + remark, flush=True)
         if jax.process_index() == 0:
             write(rows, options.json)
 

@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import bench_train
 import optax
-from bench_links import LONGEST, MODELS
+from bench_links import MODELS, in_sequences
 from bench_rows import add_model_options
 from panels import Curve, draw_panels
 
@@ -62,7 +62,7 @@ def main() -> None:
             find_gpu(options.gpu),
             min(bytes_per_second(rate), UNTHROTTLED),
         )
-        expected = tokens / predict(model, tokens, variant, cluster)
+        expected = predict(model, tokens, variant, cluster)
         cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
     print(table(cells))
     if options.picture:
@@ -70,17 +70,17 @@ def main() -> None:
 
 
 def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
-    """Seconds that the planner expects of a step."""
-    length = min(tokens, LONGEST)
+    """Tokens/s of one GPU that the planner expects."""
+    sequences, length = in_sequences(tokens)
     config, program = abstract(model, length)
     fields = dict(bench_train.VARIANTS[variant])
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat="full", **fields)
     there = on_world(program, World(cluster.nodes, cluster.local), zero)
     work = decoder_work(
-        config, remat="full", dtype="bfloat16", sequences=tokens // length, length=length, head=False
+        config, remat="full", dtype="bfloat16", sequences=sequences, length=length, head=False
     )
     memory = predict_memory(there, work, workspace=cluster.gpu.workspace)
-    return predict_step(there, work, hops_of(there), memory, cluster).seconds
+    return tokens * zero.accumulate / predict_step(there, work, hops_of(there), memory, cluster).seconds
 
 
 @cache

@@ -7,10 +7,8 @@ scripts/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
-"""As `bench_rows.Row`."""
+from bench_rows import Row
 
 OURS = ("zero3", "qwz", "hpz", "qgz", "zero++", "delta")
 
@@ -23,32 +21,31 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path, help="what the benchmarks wrote, of one session")
     parser.add_argument("--picture", type=Path, required=True, help="the PNG to write")
     options = parser.parse_args()
-    draw([row for path in options.results for row in json.loads(path.read_text())], options.picture)
+    draw([Row(**row) for path in options.results for row in json.loads(path.read_text())], options.picture)
 
 
 def draw(rows: list[Row], path: Path) -> None:
     """Bars to the median, a line from the least to the most, and how many times the fastest median it is."""
     from matplotlib.figure import Figure
 
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    most = max(sum(row["rate"] == rate for row in rows) for rate in rates)
-    figure = Figure(figsize=(2 + 3.2 * len(rates), 0.8 + 0.34 * most), layout="constrained")
+    rates = list(dict.fromkeys(row.rate for row in rows))
+    bars = max(sum(row.rate == rate for row in rows) for rate in rates)
+    figure = Figure(figsize=(2 + 3.2 * len(rates), 0.8 + 0.34 * bars), layout="constrained")
     for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
-        shown = sorted((row for row in rows if row["rate"] == rate), key=lambda row: row["milliseconds"][0])
-        medians = [row["milliseconds"][0] for row in shown]
+        shown = sorted((row for row in rows if row.rate == rate), key=lambda row: row.milliseconds)
+        medians, least, most = zip(*(row.milliseconds for row in shown), strict=True)
         around = [
-            [row["milliseconds"][0] - row["milliseconds"][1] for row in shown],
-            [row["milliseconds"][2] - row["milliseconds"][0] for row in shown],
+            [median - low for median, low in zip(medians, least, strict=True)],
+            [high - median for median, high in zip(medians, most, strict=True)],
         ]
-        colors = ["C0" if row["variant"].split("-x")[0] in OURS else "C7" for row in shown]
-        names = [row["variant"] for row in shown]
+        colors = ["C0" if row.variant.split("-x")[0] in OURS else "C7" for row in shown]
+        names = [row.variant for row in shown]
         axes.barh(names, medians, xerr=around, color=colors, ecolor="black", capsize=2)
-        for place, row in enumerate(shown):
-            factor = row["milliseconds"][0] / medians[0]
-            text = f" {row['milliseconds'][0]:.0f} ms" + ("" if place == 0 else f", {factor:.1f}x")
-            axes.text(row["milliseconds"][2], place, text, va="center", fontsize=8)
+        for place, (median, high) in enumerate(zip(medians, most, strict=True)):
+            factor = f", {median / medians[0]:.1f}x" if place else ""
+            axes.text(high, place, f" {median:.0f} ms{factor}", va="center", fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.55 * max(row["milliseconds"][2] for row in shown))
+        axes.set_xlim(0, 1.55 * max(most))
         axes.set_xlabel("ms")
         if rate is not None:
             axes.set_title(rate, fontsize=9)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench_links import TOKENS, in_sequences
 from panels import Curve, draw_panels
 
 from zerojax.cli.untrained import abstract_run
@@ -24,8 +25,6 @@ from zerojax.zero import PRESETS
 
 MODELS = ("gpt-350m", "gpt-1.3b", "llama-7b")
 GIGABITS = (10, 25, 40, 400)
-TOKENS = (512, 1024, 2048, 8192)
-LONGEST = 2048
 
 Rates = dict[tuple[int, int], dict[str, float]]
 """(Gb/s, tokens a GPU) -> preset -> tokens/s of one GPU; without those whose memory does not suffice."""
@@ -67,8 +66,7 @@ def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
     state, _ = abstract_run(settings)
 
     def outlook(cluster: Cluster, tokens: int) -> Outlook:
-        length = min(tokens, LONGEST)
-        sequences = tokens // length
+        sequences, length = in_sequences(tokens)
         return foresee(state.program, settings.model, cluster, sequences=sequences, length=length)
 
     return {
@@ -92,8 +90,8 @@ def draw(table: dict[str, Rates], title: str, path: Path) -> None:
     links = {f"{gigabits} Gb/s": gigabits for gigabits in GIGABITS}
 
     def curves(model: str, link: str) -> Iterator[Curve]:
+        rates = {tokens: table[model][links[link], tokens] for tokens in TOKENS}
         for number, name in enumerate(PRESETS):
-            rates = {tokens: table[model][links[link], tokens] for tokens in TOKENS}
             yield Curve(name, [(t, found[name]) for t, found in rates.items() if name in found], f"C{number}")
 
     draw_panels(path, list(table), list(links), curves, tokens=TOKENS, title=f"Predicted for {title}")

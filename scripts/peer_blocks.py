@@ -180,7 +180,12 @@ def make_parser(description: str, peers: list[str], default: list[str]) -> argpa
     add_model_options(parser)
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations")
     parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
-    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=3,
+        help="untimed steps: the first of all, and the others anew at each of --rates",
+    )
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--peers", nargs="+", choices=peers, default=default)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -21,6 +21,11 @@ Load = tuple[Payload | None, ...]
 """What lies on the belt, of successive layers: for each hop what it is to send, and what has arrived."""
 
 
+def put_layer(stacked: Any, layer: Any, index: Any) -> Any:
+    """One layer of a stacked pytree replaced."""
+    return jax.tree.map(lambda x, one: lax.dynamic_update_index_in_dim(x, one, index, 0), stacked, layer)
+
+
 @dataclass(frozen=True)
 class Belt:
     """The stages of one stack; what lies on them is passed in and out.
@@ -63,9 +68,7 @@ class Belt:
             # What `fill` made up goes where the last layer's sums, which are still to come, replace it.
             index = jnp.minimum(first + self.hops, self.last)
             summed = self._sum(arrived, index)
-            sums = jax.tree.map(
-                lambda x, one: lax.dynamic_update_index_in_dim(x, one, index, 0), sums, summed
-            )
+            sums = put_layer(sums, summed, index)
         sent = [
             None if payload is None else self._send(payload, first + hop, hop)
             for hop, payload in enumerate(waiting)

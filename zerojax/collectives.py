@@ -47,7 +47,8 @@ class Way:
         hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3), in which every device
             sends every other its block: M between nodes per device where two hops send M per node.
         chunks: into how many pieces the owner's block is cut where there are two hops.
-        apart: whether its hop between nodes has a stream of its own (``zerojax.together``).
+        apart: whether hops between nodes, those of the weights too, have a stream of their own
+            (``zerojax.together``).
     """
 
     to: Literal["secondary", "primary"]

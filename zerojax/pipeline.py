@@ -29,7 +29,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
-from zerojax.belt import Belt
+from zerojax.belt import Belt, put_layer
 from zerojax.codec import Seed
 from zerojax.layout import Leaf
 from zerojax.remat import rematerialised
@@ -109,7 +109,7 @@ def _forward(
         if not crosses:
             return copies, route.to_secondary(route.source, _at(sources, index), leaves)
         fresh = route.decode_weights(arrived, _at(copies, index), leaves)
-        return (None if copies is None else _put(copies, fresh, index)), fresh
+        return (None if copies is None else put_layer(copies, fresh, index)), fresh
 
     def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
         x, copies, payload, arrived, own, whole, stacks = carry
@@ -120,7 +120,7 @@ def _forward(
             payload = encode(copies, jnp.minimum(index + 3, last))
         next_whole = route.to_whole(secondary, leaves)
         x, after, residual = run(whole, x, _at(state, index))
-        stacks = _put(stacks, (after, residual, own), index)
+        stacks = put_layer(stacks, (after, residual, own), index)
         return x, copies, payload, arrived, secondary if keep else None, next_whole, stacks
 
     payload, arrived = (), ()
@@ -262,11 +262,6 @@ _scan.defvjp(_scan_fwd, _scan_bwd)
 def _at(stacked: Any, index: Any) -> Any:
     """One layer of a stacked pytree."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
-
-
-def _put(stacked: Any, layer: Any, index: Any) -> Any:
-    """One layer of a stacked pytree replaced."""
-    return jax.tree.map(lambda x, one: lax.dynamic_update_index_in_dim(x, one, index, 0), stacked, layer)
 
 
 def _empty(one: Any, layers: int) -> Any:

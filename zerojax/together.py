@@ -29,7 +29,12 @@ def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, apart: bool
         axis: to gather over.
         apart: whether it has, between nodes, a stream of its own; see ``exchange_together``.
     """
-    return _together(parts, lambda wire: lax.all_gather(wire, axis), axis, ALONE_BYTES, apart=apart)
+
+    def gather(wire: Array) -> Array:
+        with own_stream(apart and axis == NODE):
+            return lax.all_gather(wire, axis)
+
+    return _together(parts, gather, ALONE_BYTES)
 
 
 def exchange_together(parts: Sequence[Rows], axis: Axis, *, apart: bool = False) -> list[Rows]:
@@ -44,52 +49,40 @@ def exchange_together(parts: Sequence[Rows], axis: Axis, *, apart: bool = False)
             they and hops within do not wait for each other. XLA then lets no two collectives of the same
             devices run at once: large parts are joined as well, at the price of a copy.
     """
-    apart = apart and lax.axis_size(NODE) > 1
-    return _together(
-        parts,
-        lambda wire: lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True),
-        axis,
-        math.inf if apart else ALONE_BYTES,
-        apart=apart,
-    )
+
+    def exchange(wire: Array) -> Array:
+        with own_stream(apart and axis == NODE):
+            return lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True)
+
+    return _together(parts, exchange, math.inf if apart and lax.axis_size(NODE) > 1 else ALONE_BYTES)
 
 
-def _together(
-    parts: Sequence[Array],
-    collective: Callable[[Array], Array],
-    axis: Axis,
-    alone: float,
-    *,
-    apart: bool,
-) -> list[Array]:
+def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> list[Array]:
     """Run ``collective`` on ``parts`` joined along their last axis, then take them apart.
 
     Those of ``alone`` bytes and more are not joined.
     Parts of one dtype are joined as they are, others as bytes. Barriers keep the compiler from moving
     an encoding or a cast to the other side of the wire.
     """
-
-    def across(wire: Array) -> Array:
-        # Beside a constant: XLA's double buffering cannot compile a barrier on nothing but what a loop
-        # carries.
-        wire, _ = lax.optimization_barrier((wire, np.int32(0)))
-        with own_stream(apart and axis == NODE):
-            crossed = collective(wire)
-        return lax.optimization_barrier(crossed)
-
     arrived: list[Array | None] = [None] * len(parts)
     joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
     for i in set(range(len(parts))) - set(joined):
-        arrived[i] = across(parts[i])
+        arrived[i] = _across(parts[i], collective)
     if joined:
         small = [parts[i] for i in joined]
         dtype = small[0].dtype
         if any(part.dtype != dtype for part in small):
             small, dtype = [as_bytes(part) for part in small], jnp.dtype(jnp.uint8)
-        wire = across(small[0] if len(small) == 1 else jnp.concatenate(small, -1))
+        wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
         start = 0
         for i, part in zip(joined, small, strict=True):
             piece = lax.slice_in_dim(wire, start, start + part.shape[-1], axis=-1)
             start += part.shape[-1]
             arrived[i] = from_bytes(piece, parts[i].dtype) if dtype == jnp.uint8 else piece
     return [part for part in arrived if part is not None]
+
+
+def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
+    # Beside a constant: XLA's double buffering cannot compile a barrier on nothing but what a loop carries.
+    wire, _ = lax.optimization_barrier((wire, np.int32(0)))
+    return lax.optimization_barrier(collective(wire))

@@ -14,10 +14,11 @@ from zerojax.mesh import on_gpus
 GPU_OPTIONS: dict[str, Any] = {
     # Runs collectives beside compute; without it every start is followed by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Hops start as soon as their operands are there, several at a time, and are waited for where their
-    # result is read: `zerojax.pipeline` sees to it that a layer's compute lies between the two. Left to its
-    # estimates, which know nothing of the network, the scheduler puts most hops between nodes behind all
-    # compute, and those within a node beside a single matmul each.
+    # Hops start as soon as their operands are there, all of a layer's at once (zero3's backward pass on
+    # several nodes has twelve), and are waited for where their result is read: `zerojax.pipeline` sees to it
+    # that a layer's compute lies between the two. Left to its estimates, which know nothing of the network,
+    # the scheduler puts most hops between nodes behind all compute, and those within a node beside a single
+    # matmul each.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
     # Costs of collectives from the chip's bandwidth, which the default guess underestimates.

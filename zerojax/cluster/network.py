@@ -115,11 +115,12 @@ def limit_link(rate: str) -> None:
       ValueError: an argument that cannot be read.
       ClusterError: the process does not run in a node of an emulated cluster whose links have a rate.
     """
+    limit = bytes_per_second(rate)
+    link_bytes()  # or say that this is no node
+
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
-    limit = bytes_per_second(rate)
-    link_bytes()  # or say that this is no node
     with IPRoute() as ip:
         try:
             ip.tc("change-class", "htb", index=_index(ip, INTERFACE), **_bucket(limit))
