@@ -29,9 +29,12 @@ quantum 1 for integers, or the spacing of the format's values around y for small
 t = y / quantum * 2**b and q = rint(t + u) >> b for integers; t = |y| / quantum * 2**b and
 q = (rint(t) + u) >> b for small floats, where only below the smallest normal value there is something to
 round. The expectation of q is rint(t) / 2**b exactly, and t / 2**b where an integer's t ends in a half.
-u belongs to the element's index i (row-major in the encoder's input, modulo 2**34) and the seed:
-four neighbours share two words, `quad_hash(hash_keys(seed), i >> 2)`. The first takes the low b bits of
-the first word, the second its high b, the other two those of the second word.
+u belongs to the element's index i (row-major in the encoder's input, modulo 2**35) and the seed:
+eight neighbours share two words, `octet_hash(hash_keys(seed), i >> 3)`, the first four of them the first.
+Element k of four takes the high b bits of their word rotated left by 8 * k: each byte is the first of one
+element's bits and the second of the one before (of the last, for the first). So every u is uniform, and what
+two elements of a word are rounded to depends on each other only where the first byte of one leaves it open,
+in one case of 256.
 
 **Order of codes.** int8, fp8: one byte an element. int4: element 2j in the low half of byte j,
 2j + 1 in the high half. int2: elements 4j..4j+3 in byte j, from the low bits up. fp6: two planes,
@@ -99,22 +102,22 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def hash_keys(seed: jax.Array) -> jax.Array:
-    """uint32[1 + HASH_ROUNDS]: what `quad_hash` needs of a seed, the same for every four elements."""
+    """uint32[1 + HASH_ROUNDS]: what `octet_hash` needs of a seed, the same for all elements."""
     keys = [mix(seed)]
     for _ in range(HASH_ROUNDS):
         keys.append(mix(keys[-1] + jnp.uint32(WEYL)))
     return jnp.stack(keys)
 
 
-def quad_hash(keys: jax.Array, quad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """64 random bits, as two words, for the neighbours 4*quad to 4*quad + 3 (uint32 arrays).
+def octet_hash(keys: jax.Array, octet: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """64 random bits, as two words, for the neighbours 8*octet to 8*octet + 7 (uint32 arrays).
 
     Rounds of Philox (Salmon et al., 2011), which needs one instruction for a product of 64 bits, on a
     Weyl sequence in both words: three of them are white (correlations of elements, of lanes and of single
     bits at lags up to 4096, and chi-squares over pairs of neighbours, lanes and seeds are at the level of
     noise), where on a plain counter it takes four.
     """
-    x = y = quad * jnp.uint32(WEYL) + keys[0]
+    x = y = octet * jnp.uint32(WEYL) + keys[0]
     for key in keys[1:]:
         x, y = _high_product(x, PHILOX) ^ y ^ key, x * jnp.uint32(PHILOX)
     return x, y
@@ -129,10 +132,10 @@ def _high_product(x: jax.Array, factor: int) -> jax.Array:
 
 
 def _uniform(seed: jax.Array, index: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    """Random bits of every element, int32; `index` holds the uint32 index of every four."""
-    words = jnp.stack(quad_hash(hash_keys(seed), index), axis=-1)
-    halves = jnp.stack([words & ((1 << bits) - 1), words >> (32 - bits)], axis=-1)
-    return halves.astype(jnp.int32).reshape(shape)
+    """Random bits of every element, int32; `index` holds the uint32 index of every eight."""
+    words = jnp.stack(octet_hash(hash_keys(seed), index), axis=-1)
+    turns = [words] + [words << turn | words >> (32 - turn) for turn in (8, 16, 24)]
+    return (jnp.stack(turns, axis=-1) >> (32 - bits)).astype(jnp.int32).reshape(shape)
 
 
 def _flush(x: jax.Array) -> jax.Array:
@@ -260,13 +263,13 @@ def _plain(fmt: str) -> jnp.dtype:
     return jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[fmt])
 
 
-def _quads(rows: int, n: int) -> jax.Array:
-    """uint32[rows, n / 4]: the row-major index of every four neighbours."""
-    return jnp.arange(rows * n // 4, dtype=jnp.uint32).reshape(rows, n // 4)
+def _octets(rows: int, n: int) -> jax.Array:
+    """uint32[rows, n / 8]: the row-major index of every eight neighbours."""
+    return jnp.arange(rows * n // 8, dtype=jnp.uint32).reshape(rows, n // 8)
 
 
 def _encode(x, index, fmt, block, rounding, rotation, seed):
-    """Encode fp32[..., n], whose fours have the given indices, into uint8[..., nbytes]."""
+    """Encode fp32[..., n], whose eights have the given indices, into uint8[..., nbytes]."""
     if rotation:
         x = rotate(x)
     if fmt not in QUANTIZED:
@@ -284,7 +287,7 @@ def _encode(x, index, fmt, block, rounding, rotation, seed):
 
 def encode(x, seed, *, fmt, block, rounding, rotation):
     """See `pallas_kernels.encode`."""
-    index = _quads(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
+    index = _octets(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
     return _encode(x.astype(jnp.float32), index, fmt, block, rounding, rotation, seed)
 
 
@@ -302,7 +305,7 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
         return pieces.transpose(2, 0, 1, 3).reshape(chunks, local, -1)
 
     stochastic = rounding == "stochastic" and fmt in QUANTIZED
-    index = reorder(jnp.arange(g.size // 4, dtype=jnp.uint32)) if stochastic else None
+    index = reorder(jnp.arange(g.size // 8, dtype=jnp.uint32)) if stochastic else None
     return _encode(reorder(g.astype(jnp.float32)), index, fmt, block, rounding, rotation, seed)
 
 

@@ -66,14 +66,15 @@ def random_bits(seed, count, fmt):
     keys = [_mix(seed)]
     while len(keys) < 4:
         keys.append(_mix((keys[-1] + 0x9E3779B9) & 0xFFFFFFFF))
-    halves = []
-    for quad in range((count + 3) // 4):
-        x = y = (quad * 0x9E3779B9 + keys[0]) & 0xFFFFFFFF
+    drawn = []
+    for octet in range((count + 7) // 8):
+        x = y = (octet * 0x9E3779B9 + keys[0]) & 0xFFFFFFFF
         for key in keys[1:]:
             product = x * 0xD256D193
             x, y = (product >> 32) ^ y ^ key, product & 0xFFFFFFFF
-        halves += [x % 2**bits, x >> (32 - bits), y % 2**bits, y >> (32 - bits)]
-    return np.array(halves[:count], np.int64)
+        for twice in (x << 32 | x, y << 32 | y):
+            drawn += [(twice >> (64 - turn - bits)) % 2**bits for turn in (0, 8, 16, 24)]
+    return np.array(drawn[:count], np.int64)
 
 
 def _code(y, fmt, random):

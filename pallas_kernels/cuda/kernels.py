@@ -38,7 +38,7 @@ def store_encoded(
     row,
     block,
     live,
-    quad,
+    octet,
     W: tl.constexpr,
     PITCH: tl.constexpr,
     CODES: tl.constexpr,
@@ -50,7 +50,7 @@ def store_encoded(
 ):
     """Encode lanes as the blocks from `block` on of a payload row of PITCH bytes, CODES of them codes.
 
-    The numbers are lanes * unit, if unit is not None. quad[T] is the index of each thread's first four
+    The numbers are lanes * unit, if unit is not None. octet[T] is the index of each thread's first eight
     elements, for the random bits.
     """
     K: tl.constexpr = len(lanes)
@@ -61,7 +61,7 @@ def store_encoded(
     first = block * W
     random = lanes
     if STOCHASTIC:
-        random = random_words(keys_ptr, quad, K // 4)
+        random = random_words(keys_ptr, octet, K // 8)
     if FMT == "fp6":
         low, high = fp6_words(lanes, inverse, random, STOCHASTIC)
         store_codes(start, first, low, live, K // 2, ALIGNED, MASKED)
@@ -122,7 +122,7 @@ def encode_kernel(
         lanes = delta
     if ROTATE:
         lanes = rotate(lanes)
-    quad = (start // 4).to(tl.uint32) + ((block * W + t) * (K // 4)).to(tl.uint32)
+    octet = source.to(tl.uint32) * (N // 8) + (block * W + t).to(tl.uint32) * (K // 8)
     chunk = source % CHUNKS
     node = source // CHUNKS % NODES
     row = chunk * LOCAL + source // (CHUNKS * NODES)
@@ -134,7 +134,7 @@ def encode_kernel(
         row,
         node * NB + block,
         live,
-        quad,
+        octet,
         W,
         PITCH,
         CODES,
@@ -264,7 +264,7 @@ def sum_kernel(
                 row,
                 block,
                 live,
-                (source * W + t).to(tl.uint32) * (K // 4),
+                (source * W + t).to(tl.uint32) * (K // 8),
                 W,
                 OUT_PITCH,
                 OUT_CODES,

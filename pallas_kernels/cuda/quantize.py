@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import reference
-from pallas_kernels.cuda.words import fma_halves, multiply_wide, select_bytes
+from pallas_kernels.cuda.words import fma_halves, multiply_wide, rotate_bytes, select_bytes
 
 MIN_SCALE_BITS = tl.constexpr(reference.MIN_SCALE_BITS)
 MAX_SCALE_BITS = tl.constexpr(reference.MAX_SCALE_BITS)
@@ -93,9 +93,9 @@ def block_scales(
 
 
 @triton.jit
-def random_words(keys_ptr, quad, COUNT: tl.constexpr):
-    """The random words of every two elements, for COUNT fours of them from quad[T] on."""
-    start = quad * WEYL + tl.load(keys_ptr)
+def random_words(keys_ptr, octet, COUNT: tl.constexpr):
+    """The random words of every four elements, for COUNT eights of them from octet[T] on."""
+    start = octet * WEYL + tl.load(keys_ptr)
     words = ()
     for i in tl.static_range(0, COUNT):
         x = start + (i * WEYL) % (1 << 32)
@@ -109,10 +109,12 @@ def random_words(keys_ptr, quad, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _draw(y, random, ODD: tl.constexpr, BIAS: tl.constexpr):
-    """BIAS + a neighbour of y drawn with a half of `random`, in the high half of int32."""
+def _draw(y, random, LANE: tl.constexpr, BIAS: tl.constexpr):
+    """BIAS + a neighbour of y drawn with lane LANE's bits of `random`, in the high half of int32."""
     bias = tl.full(y.shape, BIAS << 16, tl.int32)
-    dithered = select_bytes(random, bias, 0x7632 if ODD else 0x7610).to(tl.float32, bitcast=True)
+    FIRST: tl.constexpr = 3 - LANE % 4
+    SECOND: tl.constexpr = (FIRST + 3) % 4
+    dithered = select_bytes(random, bias, 0x7600 + 16 * FIRST + SECOND).to(tl.float32, bitcast=True)
     return tl.fma(y, tl.full(y.shape, DITHER_ULP, tl.float32), dithered).to(tl.int32, bitcast=True)
 
 
@@ -123,14 +125,14 @@ def _round(y, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _draw_minifloat(y, random, ODD: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """y's neighbours among small floats, int32: exponent and mantissa where fp32 has its own, then noise.
 
     Scaled so that a code's exponent of 0 or 1 is fp32's, a number's bits are its code, and what is lost.
     """
     BITS: tl.constexpr = 23 - MANTISSA
     bits = (y * (2.0 ** (BIAS - 127))).to(tl.uint32, bitcast=True)
-    dither = random >> (32 - BITS) if ODD else random & ((1 << BITS) - 1)
+    dither = rotate_bytes(random, LANE % 4) >> (32 - BITS)
     return (bits + dither).to(tl.int32, bitcast=True)
 
 
@@ -238,7 +240,7 @@ def integer_words(lanes, inverse, random, BITS: tl.constexpr, STOCHASTIC: tl.con
         for k in tl.static_range(0, len(lanes)):
             y = lanes[k] * inverse
             if STOCHASTIC:
-                codes = codes + (_draw(y, random[k // 2], k % 2 == 1, HALF),)
+                codes = codes + (_draw(y, random[k // 4], k, HALF),)
             else:
                 codes = codes + (_round(y, HALF),)
         words = pack(pair_up(codes, 16 // BITS, STOCHASTIC), BITS)
@@ -265,7 +267,7 @@ def _minifloat_pairs(
     for k in tl.static_range(0, len(lanes)):
         y = lanes[k] * inverse
         if STOCHASTIC:
-            code = _draw_minifloat(y, random[k // 2], k % 2 == 1, MANTISSA, BIAS)
+            code = _draw_minifloat(y, random[k // 4], k, MANTISSA, BIAS)
             number = code
         else:
             code = _minifloat(y, MANTISSA, 128 - BIAS + SHIFT)

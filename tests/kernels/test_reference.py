@@ -129,27 +129,79 @@ def deviations(counts):
     return ((np.square(counts - expected) / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
 
-def test_random_bits_are_white():
-    """Elements, neighbours, the four of a state, single bits and seeds tell nothing of each other."""
-    index = jnp.arange(1 << 18, dtype=jnp.uint32)
-    draws = [np.stack(reference.quad_hash(reference.hash_keys(jnp.uint32(s)), index), -1) for s in (3, 4)]
-    u, other = (np.stack([x & 0xFFFF, x >> 16], -1).reshape(-1).astype(np.int64) for x in draws)
-    top, low = u >> 8, u & 0xFF
-    pairs = [(part[:-lag], part[lag:]) for part in (top, low) for lag in (1, 2, 3, 4, 5, 8, 256)]
-    pairs += [
-        (lanes[:, i], lanes[:, j]) for lanes in (top.reshape(-1, 4),) for i in range(4) for j in range(i)
-    ]
-    pairs.append((top, other >> 8))
-    for a, b in pairs:
-        assert abs(deviations(np.bincount(a * 256 + b, minlength=1 << 16))) < 5
-    signals = [u / 32767.5 - 1] + [
-        2.0 * (u.reshape(-1, 4)[:, lane] >> bit & 1) - 1 for lane in range(4) for bit in (0, 7, 15)
-    ]
+def state_bytes(seed, index):
+    """uint8[count, 8]: the first byte of every element's random bits, for the eights uint32[count]."""
+    words = np.stack(reference.octet_hash(reference.hash_keys(jnp.uint32(seed)), jnp.asarray(index)), -1)
+    return words.astype("<u4").view(np.uint8).reshape(-1, 2, 4)[:, :, ::-1].reshape(-1, 8)
+
+
+def worst_deviation(draws, other):
+    """How far from noise uint8[count, 8] of two seeds are, in standard deviations; noise is below 5.5.
+
+    Chi-squares over pairs of neighbours, of the eight of a state, of seeds; correlations at lags up to 4096.
+    """
+    flat = draws.reshape(-1)
+    pairs = [(flat[:-lag], flat[lag:]) for lag in (1, 2, 3, 4, 5, 7, 8, 16, 64, 512)]
+    pairs += [(draws[:, i], draws[:, j]) for i in range(8) for j in range(i)]
+    pairs.append((flat, other.reshape(-1)))
+    worst = max(abs(deviations(np.bincount(a * 256 + b, minlength=1 << 16))) for a, b in pairs)
+    signals = [flat / 127.5 - 1] + [2.0 * (draws[:, i] >> bit & 1) - 1 for i in range(8) for bit in (0, 7)]
     for signal in signals:
         spectrum = np.abs(np.fft.rfft(signal, 2 * signal.size)) ** 2
         lags = np.fft.irfft(spectrum)[:4097]
         # The largest of 4096 correlations of noise: 3.9 deviations, most of the time.
-        assert np.abs(lags[1:]).max() / lags[0] * np.sqrt(signal.size) < 5.5
+        worst = max(worst, np.abs(lags[1:]).max() / lags[0] * np.sqrt(signal.size))
+    return worst
+
+
+def test_random_bits_are_white():
+    """Elements, neighbours, the eight of a state, single bits and seeds tell nothing of each other."""
+    index = np.arange(1 << 18, dtype=np.uint32)
+    draws, other = (state_bytes(s, index).astype(np.int64) for s in (3, 4))
+    np.testing.assert_array_equal(draws[:8].reshape(-1), ref.random_bits(3, 64, "int4") >> 8)
+    assert worst_deviation(draws, other) < 5.5
+    # What the hash multiplies by WEYL is a plain counter then, for which three rounds are too few.
+    counter = index * np.uint32(pow(reference.WEYL, -1, 1 << 32))
+    draws, other = (state_bytes(s, counter).astype(np.int64) for s in (3, 4))
+    assert worst_deviation(draws, other) > 20
+
+
+FRACTIONS = np.array([1 / 3000, 1 / 2, 0.3, 0.9, 1 / 200, 0.65, 0.123, 0.05])
+"""Of a step: far below one, next to others that are not; where a first byte decides alone, and where not."""
+
+
+def outcomes(fmt, fractions, seed, count):
+    """bool[count, 8]: whether eights of these fractions of the smallest step are rounded up (count: of 7)."""
+    step = {"fp8": 2.0**-9, "fp6": 2.0**-4}.get(fmt, 1.0)
+    x = np.tile(fractions * step, (count // 7, 8)).astype(np.float32)
+    # The first eight of each block make its scale 1.
+    x[:, :8] = ref.TOP[fmt]
+    payload = pk.encode(x, fmt, block=64, rounding="stochastic", seed=jnp.uint32(seed))
+    values = np.asarray(pk.decode(payload, fmt, 64, block=64, dtype=jnp.float32))[:, 8:] / step
+    assert set(np.unique(values)) <= {0, 1}
+    return values.reshape(-1, 8) == 1
+
+
+@pytest.mark.parametrize("fmt", pk.QUANTIZED)
+def test_what_eight_neighbours_are_rounded_to(fmt):
+    """Each is unbiased, and tells nothing of the others: of its neighbour's, in one case of 256 at most."""
+    total, count = np.zeros(8), 7 << 14
+    for turn in range(8):
+        fractions = np.roll(FRACTIONS, turn)
+        up = outcomes(fmt, fractions, turn, count)
+        spread = np.sqrt(fractions * (1 - fractions))
+        total += np.roll(up.sum(0), -turn)
+        assert np.all(np.abs(up.mean(0) - fractions) < 5 * spread / np.sqrt(count))
+        covariance = up.T.astype(np.float64) @ up / count - np.outer(up.mean(0), up.mean(0))
+        noise = 5 * np.outer(spread, spread) / np.sqrt(count)
+        for i in range(8):
+            for j in range(i):
+                # If a byte that two share leaves one open, which it does one time in 256, it may decide.
+                sharing = i // 4 == j // 4 and (i - j) % 4 != 2
+                assert np.abs(covariance[i, j]) < noise[i, j] + sharing / 1024, (turn, i, j)
+    # All places and seeds together; sixteen bits hold fractions to 2**-17 of a step.
+    spread = np.sqrt(FRACTIONS * (1 - FRACTIONS) / (8 * count))
+    assert np.all(np.abs(total / (8 * count) - FRACTIONS) < 5 * spread + 2**-17)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
