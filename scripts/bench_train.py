@@ -9,7 +9,7 @@ The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS nor
 SwiGLU), fed random bf16 activations: what is measured is the blocks and their communication. "gspmd" is JAX's
 own sharding (scripts/bench_gspmd.py); PyTorch's run the same stack (scripts/bench_peers.py). A variant whose
 loss after the same steps is more than 1% from that of the first with as many micro-batches is marked: it
-computes something else. Two steps after the timed ones are traced (not with --no-trace): "hidden" is the
+computes something else. Steps after the timed ones are traced (not with --no-trace): "hidden" is the
 part of their communication that ran beside compute, "exposed" the time of a step in which there was nothing
 else. Several --rates of an emulated cluster's links are timed one after the other, without compiling again.
 """
@@ -49,6 +49,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-x8": {"preset": "zero3", "accumulate": 8},
     "zero++-x8": {"preset": "zero++", "accumulate": 8},
     "delta-x8": {"preset": "delta", "accumulate": 8},
+    "zero3-breadth-x8": {"preset": "zero3", "accumulate": 8, "accumulate_order": "breadth"},
+    "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
 }
 GSPMD = "gspmd"
 TRACED_STEPS = 2
@@ -192,15 +194,16 @@ def timed(
 def trace(
     variant: str, state: Any, step: bench_gspmd.Step, batch: Any, keep: Path | None
 ) -> tuple[Any, float, float]:
-    """The state after two more steps, milliseconds of one's exposed communication, and the part hidden."""
+    """The state after three more steps, milliseconds of one's exposed communication, and the part hidden."""
     with tempfile.TemporaryDirectory() as folder:
         # Every node writes traces, and those of an emulated cluster share a file system.
         place = (keep or Path(folder)) / variant / f"process{jax.process_index()}"
         with jax.profiler.trace(str(place)):
-            state, _, _ = timed(TRACED_STEPS, state, step, batch)
+            state, _, _ = timed(1 + TRACED_STEPS, state, step, batch)
         events = read_events(trace_files(place)[-1])
     own = [event for event in events if event.device == events[0].device]
-    overlap = measure_overlap(own)
+    # Nodes do not begin to trace at the same time: in the first step one waits for another.
+    overlap = measure_overlap(own[len(own) // (1 + TRACED_STEPS) :])
     return state, 1e3 * (overlap.total - overlap.hidden) / TRACED_STEPS, overlap.fraction
 
 

@@ -43,6 +43,7 @@ class Case:
     preset: str
     remat: Remat
     accumulate: int
+    order: str
     sequences: int
     nodes: int
     local: int
@@ -112,7 +113,7 @@ def _state(case: Case, config: RunConfig) -> zerojax.TrainState:
         mesh=zerojax.make_mesh(
             case.nodes, case.local, devices=aot.topology(case.nodes, case.local, gpu="h100")
         ),
-        zero=section.to_zero(accumulate=case.accumulate),
+        zero=section.to_zero(accumulate=case.accumulate, accumulate_order=case.order),
     )
 
 
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--remat", nargs="+", choices=("full", "attention", "none"), default=["full"])
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1])
+    parser.add_argument("--order", choices=("depth", "breadth"), default="depth", help="of micro-batches")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--local", type=int, default=4)
@@ -137,7 +139,8 @@ def main() -> None:
     for config, preset, remat, accumulate in itertools.product(
         options.configs, options.presets, options.remat, options.accumulate
     ):
-        case = Case(config, preset, remat, accumulate, options.sequences, options.nodes, options.local)
+        more = options.order, options.sequences, options.nodes, options.local
+        case = Case(config, preset, remat, accumulate, *more)
         result = check(case)
         worst = max(worst, abs(result.error))
         print(line(result), flush=True)

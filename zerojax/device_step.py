@@ -5,7 +5,8 @@ The order of a training step:
 1. ``sources``: weights are brought to the level at which units find them: delta's copies get what changed
    (but those of stacks, which do it layer by layer in 2), stages 0 to 2 gather everything, stage 3 does
    nothing yet.
-2. ``accumulate``: each micro-batch runs forward and backward; units gather and reduce as they are called.
+2. ``accumulate``: micro-batches run forward and backward, one by one or all through a unit before the next
+   (``zerojax.breadth``); units gather and reduce as they are called.
 3. ``to_owners``: hops that are taken once per step bring gradients to their owners.
 
 Losses are summed with the number of tokens each is the mean of, and divided once, after the last sum: the
@@ -23,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Num
 
 from zerojax.adapters import Other, call_loss
+from zerojax.breadth import over_micro_batches
 from zerojax.codec import Seed, mix
 from zerojax.collectives import (
     all_gather_sum,
@@ -40,6 +42,8 @@ from zerojax.program import Group, Program
 from zerojax.unit import Sharded, materialise
 
 Blocks = dict[Path, Num[Array, "..."]]
+Sums = dict[str, Array]
+Forward = Callable[..., tuple[Array, Sums, Other, Blocks]]
 TOKENS = "tokens"
 
 
@@ -153,41 +157,42 @@ def accumulate(
         world of the loss, of ``tokens`` and of what else the loss function measured; and the copies that
         units brought up to date.
     """
-    steps = program.zero.accumulate
+    zero = program.zero
     sinks = program.by_path(program.route.zero_sink)
 
-    def micro(other: Other, batch: Any, index: Array | int) -> tuple[Blocks, Other, dict[str, Array], Blocks]:
-        own = mix(seed, index)
-
+    def run(forward: Forward, other: Other, batch: Any, seed: Seed) -> tuple[Blocks, Other, Sums, Blocks]:
         def loss(sinks: Blocks) -> tuple[Array, Any]:
-            total, *rest = _forward(program, weights, sinks, other, batch, own, train=True)
+            total, *rest = forward(program, _place(program, weights, sinks, seed), other, batch, seed)
             return total, rest
 
         (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
         return grads, after, sums, updated
 
     updated: Blocks = {}
-    if steps == 1:
-        grads, other, sums, updated = micro(other, batch, 0)
+    if zero.passes == 1:
+        forward = _forward if zero.accumulate == 1 else _forward_in_breadth
+        grads, other, sums, updated = run(forward, other, batch, mix(seed, 0))
     else:
-        batches = jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), batch)
+        batches = _micro_batches(batch, zero.accumulate)
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
             total, other = carry
-            grads, other, sums, _ = micro(other, *xs)
+            batch, index = xs
+            grads, other, sums, _ = run(_forward, other, batch, mix(seed, index))
             return (jax.tree.map(jnp.add, total, (grads, sums)), other), None
 
         first = jax.tree.map(lambda x: x[0], batches)
-        _, _, shapes, _ = jax.eval_shape(micro, other, first, 0)
+        _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), other, first, seed)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
-        ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(steps)))
+        ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(zero.accumulate)))
     return grads, _shared(other), lax.psum(sums, AXES), updated
 
 
 def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
     """Forward only: the sums over the world that ``accumulate`` returns."""
     sinks = program.by_path(program.route.zero_sink)
-    _, sums, _, _ = _forward(program, weights, sinks, other, batch, seed, train=False)
+    placed = _place(program, weights, sinks, seed)
+    _, sums, _, _ = _forward(program, placed, other, batch, seed, train=False)
     return lax.psum(sums, AXES)
 
 
@@ -234,11 +239,12 @@ def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
 
 
 def _forward(
-    program: Program, weights: Weights, sinks: Blocks, other: Other, batch: Any, seed: Seed, *, train: bool
-) -> tuple[Array, dict[str, Array], Other, Blocks]:
+    program: Program, placed: dict[Path, Any], other: Other, batch: Any, seed: Seed, *, train: bool = True
+) -> tuple[Array, Sums, Other, Blocks]:
+    """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
-    bound = program.adapter.bind(_place(program, weights, sinks, seed), other, train=train, key=key)
+    bound = program.adapter.bind(placed, other, train=train, key=key)
     value, aux = call_loss(program.loss_fn, bound.model, batch, key)
     count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
     total = value * count
@@ -246,8 +252,29 @@ def _forward(
     sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
     if TOKENS in aux:
         sums[TOKENS] = count
-    updated = {path: copy for path, copy in bound.updated().items() if path in weights.copies}
+    updating = {path for path, weight in placed.items() if getattr(weight, "copy", None) is not None}
+    updated = {path: copy for path, copy in bound.updated().items() if path in updating}
     return total, jax.tree.map(lax.stop_gradient, sums), bound.other(), updated
+
+
+def _forward_in_breadth(
+    program: Program, placed: dict[Path, Any], other: Other, batch: Any, seed: Seed
+) -> tuple[Array, Sums, Other, Blocks]:
+    """``_forward`` for all micro-batches at once. They count as devices do: state is their mean."""
+
+    def forward(batch: Any, index: Array) -> tuple[Array, Sums, Other, Blocks]:
+        return _forward(program, placed, other, batch, mix(seed, index))
+
+    micro = program.zero.accumulate
+    run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
+    totals, sums, after, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
+    total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
+    after = {name: jnp.mean(x, axis=0) if _is_float(x) else x[0] for name, x in after.items()}
+    return total, sums, after, updated
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
 def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> dict[Path, Any]:
@@ -271,9 +298,11 @@ def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> dic
 
 def _shared(other: Other) -> Other:
     """State that devices computed from their own data (batch statistics) as its mean over the world."""
-    return {
-        name: lax.pmean(x, AXES) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in other.items()
-    }
+    return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in other.items()}
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _by_group(

@@ -27,14 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array
 
 from zerojax.belt import Belt, put_layer
+from zerojax.breadth import all_of, mapped_by, one_after_another, spread
 from zerojax.codec import Seed
+from zerojax.cotangents import inexact, with_float0
 from zerojax.layout import Leaf
 from zerojax.remat import rematerialised
 from zerojax.route import Route, Values
-from zerojax.unit import Body, Sharded, take_apart
+from zerojax.unit import Body, Sharded, refuse_mapped, take_apart
 
 
 def scan_units(
@@ -56,7 +57,22 @@ def scan_units(
     route, leaves, (sources, sinks, seeds) = take_apart(weights)
     copies = None if weights[0].copy is None else tuple(weight.copy for weight in weights)
     body = jax.named_scope("layer")(rematerialised(body, route.remat))
-    return _scan(route, leaves, body, sources, sinks, seeds, copies, x, state, shared)
+
+    def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
+        """Every layer for all micro-batches, one after another; each layer's state has them, too."""
+        *weights, x, state, shared = args
+        *weights_mapped, x_mapped, state_mapped, shared_mapped = mapped
+        refuse_mapped(weights_mapped)
+        x, state = spread(size, x_mapped, x), spread(size, state_mapped, state)
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+        turns = one_after_another(body, (all_of(x, True), all_of(state, True), shared_mapped))
+        out: Any = _scan(route, leaves, turns, *weights, x, state, shared)
+        x, state, copies = out
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+        return (x, state, copies), (all_of(x, True), all_of(state, True), all_of(copies, False))
+
+    run = mapped_by(in_breadth, functools.partial(_scan, route, leaves, body))
+    return run(sources, sinks, seeds, copies, x, state, shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -203,7 +219,7 @@ def _scan_bwd(
         _, x, state, _ = residual.args_res
         vjp = residual.replace(args_res=[whole, x, state, shared])
         grads, before, _, of_shared = vjp((cotangent, no_state))
-        return grads, before, _inexact(of_shared)
+        return grads, before, inexact(of_shared)
 
     # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
     sums = tuple(route.zero_sink(leaf) for leaf in leaves)
@@ -253,7 +269,7 @@ def _scan_bwd(
         of_shared = jax.tree.map(jnp.add, of_shared, more)
         load = belt.put(grads, 0, sent)
     sums = belt.drain(load, sums)
-    return None, sums, None, None, cotangent, None, _with_float0(of_shared, shared)
+    return None, sums, None, None, cotangent, None, with_float0(of_shared, shared)
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
@@ -281,20 +297,3 @@ def _zero_like_one(stacked: Any) -> Any:
     if stacked.dtype == jax.dtypes.float0:
         return np.zeros(stacked.shape[1:], jax.dtypes.float0)
     return jnp.zeros(stacked.shape[1:], stacked.dtype)
-
-
-def _inexact(cotangents: Any) -> list[Array]:
-    """The cotangents that are more than float0, which a loop can't carry."""
-    return [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0]
-
-
-def _with_float0(cotangents: list[Array], primals: Any) -> Any:
-    """Undo ``_inexact``: a cotangent for each of ``primals``."""
-    given = iter(cotangents)
-
-    def fill(primal: Array) -> Any:
-        if jnp.issubdtype(primal.dtype, jnp.inexact):
-            return next(given)
-        return np.zeros(primal.shape, jax.dtypes.float0)
-
-    return jax.tree.map(fill, primals)

@@ -88,11 +88,11 @@ class Program:
     def updating(self) -> tuple[Group, ...]:
         """Groups whose units bring delta's copies up to date on their way, beside the forward pass.
 
-        With several micro-batches a step, or copies sent whole from time to time, none does: it is done
+        With several passes a step, or copies sent whole from time to time, none does: it is done
         before the first forward pass.
         """
         zero = self.zero
-        if not zero.weights_delta or zero.accumulate > 1 or zero.delta_resync or self.world.nodes == 1:
+        if not zero.weights_delta or zero.passes > 1 or zero.delta_resync or self.world.nodes == 1:
             return ()
         return tuple(group for group in self.groups if group.unit in self.adapter.updating)
 
@@ -142,6 +142,11 @@ def build(
         for i, p in enumerate(adapter.parameters)
     )
     units = [p.unit for p in adapter.parameters]
+    if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
+        raise ZeroError(
+            'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
+            "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
+        )
     groups = tuple(_group(unit, leaves, units) for unit in dict.fromkeys(units))
     if zero.stage == 3 and all(unit is None for unit in units):
         warnings.warn(

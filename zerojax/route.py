@@ -83,7 +83,7 @@ class Route:
             sink=sink,
             compute_dtype=zero.compute_dtype,
             # One micro-batch's gradients are not added to anything before they are reduced.
-            grad_dtype=zero.compute_dtype if zero.accumulate == 1 else "float32",
+            grad_dtype=zero.compute_dtype if zero.passes == 1 else "float32",
             remat=zero.remat,
             way=Way(
                 "secondary" if sink == "secondary" else "primary",
@@ -166,7 +166,7 @@ def _apart(zero: ZeroConfig, keep: Level, sink: Level) -> bool:
     That wants one collective a hop. So not where the backward pass gathers from other nodes too, not with
     chunks, nor where to join gradients copies them at full size; and not where no micro-batch crosses nodes.
     """
-    crosses = sink == "primary" or not zero.weights_delta or zero.accumulate == 1
+    crosses = sink == "primary" or not zero.weights_delta or zero.passes == 1
     quantized = zero.grad_formats[0] not in RAW
     return crosses and keep == "secondary" and quantized and zero.grads_hops == 2 and zero.chunks == 1
 

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Num
 
+from zerojax.breadth import all_of, mapped_by, one_after_another
 from zerojax.codec import Seed
 from zerojax.errors import ZeroError
 from zerojax.layout import Leaf
@@ -99,7 +100,36 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
     """
     route, leaves, (sources, sinks, seed) = take_apart(weights)
     body = jax.named_scope("layer")(rematerialised(body, route.remat))
-    return _call(route, leaves, body, sources, sinks, seed, inputs)
+
+    def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
+        """For all micro-batches, one after another."""
+        del size
+        *weights_mapped, inputs_mapped = mapped
+        refuse_mapped(weights_mapped)
+        if not any(jax.tree.leaves(inputs_mapped)):
+            out = _call(route, leaves, body, *args)
+            return out, all_of(out, False)
+        out = _call(route, leaves, one_after_another(body, (inputs_mapped,)), *args)
+        return out, all_of(out, True)
+
+    run = mapped_by(in_breadth, functools.partial(_call, route, leaves, body))
+    return run(sources, sinks, seed, inputs)
+
+
+def refuse_mapped(weights: Any) -> None:
+    """Refuse to map a unit over its own weights in breadth.
+
+    Args:
+        weights: whether they are mapped: a pytree of bools.
+
+    Raises:
+        ZeroError: one is.
+    """
+    if any(jax.tree.leaves(weights)):
+        raise ZeroError(
+            "a unit is mapped over its own weights (by jax.vmap in the model?), which micro-batches in "
+            'breadth do not allow: set accumulate_order="depth".'
+        )
 
 
 def take_apart(

@@ -38,6 +38,10 @@ class ZeroConfig:
             attention's output, "none" only what fuses into its readers (element-wise operations, row
             sums, casts, layout changes): results of matmuls and kernels are kept.
         accumulate: micro-batches per optimizer step.
+        accumulate_order: "depth" runs each micro-batch through the whole model before the next; "breadth"
+            runs all of them through a unit before the next unit, so that weights are gathered and
+            gradients reduced once a step, beside compute. It keeps the activations of all micro-batches
+            for the backward pass, and needs units (``zerojax.breadth``).
         weights: format of the weight all-gather over ``node`` (qwZ, ZeRO++ section 3.1).
         weights_delta: keep the secondary copy across steps and send only what changed, once per
             optimizer step (needs ``hpz``).
@@ -66,6 +70,7 @@ class ZeroConfig:
     compute_dtype: str = "bfloat16"
     remat: Remat = "full"
     accumulate: int = 1
+    accumulate_order: Literal["depth", "breadth"] = "depth"
     weights: str | None = None
     weights_delta: bool = False
     delta_resync: int = 0
@@ -142,9 +147,14 @@ class ZeroConfig:
         return local or self.compute_format, node or self.compute_format
 
     @property
+    def passes(self) -> int:
+        """How often the units are run in a step, forward and backward, for one micro-batch or for all."""
+        return 1 if self.accumulate_order == "breadth" else self.accumulate
+
+    @property
     def node_hop_once(self) -> bool:
         """Whether gradients cross nodes after the last micro-batch instead of within each."""
-        return self.error_feedback or (self.grad_sync == "step" and self.accumulate > 1)
+        return self.error_feedback or (self.grad_sync == "step" and self.passes > 1)
 
     def wire_format_of(self, path: str, rank: int, wanted: str) -> str:
         """The format in which a leaf's weight or gradient travels where the config says ``wanted``.
@@ -185,6 +195,11 @@ class ZeroConfig:
                 f"hpz keeps a copy for the backward gather, and stage {self.stage} has no such gather: "
                 "use stage 3, or drop hpz."
             )
+        if self.accumulate_order == "breadth" and self.stage < 3:
+            raise ZeroError(
+                f'accumulate_order="breadth" gathers each unit once for all micro-batches, and stage '
+                f'{self.stage} gathers none: use stage 3, or "depth".'
+            )
         if self.grad_sync == "step" and self.stage < 2:
             raise ZeroError(f'stage {self.stage} always reduces once per step: leave grad_sync at "micro".')
 
@@ -223,6 +238,7 @@ class ZeroConfig:
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
+    "accumulate_order": ("depth", "breadth"),
     "compute_dtype": tuple(COMPUTE_FORMAT),
     "remat": ("full", "attention", "none"),
     "grads_hops": (1, 2),

@@ -42,6 +42,7 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
         ("delta", {}, True),
         ("delta", {"accumulate": 8}, False),  # nothing crosses nodes while a micro-batch is computed
         ("delta", {"accumulate": 8, "grad_sync": "micro"}, True),
+        ("delta", {"accumulate": 8, "accumulate_order": "breadth"}, True),
     ],
 )
 def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, apart):

@@ -86,9 +86,10 @@ def all_at_once(state: Any) -> dict[Any, np.ndarray]:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers):
+@pytest.mark.parametrize("order", [{}, {"accumulate": 2, "accumulate_order": "breadth"}], ids=str)
+def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, order):
     case = Case(functools.partial(make, run, layers), squared_error, (), regression_batch)
-    state = case.create(optax.adam(1e-2), nodes=2, local=2, **DELTA)
+    state = case.create(optax.adam(1e-2), nodes=2, local=2, **DELTA, **order)
     names = {group.unit for group in state.program.updating}
     assert names == {"first/block", "second/block"}
     for batch in case.batches(8, 3):

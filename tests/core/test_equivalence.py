@@ -41,6 +41,7 @@ def adamw() -> optax.GradientTransformation:
     )
 
 
+EXACT = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
 ADAM_WITHIN = {"losses_within": 1e-5, "params_within": 1e-3}
 
 
@@ -149,6 +150,30 @@ def test_decay_by_path_clip_and_schedule_exactly(name, mesh, stage, options):
     check(name, momentum_with_decay, mesh, stage=stage, **options)
 
 
+BREADTH = {"accumulate_order": "breadth"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("nnx", (2, 4), {"accumulate": 2}),
+        ("stack", (2, 4), {"accumulate": 3, "remat": "none"}),
+        ("stack", (3, 2), {"accumulate": 5, "hpz": True, "weights_delta": True}),
+        ("stack", (1, 5), {"accumulate": 2}),
+        ("linen", (4, 2), {"accumulate": 3}),
+        ("linen-scan", (3, 2), {"accumulate": 2}),
+        ("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}),
+        ("gpt-tied", (1, 1), {"accumulate": 4}),
+        ("awkward", (8, 1), {"accumulate": 2, "grad_sync": "step"}),
+        ("ragged", (2, 4), {"accumulate": 5}),
+    ],
+    ids=str,
+)
+def test_micro_batches_in_breadth(name, mesh, options):
+    exact = EXACT if options.get("weights_delta") else {}
+    check(name, momentum_with_decay, mesh, stage=3, **BREADTH, **exact, **options)
+
+
 @pytest.mark.parametrize(
     ("mesh", "stage", "options"),
     [
@@ -179,7 +204,6 @@ def test_metrics_are_means_over_tokens_and_the_global_norm():
 
 
 MATH_MESHES = ((1, 1), (1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (4, 3), (2, 1), (1, 2))
-EXACT = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
 ROUTES = (
     {"hpz": True},
     {"hpz": True, "chunks": 2},

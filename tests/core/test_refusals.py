@@ -31,6 +31,8 @@ def refused(message: str) -> Any:
         ({"compute_dtype": "float16"}, r"compute_dtype='float16' is not one of .*bfloat16"),
         ({"remat": "some"}, r"remat='some' is not one of .*attention"),
         ({"accumulate": 0}, r"accumulate=0 must be at least 1"),
+        ({"accumulate_order": "both"}, r"accumulate_order='both' is not one of .*breadth"),
+        ({"accumulate_order": "breadth", "stage": 2}, r"stage 2 gathers none: use stage 3, or \"depth\""),
         ({"chunks": 0}, r"chunks=0 must be at least 1"),
         ({"grads_hops": 3}, r"grads_hops=3 is not one of \(1, 2\)"),
         ({"grad_sync": "never"}, r"grad_sync='never' is not one of .*micro"),
@@ -293,6 +295,11 @@ def test_a_units_weight_read_outside_its_calls(read):
     state = create(functools.partial(ReadsWeights, read=read))
     with refused(r"'block/up/kernel' is sharded .* leave its class out of ZeroConfig\.units"):
         zerojax.lower_train_step(state, BATCH)
+
+
+def test_breadth_without_units():
+    with refused(r"no unit is named: name the model's block classes in ZeroConfig\.units"):
+        create(units=(), accumulate=2, accumulate_order="breadth")
 
 
 def test_one_big_unit_says_so_once():

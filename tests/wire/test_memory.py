@@ -119,6 +119,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_plan.py"
 PRESETS = ("zero3", "zero++", "delta")
 SIZES = (("gpt-tiny", 4), ("gpt2-124m", 4), ("gpt-350m", 2), ("gpt-1.3b", 2))
 FAST = ("zero3", "none", 4, "gpt-tiny", 4)
+IN_BREADTH = (
+    ("delta", "full", 4, "gpt-tiny", 4),
+    ("zero3", "full", 4, "gpt-350m", 2),
+    ("zero3", "none", 4, "gpt2-124m", 4),
+    ("zero++", "none", 4, "gpt-350m", 2),
+    ("delta", "full", 6, "gpt-1.3b", 2),
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +140,18 @@ def check_plan() -> Any:
     return module
 
 
-def compare(check_plan: Any, preset: str, remat: str, accumulate: int, config: str, sequences: int) -> None:
+def compare(
+    check_plan: Any,
+    preset: str,
+    remat: str,
+    accumulate: int,
+    config: str,
+    sequences: int,
+    order: str = "depth",
+) -> None:
+    case = check_plan.Case(config, preset, remat, accumulate, order, sequences, NODES, LOCAL)
     try:
-        found = check_plan.check(check_plan.Case(config, preset, remat, accumulate, sequences, NODES, LOCAL))
+        found = check_plan.check(case)
     except aot.CompilerMissingError as error:
         pytest.skip(str(error))
     assert found.memory[0] == pytest.approx(found.memory[1], rel=0.15)
@@ -156,4 +172,16 @@ def compare(check_plan: Any, preset: str, remat: str, accumulate: int, config: s
     ids=str,
 )
 def test_planned_memory_and_bytes_are_those_of_the_compiled_step(check_plan, case):
+    compare(check_plan, *case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param((*case, "breadth"), marks=() if case == IN_BREADTH[0] else pytest.mark.slow)
+        for case in IN_BREADTH
+    ],
+    ids=str,
+)
+def test_so_they_are_in_breadth(check_plan, case):
     compare(check_plan, *case)

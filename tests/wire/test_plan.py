@@ -29,6 +29,8 @@ SETTINGS = {
     "one hop": {"grads": ("int8", "int8"), "grads_hops": 1},
     "chunks": {"grads": ("int4", "int4"), "chunks": 2, "block_size": 64},
     "stage 2, one node hop": {"stage": 2, "accumulate": 2, "grad_sync": "step"},
+    "zero3 in breadth": {"accumulate": 2, "accumulate_order": "breadth"},
+    "delta in breadth": {"preset": "delta", "accumulate": 3, "accumulate_order": "breadth"},
 }
 
 
@@ -63,7 +65,9 @@ def test_they_agree_on_every_mesh(name, mesh):
 
 
 @pytest.mark.parametrize("style", ["listed", "linen"])
-@pytest.mark.parametrize("name", ["zero3", "zero++", "delta with accumulation", "stage 2"])
+@pytest.mark.parametrize(
+    "name", ["zero3", "zero++", "delta with accumulation", "delta in breadth", "stage 2"]
+)
 def test_they_agree_for_lists_of_blocks_and_for_linen(style, name):
     check(style, config(**SETTINGS[name]), 2, 4)
 

@@ -237,6 +237,9 @@ class ZeroSection:
         stage: ZeRO stage 0, 1, 2 or 3.
         compute_dtype: Dtype of the forward and backward pass, such as bfloat16 or float32.
         remat: What the backward pass computes again.
+        accumulate_order: Micro-batches one by one through the whole model ("depth"), or all through each
+            layer before the next ("breadth"): what is sent is sent once a step, beside compute, and
+            activations of all micro-batches are kept.
         weights: Wire format of the weights between nodes.
         weights_delta: Send the change of the weights instead of the weights.
         delta_resync: Steps between full-precision resynchronisations; 0 is never.
@@ -258,6 +261,7 @@ class ZeroSection:
     stage: int | None = None
     compute_dtype: str | None = None
     remat: Literal["full", "attention", "none"] | None = None
+    accumulate_order: Literal["depth", "breadth"] | None = None
     weights: Wire | None = None
     weights_delta: bool | None = None
     delta_resync: int | None = None

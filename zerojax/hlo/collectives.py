@@ -1,6 +1,7 @@
 """What a compiled program sends: every collective, how large, between whom and how often."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerojax.hlo.groups import Groups, parse_groups, parse_pairs
@@ -97,7 +98,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
             if op in _UNSUPPORTED:
                 raise HloError(f"{instruction.name}: {op} is not accounted for")
             if op in _OPS:
-                found += _split(visit, instruction, op, devices)
+                found += _split(program, visit, instruction, op, devices)
     return tuple(found)
 
 
@@ -108,12 +109,14 @@ def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...
     return tuple(i for c in callees(instruction) for i in program.computations[c].instructions)
 
 
-def _split(visit: Visit, instruction: Instruction, op: str, devices: int) -> list[Collective]:
+def _split(
+    program: Program, visit: Visit, instruction: Instruction, op: str, devices: int
+) -> list[Collective]:
     if visit.count is None:
         raise HloError(f"{instruction.name} is in a loop whose trip count XLA does not know")
     arrays, hides_behind, covers = instruction.arrays, 0, 0.0
     if visit.instruction.opcode.endswith("-start"):
-        done, hides_behind, covers = _done(visit.computation, visit.instruction)
+        done, hides_behind, covers = _done(program, visit.computation, visit.instruction)
         if instruction is visit.instruction:
             arrays = done.arrays
     if op == "collective-permute":
@@ -132,20 +135,29 @@ def _split(visit: Visit, instruction: Instruction, op: str, devices: int) -> lis
     ]  # fmt: skip
 
 
-def _done(computation: Computation, start: Instruction) -> tuple[Instruction, int, float]:
+def _done(program: Program, computation: Computation, start: Instruction) -> tuple[Instruction, int, float]:
     """The instruction that ends an asynchronous one, and how much compute stands between them.
 
-    Counted, and as a part of all matmuls of the computation.
+    Counted, and as a part of all matmuls of the computation; a loop is what its iterations are together.
     """
     position = computation.instructions.index(start)
     computes = matmuls = 0
     for later in computation.instructions[position + 1 :]:
         if start.name in later.operands and later.opcode.endswith("-done"):
-            every = sum(map(_is_matmul, computation.instructions))
+            every = sum(_count(program, i, _is_matmul) for i in computation.instructions)
             return later, computes, matmuls / every if every else 0.0
-        computes += later.opcode in _COMPUTES
-        matmuls += _is_matmul(later)
+        computes += _count(program, later, lambda i: i.opcode in _COMPUTES)
+        matmuls += _count(program, later, _is_matmul)
     raise HloError(f"{start.name} is not ended in the computation that starts it")
+
+
+def _count(program: Program, instruction: Instruction, kind: Callable[[Instruction], bool]) -> int:
+    """How many of a kind an instruction is or, as a loop, runs; once where its trip count is not known."""
+    if instruction.opcode != "while":
+        return int(kind(instruction))
+    body = program.computations[instruction.attribute(r"body=%?([\w.-]+)") or ""].instructions
+    trips = int(instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}') or 1)
+    return trips * sum(_count(program, inner, kind) for inner in body)
 
 
 def _is_matmul(instruction: Instruction) -> bool:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from zerojax.breadth import mapped_by
 from zerojax.errors import ZeroError
 from zerojax.models.attention import (
     RopeTable,
@@ -79,6 +80,14 @@ def _look_up_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def _look_up_in_breadth(size: int, mapped: tuple[bool, bool], table: Array, ids: Array) -> tuple[Array, bool]:
+    """All micro-batches' rows at once, so that there is one gradient of the table."""
+    table_mapped, ids_mapped = mapped
+    if table_mapped:
+        return jax.vmap(_look_up, in_axes=(0, 0 if ids_mapped else None), axis_size=size)(table, ids), True
+    return _look_up(table, ids), ids_mapped
 
 
 class Attention(nnx.Module):
@@ -203,9 +212,10 @@ class GPT(nnx.Module):
     ) -> tuple[Hidden, RopeTable | None]:
         """The residual stream's start, and the rotary table where positions are rotary."""
         c = self.config
-        x = _look_up(self.embed.embedding[...], tokens)
+        look_up = mapped_by(_look_up_in_breadth, _look_up)
+        x = look_up(self.embed.embedding[...], tokens)
         if c.positions == "learned":
-            return x + _look_up(self.position.embedding[...], positions + c.position_offset), None
+            return x + look_up(self.position.embedding[...], positions + c.position_offset), None
         return x, rope_table(positions, rope_frequencies(c))
 
     def hidden(

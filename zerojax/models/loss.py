@@ -1,6 +1,7 @@
 """Cross-entropy whose logits exist for one chunk of tokens at a time."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from zerojax.breadth import mapped_by, one_after_another, spread
 from zerojax.errors import ZeroError
 from zerojax.models.gpt import GPT, logits
 
@@ -56,7 +58,8 @@ def cross_entropy(
     vocabulary = len(unembedding)
     # On tensor cores GPT-2's 50257 columns take twice the time of 50304; the padding gets no probability.
     unembedding = jnp.pad(unembedding, ((0, -vocabulary % VOCABULARY_TILE), (0, 0)))
-    total: Array = _total_loss(vocabulary, *_in_chunks(hidden, labels, chunk), unembedding)
+    total_loss = mapped_by(partial(_in_breadth, vocabulary), partial(_total_loss, vocabulary))
+    total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
     count = jnp.sum(labels != IGNORE, dtype=jnp.float32)
     return total / jnp.maximum(count, 1), count
 
@@ -139,6 +142,45 @@ def _total_loss_backward(
 
 
 _total_loss.defvjp(_total_loss_forward, _total_loss_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total_loss_again(vocabulary: int, hidden: Array, labels: Array, unembedding: Array) -> Array:
+    """The same; the backward pass computes the logits again, so that no gradient waits for it."""
+    return _total_loss(vocabulary, hidden, labels, unembedding)
+
+
+def _total_loss_again_forward(vocabulary: int, *args: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _total_loss(vocabulary, *args), args
+
+
+def _total_loss_again_backward(
+    vocabulary: int, args: tuple[Array, ...], gradient: Array
+) -> tuple[Array, None, Array]:
+    _, residuals = _total_loss_forward(vocabulary, *args)
+    return _total_loss_backward(vocabulary, residuals, gradient)
+
+
+_total_loss_again.defvjp(_total_loss_again_forward, _total_loss_again_backward)
+
+
+def _in_breadth(
+    vocabulary: int, size: int, mapped: Any, hidden: Array, labels: Array, unembedding: Array
+) -> tuple[Array, bool]:
+    """Micro-batches one after another: gradients of the unembedding are summed, not kept side by side.
+
+    They could not be summed in the forward pass: by what each loss will be multiplied is not known there.
+    """
+    *rows_mapped, table_mapped = mapped
+    if table_mapped:
+        axes = [0 if own else None for own in mapped]
+        return jax.vmap(partial(_total_loss, vocabulary), in_axes=axes)(hidden, labels, unembedding), True
+    rows = spread(size, rows_mapped, [hidden, labels])
+
+    def loss(unembedding: Array, hidden: Array, labels: Array) -> Array:
+        return _total_loss_again(vocabulary, hidden, labels, unembedding)
+
+    return one_after_another(loss, (True, True))(unembedding, *rows), True
 
 
 def lm_loss(

@@ -121,11 +121,11 @@ def _weight_hops(program: Program, group: Group, leaf: Leaf, send: Send) -> Iter
         yield send("delta", "node", over_node, elements=shard)
         if zero.delta_resync:
             yield send("resync", "node", over_local, elements=shard, usual=False)
-    micro = zero.accumulate
-    yield from both("weights forward", micro, node=route.source == "primary")
+    passes = zero.passes
+    yield from both("weights forward", passes, node=route.source == "primary")
     if group.unit is not None:
         yield from both(
-            "weights backward", micro * _gathered_again(program, group), node=route.keep == "primary"
+            "weights backward", passes * _gathered_again(program, group), node=route.keep == "primary"
         )
 
 
@@ -138,12 +138,12 @@ def _gathered_again(program: Program, group: Group) -> float:
 def _gradient_hops(program: Program, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
     zero, route = program.zero, program.route
     first, second = leaf.grads
-    micro = 1 if route.sink == "full" else zero.accumulate
+    passes = 1 if route.sink == "full" else zero.passes
     if zero.grads_hops == 1:
-        yield send("gradients", "node+local", second, times=micro, elements=leaf.shard)
+        yield send("gradients", "node+local", second, times=passes, elements=leaf.shard)
     else:
-        once = 1 if route.sink == "secondary" else micro
-        yield send("gradients", "local", first, times=micro, elements=leaf.secondary)
+        once = 1 if route.sink == "secondary" else passes
+        yield send("gradients", "local", first, times=passes, elements=leaf.secondary)
         yield send("gradients", "node", second, times=once, elements=leaf.shard)
     if zero.stage == 0:
         yield send("gradients", "node", second, elements=leaf.shard)

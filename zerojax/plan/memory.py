@@ -155,7 +155,7 @@ def _in_backward(program: Program, work: Work | None) -> dict[str, int]:
         "weights": _gathered(program, 4 if _gathers_from_nodes_again(program) else 2),
         "weight gradients": _whole_gradients(program, rest=work is None),
         "wire": _payload(program),
-        "activations": work.kept + work.working + work.head if work else 0,
+        "activations": _at_work(program, work) + work.head if work else 0,
     }
 
 
@@ -168,7 +168,7 @@ def _in_loss(program: Program, work: Work) -> dict[str, int]:
     route = program.route
     early = route.sink != "primary"
     if program.zero.stage > 0 and route.sink != "full":
-        sets = (1 + early) if program.zero.accumulate > 1 else 0
+        sets = (1 + early) if program.zero.passes > 1 else 0
         gradients = sets * _sums_at_sink(program)
     else:
         gradients = 0
@@ -177,7 +177,7 @@ def _in_loss(program: Program, work: Work) -> dict[str, int]:
         "secondary": _hpz_copy(program),
         "weights": _gathered(program, 1),
         "weight gradients": _whole_gradients(program) if route.sink == "full" else 0,
-        "activations": work.kept + work.loss,
+        "activations": work.kept * _together(program) + _loss(program, work),
     }
 
 
@@ -191,6 +191,26 @@ def _at_end(program: Program, work: Work) -> dict[str, int]:
         "wire": _of_no_unit(program) if sharded else 0,
         "activations": work.tables,
     }
+
+
+def _together(program: Program) -> int:
+    """How many micro-batches go through a layer before the next layer."""
+    return program.zero.accumulate // program.zero.passes
+
+
+def _at_work(program: Program, work: Work) -> int:
+    """Activations while a layer's backward pass runs for one micro-batch."""
+    return work.kept * _together(program) + work.working + _others(program, work)
+
+
+def _loss(program: Program, work: Work) -> int:
+    """Activations while one micro-batch's loss is computed; in breadth tables are summed over all of them."""
+    return work.loss + (work.tables + _others(program, work) if _together(program) > 1 else 0)
+
+
+def _others(program: Program, work: Work) -> int:
+    """What goes from layer to layer of the micro-batches that are not at work: it comes, and it goes on."""
+    return 2 * (_together(program) - 1) * work.stream
 
 
 def _bytes(tree: Any) -> int:
@@ -215,7 +235,7 @@ def _gradients(program: Program) -> int:
     """Sums at the sink, and a second set of them while micro-batches are added up."""
     if program.zero.stage == 0:
         return 0  # they take the place of the gradients that they are made of
-    twice = program.zero.accumulate > 1 and program.route.sink != "full"
+    twice = program.zero.passes > 1 and program.route.sink != "full"
     return _sums_at_sink(program) * (2 if twice else 1)
 
 
@@ -256,7 +276,7 @@ def _whole_gradients(program: Program, *, rest: bool = True) -> int:
     if program.route.sink == "full":
         item = jnp.dtype(program.route.grad_dtype).itemsize
         every = sum(leaf.count * item for leaf in program.leaves)
-        return every * (2 if program.zero.accumulate > 1 else 1)
+        return every * (2 if program.zero.passes > 1 else 1)
     outside = _of_no_unit(program) if rest else 0
     if all(leaf.grads[0].raw for leaf in program.leaves):
         return outside + sum(_largest_units(program, _weight_bytes, 1))

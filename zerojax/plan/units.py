@@ -54,7 +54,8 @@ def settings_of(program: Program) -> Iterator[str]:
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
     yield f"stage {zero.stage} on {world.nodes} x {world.local} devices; sharded: {sharded[zero.stage]}"
     if zero.accumulate > 1:
-        yield f"{zero.accumulate} micro-batches per step"
+        breadth = zero.accumulate_order == "breadth"
+        yield f"{zero.accumulate} micro-batches per step{', all through a unit before the next' * breadth}"
     if zero.weights_delta:
         resync = f", whole every {zero.delta_resync} steps" if zero.delta_resync else ""
         yield f"weights between nodes: what changed, in {zero.weight_formats[0]}, once per step{resync}"

@@ -43,6 +43,7 @@ class Work:
         forward: FLOPs executed in the forward pass, the head's with both its gradients included.
         backward: FLOPs executed in the backward pass of the blocks, what is computed again included.
         model_flops: what the MFU counts (PaLM's convention: nothing twice, attention as a full square).
+        stream: bytes of what goes from one layer to the next.
         kept: bytes of activations that wait for the backward pass, of all layers.
         working: bytes of activations while one layer's backward pass runs.
         loss: bytes while the loss is computed.
@@ -54,6 +55,7 @@ class Work:
     forward: float
     backward: float
     model_flops: float
+    stream: int
     kept: int
     working: int
     loss: int
@@ -103,6 +105,7 @@ def decoder_work(
         forward=(matrices + attention) / 3 + (unembedding if head else 0),
         backward=2 * (matrices + attention) / 3 + again,
         model_flops=model_flops - (0 if head else unembedding),
+        stream=tokens * c.d_model * item,
         kept=kept,
         working=round(tokens * (item * _working_width(c, remat) + own)),
         **(_head_bytes(c, tokens, item) if head else _distance_bytes(c, tokens, item)),
