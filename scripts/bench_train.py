@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qgz": {"preset": "zero3", "grads": ("int4", "int4")},
     "zero++": {"preset": "zero++"},
     "delta": {"preset": "delta"},
+    "delta-int8": {"preset": "delta", "grads": ("int8", "int8")},
     "zero3-x8": {"preset": "zero3", "accumulate": 8},
     "zero++-x8": {"preset": "zero++", "accumulate": 8},
     "delta-x8": {"preset": "delta", "accumulate": 8},
