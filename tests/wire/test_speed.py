@@ -49,6 +49,12 @@ MEASURED = {
     (2, 4, 1, "full", "zero++"): 782.8,
     (2, 4, 1, "full", "delta"): 534.0,
 }
+# Order, remat: milliseconds and GiB of delta on 2 x 2 over 10 Gb/s, a sequence a micro-batch.
+EIGHT_MICRO_BATCHES = {
+    ("depth", "none"): (926.0, None),
+    ("breadth", "none"): (581.9, 21.9),
+    ("breadth", "full"): (593.7, 8.3),
+}
 PEAK_GIB = {
     (4, "none", "zero3"): 12.8,
     (4, "none", "zero++"): 13.2,
@@ -86,9 +92,9 @@ def program():
 
 
 def predicted(
-    program, nodes, local, sequences, remat, preset, config=CONFIG, **cluster
+    program, nodes, local, sequences, remat, preset, config=CONFIG, micro=None, **cluster
 ) -> tuple[StepTime, Work, float]:
-    zero = zerojax.ZeroConfig.preset(preset, remat=remat)
+    zero = zerojax.ZeroConfig.preset(preset, remat=remat, **(micro or {}))
     there = on_world(program, World(nodes, local), zero)
     work = decoder_work(
         config, remat=remat, dtype="bfloat16", sequences=sequences, length=config.max_seq_len, head=False
@@ -103,6 +109,17 @@ def predicted(
 def test_steps_are_within_15_percent_of_measured_ones(program, case):
     step, _, _ = predicted(program, *case)
     assert 1e3 * step.seconds == pytest.approx(MEASURED[case], rel=0.15)
+
+
+@pytest.mark.parametrize("case", EIGHT_MICRO_BATCHES, ids=str)
+def test_so_they_are_with_micro_batches(program, case):
+    order, remat = case
+    milliseconds, peak_gib = EIGHT_MICRO_BATCHES[case]
+    micro = {"accumulate": 8, "accumulate_order": order}
+    step, _, memory = predicted(program, 2, 2, 1, remat, "delta", micro=micro)
+    assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.15)
+    if peak_gib is not None:
+        assert memory / 2**30 == pytest.approx(peak_gib, rel=0.15)
 
 
 @pytest.mark.parametrize("case", PEAK_GIB, ids=str)

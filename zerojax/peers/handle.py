@@ -69,6 +69,7 @@ class Peers:
 
     def close(self) -> None:
         """Hang up and end the thread."""
+        self._do(self._member.close_way_to_jax())
         self._do(_cancel_all())
         self._do(self._member.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

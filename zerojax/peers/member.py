@@ -98,10 +98,13 @@ class Member:
         self._way = await asyncio.start_server(accept, "127.0.0.1", 0)
         return self._way.sockets[0].getsockname()[1]
 
-    async def close(self) -> None:
-        """Hang up."""
+    async def close_way_to_jax(self) -> None:
+        """Accept no more connections of JAX's client, which comes again when one ends."""
         if self._way is not None:
             self._way.close()
+
+    async def close(self) -> None:
+        """Hang up."""
         if self._writer is not None:
             self._writer.close()
             with suppress(OSError):

@@ -16,7 +16,8 @@ from zerojax.program import Program
 from zerojax.zero import PRESETS, ZeroConfig
 
 AS_CONFIGURED = "as configured"
-EXACT = ("stage 1", "stage 2", "zero3")
+IN_BREADTH = "{} in breadth"
+EXACT = ("stage 1", "stage 2", "zero3", IN_BREADTH.format("zero3"))
 _MOST_SEQUENCES = 1 << 14
 _MOST_NODES = 1 << 12
 _WORTH_IT = 1.03
@@ -27,7 +28,8 @@ class Forecast:
     """One way of sharding on the cluster.
 
     Attributes:
-        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured".
+        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; of several micro-batches
+            also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``).
         memory: of one device at a step's fullest moment.
         fits: whether the GPU has it.
         hops: what is sent.
@@ -142,6 +144,8 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
     }
     for name in PRESETS:
         yield name, ZeroConfig.preset(name, **kept)
+        if own.accumulate > 1:
+            yield IN_BREADTH.format(name), ZeroConfig.preset(name, accumulate_order="breadth", **kept)
     for stage in (1, 2):
         yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
 
