@@ -37,8 +37,8 @@ from zerojax.plan.work import decoder_work
 from zerojax.program import Program
 
 UNTHROTTLED = bytes_per_second("400gbit")
-Cells = dict[tuple[str, int, str, str], tuple[float, float]]
-"""(model, tokens, rate, variant) -> tokens/s of one GPU, measured and predicted."""
+Cells = dict[tuple[str, int, str, str], tuple[float, float | None]]
+"""(model, tokens, rate, variant) -> tokens/s of one GPU, measured and, of what the planner knows, predicted."""
 
 
 def main() -> None:
@@ -62,7 +62,8 @@ def main() -> None:
             find_gpu(options.gpu),
             min(bytes_per_second(rate), UNTHROTTLED),
         )
-        expected = predict(model, tokens, variant, cluster)
+        known = variant in bench_train.VARIANTS
+        expected = predict(model, tokens, variant, cluster) if known else None
         cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
     print(table(cells))
     if options.picture:
@@ -111,9 +112,16 @@ def table(cells: Cells) -> str:
     for model in names(cells, 0):
         for tokens in names(cells, 1):
             found = (cells.get((model, tokens, *column)) for column in columns)
-            texts = ("-" if cell is None else f"{cell[0] / 1e3:.3g} ({cell[1] / 1e3:.3g})" for cell in found)
-            lines.append(f"| {model} | {tokens} | " + " | ".join(texts) + " |")
+            lines.append(f"| {model} | {tokens} | " + " | ".join(map(in_thousands, found)) + " |")
     return "\n".join(lines)
+
+
+def in_thousands(cell: tuple[float, float | None] | None) -> str:
+    """A cell of the table."""
+    if cell is None:
+        return "-"
+    measured, expected = cell
+    return f"{measured / 1e3:.3g}" + ("" if expected is None else f" ({expected / 1e3:.3g})")
 
 
 def in_words(rate: str) -> str:
@@ -133,8 +141,9 @@ def draw(cells: Cells, path: Path) -> None:
             keys = {t: (model, t, links[link], variant) for t in tokens}
             found = {t: cells[key] for t, key in keys.items() if key in cells}
             yield Curve(variant, [(t, measured) for t, (measured, _) in found.items()], f"C{number}")
-            points = [(t, expected) for t, (_, expected) in found.items()]
-            yield Curve(f"{variant}, predicted", points, f"C{number}", "--")
+            points = [(t, expected) for t, (_, expected) in found.items() if expected is not None]
+            if points:
+                yield Curve(f"{variant}, predicted", points, f"C{number}", "--")
 
     draw_panels(path, models, list(links), curves, tokens=tokens)
 
