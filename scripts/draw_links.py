@@ -38,7 +38,7 @@ from zerojax.program import Program
 
 UNTHROTTLED = bytes_per_second("400gbit")
 Cells = dict[tuple[str, int, str, str], tuple[float, float | None]]
-"""(model, tokens, rate, variant) -> tokens/s of one GPU, measured and, of what the planner knows, predicted."""
+"""(model, tokens, rate, variant) -> tokens/s of one GPU: measured, and predicted if the planner knows it."""
 
 
 def main() -> None:
