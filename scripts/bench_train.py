@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero++-x8": {"preset": "zero++", "accumulate": 8},
     "delta-x8": {"preset": "delta", "accumulate": 8},
     "zero3-breadth-x8": {"preset": "zero3", "accumulate": 8, "accumulate_order": "breadth"},
+    "zero++-breadth-x8": {"preset": "zero++", "accumulate": 8, "accumulate_order": "breadth"},
     "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
 }
 GSPMD = "gspmd"
