@@ -49,11 +49,16 @@ MEASURED = {
     (2, 4, 1, "full", "zero++"): 782.8,
     (2, 4, 1, "full", "delta"): 534.0,
 }
-# Order, remat: milliseconds and GiB of delta on 2 x 2 over 10 Gb/s, a sequence a micro-batch.
+# Nodes, local, remat, preset, order: milliseconds and GiB over 10 Gb/s, a sequence a micro-batch.
 EIGHT_MICRO_BATCHES = {
-    ("depth", "none"): (926.0, None),
-    ("breadth", "none"): (581.9, 21.9),
-    ("breadth", "full"): (593.7, 8.3),
+    (2, 2, "none", "delta", "depth"): (926.0, None),
+    (2, 2, "none", "delta", "breadth"): (581.9, 21.9),
+    (2, 2, "full", "delta", "breadth"): (593.7, 8.3),
+    (2, 1, "full", "delta", "depth"): (900.7, 20.0),
+    (2, 1, "full", "delta", "breadth"): (558.8, 13.9),
+    (2, 1, "full", "zero++", "depth"): (6614, None),
+    (2, 1, "full", "zero++", "breadth"): (801.9, None),
+    (2, 1, "full", "zero3", "breadth"): (3283, None),
 }
 PEAK_GIB = {
     (4, "none", "zero3"): 12.8,
@@ -113,10 +118,10 @@ def test_steps_are_within_15_percent_of_measured_ones(program, case):
 
 @pytest.mark.parametrize("case", EIGHT_MICRO_BATCHES, ids=str)
 def test_so_they_are_with_micro_batches(program, case):
-    order, remat = case
+    nodes, local, remat, preset, order = case
     milliseconds, peak_gib = EIGHT_MICRO_BATCHES[case]
     micro = {"accumulate": 8, "accumulate_order": order}
-    step, _, memory = predicted(program, 2, 2, 1, remat, "delta", micro=micro)
+    step, _, memory = predicted(program, nodes, local, 1, remat, preset, micro=micro)
     assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.15)
     if peak_gib is not None:
         assert memory / 2**30 == pytest.approx(peak_gib, rel=0.15)
