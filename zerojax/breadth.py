@@ -95,8 +95,8 @@ def one_after_another(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Call
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cotangents)
 
         def one(sums: Any, given: Any) -> tuple[Any, list[Array]]:
-            # One iteration begins when the one before it is done: the two of a double-buffered loop, free to run
-            # side by side, took 2% more memory in zero3 with nothing recomputed.
+            # One iteration begins when the one before it is done: the two of a double-buffered loop, free to
+            # run side by side, took 2% more memory in zero3 with nothing recomputed.
             sums, (own, vjp, cotangent) = lax.optimization_barrier((sums, given))
             held = vjp.replace(args_res=[weights, *join(own, common)])
             of_weights, *of_args = held(with_float0(cotangent, of_one))
