@@ -28,10 +28,9 @@ def program():
     return build(MeshSection(nodes=2, local=1))
 
 
-def build(mesh, **zero):
-    config = RunConfig(
-        train=TrainSection(sequence_length=LENGTH), model=MODEL, zero=ZeroSection(**zero), mesh=mesh
-    )
+def build(mesh, accumulate=1, **zero):
+    train = TrainSection(sequence_length=LENGTH, accumulate=accumulate)
+    config = RunConfig(train=train, model=MODEL, zero=ZeroSection(**zero), mesh=mesh)
     return abstract_run(config)[0].program
 
 
@@ -63,6 +62,17 @@ def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(progr
     assert slow.advice.startswith("Take delta: its step waits")
     assert by_name(fast)["zero3"].time.seconds < 0.2 * times["zero3"]
     assert "it is exact" in fast.advice
+
+
+def test_micro_batches_are_foreseen_in_both_orders():
+    found = outlook(build(MeshSection(nodes=2, local=1), accumulate=4))
+    ways = by_name(found)
+    for preset in ("zero3", "zero++", "delta"):
+        depth, breadth = ways[preset], ways[f"{preset} in breadth"]
+        assert breadth.time.seconds < 0.8 * depth.time.seconds
+        assert breadth.memory.kinds["activations"] > 2 * depth.memory.kinds["activations"]
+    assert ways["zero3"].time.node == pytest.approx(4 * ways["zero3 in breadth"].time.node)
+    assert found.advice.startswith('Take delta in breadth (zero.accumulate_order = "breadth"): its step')
 
 
 def test_bytes_over_bandwidth_bound_the_step(program):

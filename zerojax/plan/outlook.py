@@ -216,7 +216,8 @@ def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int)
             reason += f", that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
         else:
             reason += ", and no exact way fits"
-    advice = f"Take {chosen.name}: {reason}."
+    setting = ' (zero.accumulate_order = "breadth")' if chosen.name.endswith(IN_BREADTH.format("")) else ""
+    advice = f"Take {chosen.name}{setting}: {reason}."
     if chosen.largest > sequences:
         advice += (
             f" With {chosen.largest} sequences a device, the most that fit, its MFU would be "
