@@ -85,8 +85,11 @@ def all_at_once(state: Any) -> dict[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("order", [{}, {"accumulate": 2, "accumulate_order": "breadth"}], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "order"),
+    [(1, {}), (3, {}), (3, {"accumulate": 2, "accumulate_order": "breadth"})],
+    ids=str,
+)
 def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, order):
     case = Case(functools.partial(make, run, layers), squared_error, (), regression_batch)
     state = case.create(optax.adam(1e-2), nodes=2, local=2, **DELTA, **order)
