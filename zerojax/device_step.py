@@ -252,8 +252,8 @@ def _forward(
     sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
     if TOKENS in aux:
         sums[TOKENS] = count
-    updating = {path for path, weight in placed.items() if getattr(weight, "copy", None) is not None}
-    updated = {path: copy for path, copy in bound.updated().items() if path in updating}
+    units = {path: weight for path, weight in placed.items() if isinstance(weight, Sharded)}
+    updated = {path: copy for path, copy in bound.updated().items() if units[path].copy is not None}
     return total, jax.tree.map(lax.stop_gradient, sums), bound.other(), updated
 
 

@@ -14,6 +14,7 @@ from zerojax.hlo.text import (
     Visit,
     callees,
     parse,
+    trip_count,
     walk,
 )
 
@@ -156,8 +157,8 @@ def _count(program: Program, instruction: Instruction, kind: Callable[[Instructi
     if instruction.opcode != "while":
         return int(kind(instruction))
     body = program.computations[instruction.attribute(r"body=%?([\w.-]+)") or ""].instructions
-    trips = int(instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}') or 1)
-    return trips * sum(_count(program, inner, kind) for inner in body)
+    trips = trip_count(instruction)
+    return (1 if trips is None else trips) * sum(_count(program, inner, kind) for inner in body)
 
 
 def _is_matmul(instruction: Instruction) -> bool:

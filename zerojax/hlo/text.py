@@ -162,8 +162,8 @@ def _walk(
         inner, looping, branching = count, in_loop, conditional
         match instruction.opcode:
             case "while":
-                trips = _TRIPS.search(instruction.attributes)
-                inner = count * int(trips[1]) if trips and count is not None else None
+                trips = trip_count(instruction)
+                inner = None if trips is None or count is None else count * trips
                 looping = True
             case "conditional":
                 branching = True
@@ -173,6 +173,12 @@ def _walk(
                 continue
         for callee in callees(instruction):
             yield from _walk(program, callee, inner, in_loop=looping, conditional=branching)
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often a ``while`` runs its body, where XLA knows."""
+    trips = _TRIPS.search(loop.attributes)
+    return int(trips[1]) if trips else None
 
 
 def callees(instruction: Instruction) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from zerojax.program import Program
 from zerojax.zero import PRESETS, ZeroConfig
 
 AS_CONFIGURED = "as configured"
-IN_BREADTH = "{} in breadth"
-EXACT = ("stage 1", "stage 2", "zero3", IN_BREADTH.format("zero3"))
+IN_BREADTH = " in breadth"
+EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
 _MOST_SEQUENCES = 1 << 14
 _MOST_NODES = 1 << 12
 _WORTH_IT = 1.03
@@ -145,7 +145,7 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
     for name in PRESETS:
         yield name, ZeroConfig.preset(name, **kept)
         if own.accumulate > 1:
-            yield IN_BREADTH.format(name), ZeroConfig.preset(name, accumulate_order="breadth", **kept)
+            yield name + IN_BREADTH, ZeroConfig.preset(name, accumulate_order="breadth", **kept)
     for stage in (1, 2):
         yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
 
@@ -216,7 +216,7 @@ def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int)
             reason += f", that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
         else:
             reason += ", and no exact way fits"
-    setting = ' (zero.accumulate_order = "breadth")' if chosen.name.endswith(IN_BREADTH.format("")) else ""
+    setting = ' (zero.accumulate_order = "breadth")' if chosen.name.endswith(IN_BREADTH) else ""
     advice = f"Take {chosen.name}{setting}: {reason}."
     if chosen.largest > sequences:
         advice += (
