@@ -17,7 +17,7 @@ SHOW = """
 import os, sys
 print(*sys.argv[1:], os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"].split()[-1])
 """
-JOIN = """
+JOIN = r"""
 import sys
 from zerojax import distributed
 coordinator, rank, count = sys.argv[-5], int(sys.argv[-3]), int(sys.argv[-1])
@@ -25,7 +25,8 @@ with distributed.joined(coordinator, rank, count):
     import jax
     from jax.experimental import multihost_utils
     total = multihost_utils.process_allgather(jax.numpy.array([rank + 1.0])).sum()
-    print("total", float(total), "devices", jax.device_count())
+    # In one write: Gloo prints to the same pipe.
+    sys.stdout.write(f"total {float(total)} devices {jax.device_count()}\n")
 """
 
 

@@ -1,14 +1,16 @@
 """The command line: help, errors and exit codes, and whole runs in processes of their own."""
 
 import os
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from environment import zerojax
+from environment import for_programs, zerojax
 from program.micro_run import micro_config
 
-from zerojax.cli import COMMANDS, main
+from zerojax.cli import COMMANDS, main, version
 from zerojax.cli.cluster import emulate_devices
 from zerojax.cli.on_config import Options, parse
 from zerojax.config import MeshSection, RunConfig, dump_config
@@ -131,6 +133,14 @@ def test_wrong_use(
     assert code == 2
     assert message in " ".join(seen.split())
     assert "Traceback" not in seen
+
+
+def test_a_line_leaves_in_one_write() -> None:
+    reader, writer = os.pipe2(os.O_DIRECT)  # what is written at once is read at once, and no more
+    command = [sys.executable, "-u", "-m", "zerojax", "--version"]
+    with open(reader, "rb", buffering=0) as pipe, open(writer, "wb") as target:
+        subprocess.run(command, check=True, env=for_programs(), stdout=target)
+        assert pipe.read(1000) == f"zerojax {version()}\n".encode()
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run was lost (`zerojax.peers` ends this one then); 75 when a run was asked to
         stop, saved, and can go on; 130 when interrupted without saving.
     """
+    if arguments is None:
+        _write_whole_lines()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_usage())
@@ -75,6 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     return EXIT_OK
+
+
+def _write_whole_lines() -> None:
+    """Let every line leave at once and in one write.
+
+    XLA and Gloo write to the same pipe from C++, and would come between the parts of a line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def report(error: BaseException) -> tuple[int, str]:

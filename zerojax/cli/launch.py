@@ -88,7 +88,7 @@ def _tasks(job: Job, nodes: int) -> list[supervise.Task]:
                 *job.program, *command, *mesh, *options, "--coordinator", coordinator,
                 "--process-id", str(rank), "--num-processes", str(nodes),
             ],
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | share,
+            env=os.environ | share,
         )
         for rank, share in enumerate(shares)
     ]  # fmt: skip
