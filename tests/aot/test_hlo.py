@@ -159,6 +159,27 @@ def test_overlap_is_seen(compile_spmd):
     assert exposed.hides_behind == 0
 
 
+def test_a_matmul_that_writes_into_a_slice_counts(compile_spmd):
+    """A gather beside the product of each iteration, which goes straight into its place in a stack."""
+    layers, width = 4, 2048
+
+    def stacked(x, a):
+        def layer(i, carry):
+            stack, x = carry
+            stack = jax.lax.dynamic_update_index_in_dim(stack, a @ a.T, i, 0)
+            wide = jax.lax.all_gather(x, "node", tiled=True)
+            return stack, jnp.sin(wide[: x.size])
+
+        return jax.lax.fori_loop(0, layers, layer, (jax.lax.empty((layers, width, width), a.dtype), x))
+
+    shapes = (((1 << 22) * WORLD,), jnp.float32), ((width * WORLD, width), jnp.bfloat16)
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    compiled = compile_spmd(stacked, *shapes, nodes=NODES, local=LOCAL, **options)
+    assert "dynamic_slice_fusion" in compiled.as_text()
+    (gather,) = found(compiled, "all-gather")
+    assert gather.covers == 1
+
+
 def test_movements_are_told_from_compute(compile_spmd):
     """Each layer's weight is sliced out of the stack (a copy); the tanh of a slice is compute."""
     layers, width = 6, 1024

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from zerojax.hlo.groups import Groups, parse_groups, parse_pairs
 from zerojax.hlo.text import (
@@ -104,7 +105,10 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 
 def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...]:
-    """What an instruction executes: itself, or what it wraps (collectives over NVLink may be fused)."""
+    """What an instruction executes: itself, or what it wraps.
+
+    Collectives over NVLink may be fused, and matmuls with the slices that they read and write.
+    """
     if instruction.opcode not in WRAPPERS:
         return (instruction,)
     return tuple(i for c in callees(instruction) for i in program.computations[c].instructions)
@@ -141,14 +145,15 @@ def _done(program: Program, computation: Computation, start: Instruction) -> tup
 
     Counted, and as a part of all matmuls of the computation; a loop is what its iterations are together.
     """
+    has_matmul = partial(_has_matmul, program)
     position = computation.instructions.index(start)
     computes = matmuls = 0
     for later in computation.instructions[position + 1 :]:
         if start.name in later.operands and later.opcode.endswith("-done"):
-            every = sum(_count(program, i, _is_matmul) for i in computation.instructions)
+            every = sum(_count(program, i, has_matmul) for i in computation.instructions)
             return later, computes, matmuls / every if every else 0.0
         computes += _count(program, later, lambda i: i.opcode in _COMPUTES)
-        matmuls += _count(program, later, _is_matmul)
+        matmuls += _count(program, later, has_matmul)
     raise HloError(f"{start.name} is not ended in the computation that starts it")
 
 
@@ -161,9 +166,10 @@ def _count(program: Program, instruction: Instruction, kind: Callable[[Instructi
     return (1 if trips is None else trips) * sum(_count(program, inner, kind) for inner in body)
 
 
-def _is_matmul(instruction: Instruction) -> bool:
-    return instruction.opcode == "dot" or (
-        instruction.opcode == "custom-call" and "cublas" in instruction.attributes
+def _has_matmul(program: Program, instruction: Instruction) -> bool:
+    return any(
+        part.opcode == "dot" or (part.opcode == "custom-call" and "cublas" in part.attributes)
+        for part in _parts(program, instruction)
     )
 
 
