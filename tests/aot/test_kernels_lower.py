@@ -23,7 +23,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "what", [["tests/kernels/test_lowering.py"], ["tests/aot/test_train_step.py", "-k", "zero++"]]
+    "what",
+    [["tests/kernels/test_lowering.py"], ["tests/aot/test_train_step.py", "-m", "slow", "-k", "zero++"]],
 )
 def test_with_the_cuda_plugin(request, what):
     path = os.pathsep.join([str(aot.compiler_dir()), os.environ.get("PYTHONPATH", "")])

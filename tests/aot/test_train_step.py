@@ -44,7 +44,8 @@ def loss_fn(model, batch):
     ("preset", "nodes", "local", "dtypes"),
     [
         pytest.param("zero3", 2, 4, {"bf16"}, marks=pytest.mark.slow),
-        ("zero++", 2, 4, {"u8"}),
+        # Run by test_kernels_lower.py every time, with the Triton kernels in it.
+        pytest.param("zero++", 2, 4, {"u8"}, marks=pytest.mark.slow),
         ("delta", 2, 4, {"u8"}),
         pytest.param("delta", 64, 8, {"u8"}, marks=pytest.mark.slow),
     ],
