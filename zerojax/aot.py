@@ -29,7 +29,7 @@ from jax.experimental import topologies
 
 #: What to compile with where no GPU can time a kernel. The autotuner would only guess, in half of the
 #: compile time, and guess at Triton split-K matmuls, whose fp32 partial sums inflate the temporary
-#: memory; cuBLAS is what it picks on a Hopper GPU for most large bf16 products.
+#: memory; training steps do without Triton's matmuls on GPUs, too (`zerojax.xla`).
 COMPILER_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
