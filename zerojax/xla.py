@@ -29,7 +29,7 @@ GPU_OPTIONS: dict[str, Any] = {
     # What a loop stacks, layer by layer, starts as memory that nobody has written, for every slot will be.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
     # Matmuls by cuBLAS. Timed alone for a moment, as the compiler does, Triton's are as fast; within a step,
-    # where the chip's power is the limit, a step with them takes 1 to 2% longer. And what is compiled for
+    # where the chip's power is the limit, a step with them takes up to 2% longer. And what is compiled for
     # GPUs that are not there (`zerojax.aot`) is then what runs.
     "xla_gpu_enable_triton_gemm": False,
     # One collective per unit and hop, in buffers of their own: fewer launches, and nothing is joined.
