@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a command on every node of a cluster emulated on this machine.
 
-    sudo scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
+    sudo env PATH="$PATH" scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         zerojax train configs/gpt-tiny.toml
 
 Each node is a network namespace with a full-duplex link of the given rate to a common switch, its
