@@ -21,6 +21,11 @@ def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
 
 
+def test_what_is_compiled_without_a_gpu_runs_but_for_tuning():
+    other = {name for name, value in aot.COMPILER_OPTIONS.items() if GPU_OPTIONS.get(name) != value}
+    assert other == {"xla_gpu_autotune_level"}
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
 def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, monkeypatch, before, after):
     cuda_mesh(2, 4)  # skips without a compiler
