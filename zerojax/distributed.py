@@ -5,15 +5,29 @@ import os
 import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 from jax._src.clusters import ClusterEnv  # JAX offers its detection of clusters to `initialize` only
 
 from zerojax import peers
 from zerojax.devices import visible_gpus
-from zerojax.errors import RunError, Stopped, ZeroError, show_traceback
+from zerojax.errors import JobError, RunError, Stopped, ZeroError, show_traceback
+from zerojax.peers.handshake import SHORTEST, VARIABLE
+
+# The environment variable that allows a job without a token on other interfaces than the loopback one.
+_INSECURE = "ZEROJAX_INSECURE"
+
+_HOW = (
+    f"give all processes the same {VARIABLE}, such as the output of `openssl rand -hex 32`; or --insecure "
+    f"({_INSECURE}=1), on a network where nobody else is"
+)
+
+# A Unix socket's path has 108 bytes at most.
+_LONGEST_FOLDER = 70
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 
@@ -29,6 +43,8 @@ def joined(
     *,
     facts: Mapping[str, str] | None = None,
     bind_address: str | None = None,
+    token: str | None = None,
+    insecure: bool = False,
     join_timeout: float = 300.0,
     peer_timeout: float = 60.0,
     report: Callable[[BaseException], tuple[int, str]] = show_traceback,
@@ -51,8 +67,11 @@ def joined(
         num_processes: of the whole job.
         facts: what has to be the same in all processes, by name, such as the settings.
         bind_address: "address:port" on which process 0 listens, of one interface or "[::]:port" for
-            all; by default ``JAX_COORDINATOR_BIND_ADDRESS``, else the coordinator's own address. Anybody
-            who can reach it can join the job.
+            all; by default ``JAX_COORDINATOR_BIND_ADDRESS``, else the coordinator's own address.
+        token: a secret of this job, the same in all processes, which prove to each other that they know it
+            and never send it; by default ``ZEROJAX_JOB_TOKEN``.
+        insecure: without a token, do listen where others than this host's users can reach process 0, and
+            let anybody who does join the job; by default ``ZEROJAX_INSECURE``.
         join_timeout: seconds to wait for the others.
         peer_timeout: seconds of silence after which a process counts as dead and the job ends.
         report: prints what the block raised; gives the exit code, and a line for the other processes.
@@ -62,14 +81,15 @@ def joined(
 
     Raises:
         ZeroError: some of the three are given and others are not, they are out of range, process 0 would
-            listen where the others cannot reach it, or the facts differ.
+            listen where the others cannot reach it or, without a token, where anybody can, it may not have
+            as many open files as the processes take, or the tokens or facts differ.
         JobError: process 0 cannot listen, or the others did not come in time.
     """
     found = _given(coordinator, process_id, num_processes) or _detected()
     if found is None or found[2] == 1:
         yield None
         return
-    others = _join(*found, facts or {}, bind_address, join_timeout, peer_timeout)
+    others = _join(*found, facts or {}, bind_address, token, insecure, join_timeout, peer_timeout)
     try:
         yield others
     except (SystemExit, Stopped):  # as all processes do at the same step
@@ -89,6 +109,8 @@ def _join(
     gpus: list[int] | None,
     facts: Mapping[str, str],
     bind_address: str | None,
+    token: str | None,
+    insecure: bool,
     join_timeout: float,
     peer_timeout: float,
 ) -> peers.Peers:
@@ -98,25 +120,25 @@ def _join(
         interface, port = _split(bind_address or _own_address(coordinator))
         # All interfaces are an address to listen on, not one to call.
         host, listen = ("localhost", None) if interface == "::" else (interface, interface)
-    service = free_port() if rank == 0 else 0
-    place = peers.Place(host, port, listen, rank, size)
-    others, way = peers.join(
-        place, facts, service=service, join_timeout=join_timeout, peer_timeout=peer_timeout
-    )
-    # Should XLA abort for a reason of its own, a core of many GB would hold the end up.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # It would swallow SIGTERM.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        f"127.0.0.1:{service if rank == 0 else way}", size, rank,
-        local_device_ids=gpus,
-        coordinator_bind_address=f"127.0.0.1:{service}" if rank == 0 else None,
-        cluster_detection_method="deactivate",
-        # All are here, and `peers` watches over them: JAX's own watch, which aborts, comes second.
-        initialization_timeout=600,
-        heartbeat_timeout_seconds=int(peer_timeout) + 600,
-        shutdown_timeout_seconds=60,
-    )  # fmt: skip
+    token = _token(token, insecure, None if rank == 0 and listen is None else host)
+    # Of use until all are connected: JAX's client never connects again, as its connection never ends.
+    with _private_folder() as folder:
+        place = peers.Place(host, port, listen, rank, size, token, folder)
+        others = peers.join(place, facts, join_timeout=join_timeout, peer_timeout=peer_timeout)
+        # Should XLA abort for a reason of its own, a core of many GB would hold the end up.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        # It would swallow SIGTERM.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            f"unix:{place.client}", size, rank,
+            local_device_ids=gpus,
+            coordinator_bind_address=f"unix:{place.service}",
+            cluster_detection_method="deactivate",
+            # All are here, and `peers` watches over them: JAX's own watch, which aborts, comes second.
+            initialization_timeout=600,
+            heartbeat_timeout_seconds=int(peer_timeout) + 600,
+            shutdown_timeout_seconds=60,
+        )  # fmt: skip
     return others
 
 
@@ -125,6 +147,61 @@ def _leave(others: peers.Peers) -> None:
     others.leave()
     jax.distributed.shutdown()
     others.close()
+
+
+def _token(given: str | None, insecure: bool, host: str | None) -> str:
+    """What the processes of the job know and nobody else; empty where there is no need of one.
+
+    Args:
+        given: in the program; else the environment is asked.
+        insecure: whether the job goes without where it should have one.
+        host: that rank 0 listens at; None for all interfaces.
+
+    Raises:
+        ZeroError: there is none and should be one, or it is too easy to guess.
+    """
+    token = (os.environ.get(VARIABLE, "") if given is None else given).strip()
+    switch = os.environ.get(_INSECURE, "")
+    if switch not in ("", "0", "1"):
+        raise ZeroError(f"{_INSECURE} is 1 or 0, not {switch!r}")
+    if token:
+        if len(token) < SHORTEST or not (token.isascii() and token.isprintable()):
+            raise ZeroError(f"a job's token has at least {SHORTEST} plain characters: {_HOW}")
+        return token
+    if not insecure and switch != "1" and not _only_this_host(host):
+        raise ZeroError(
+            f"rank 0 listens at {host or 'all interfaces'}, and without a token anybody who reaches it could "
+            f"join the job or end it: {_HOW}"
+        )
+    return ""
+
+
+def _only_this_host(host: str | None) -> bool:
+    """Whether a name stands for the loopback interface alone."""
+    try:
+        found = socket.getaddrinfo(host, None) if host is not None else []
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(info[4][0])).is_loopback for info in found)
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder that only the user can open, of a short name, for a while.
+
+    Raises:
+        JobError: there is no place for one.
+    """
+    try:
+        usual = tempfile.gettempdir()
+        parent = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
+        made = tempfile.TemporaryDirectory(prefix="zerojax-", dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise JobError(
+            f"a folder for sockets cannot be made ({error}): set TMPDIR to another place"
+        ) from error
+    with made as folder:
+        yield Path(folder)
 
 
 def free_port() -> int:

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,6 @@ from zerojax import peers
 from zerojax.distributed import free_port
 from zerojax.errors import JobError, ZeroError
 from zerojax.peers.pulse import Pulse
-from zerojax.peers.relay import relay
 
 _joined = []
 
@@ -25,9 +26,10 @@ def _close():
         _joined.pop().close()
 
 
-def join(port, rank, size, facts=None, join_timeout=10.0):
-    place = peers.Place("127.0.0.1", port, "127.0.0.1", rank, size)
-    met, _ = peers.join(place, facts or {}, service=1, join_timeout=join_timeout, peer_timeout=10.0)
+def join(port, rank, size, facts=None, token="", join_timeout=10.0):
+    with tempfile.TemporaryDirectory() as folder:
+        place = peers.Place("127.0.0.1", port, "127.0.0.1", rank, size, token, Path(folder))
+        met = peers.join(place, facts or {}, join_timeout=join_timeout, peer_timeout=10.0)
     _joined.append(met)
     return met
 
@@ -147,34 +149,3 @@ def test_a_pause_of_ones_own_is_nobodys_silence():
         assert pulse.silent() == []
     clock.now = 1007.0
     assert pulse.silent() == [1]
-
-
-@pytest.mark.parametrize("hold", [False, True])
-def test_a_relay_holds_the_near_end_when_told(hold):
-    async def scenario():
-        async def far_end(reader, writer):
-            writer.write(await reader.readexactly(3))
-            await writer.drain()
-            writer.close()
-
-        async def accept(reader, writer):
-            far = await asyncio.open_connection("127.0.0.1", far_port)
-            await relay((reader, writer), far, hold=hold)
-
-        far = await asyncio.start_server(far_end, "127.0.0.1", 0)
-        far_port = far.sockets[0].getsockname()[1]
-        near = await asyncio.start_server(accept, "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*near.sockets[0].getsockname())
-        writer.write(b"abc")
-        assert await reader.readexactly(3) == b"abc"
-        try:
-            closed = await asyncio.wait_for(reader.read(1), 0.3) == b""
-        except TimeoutError:
-            closed = False
-        writer.close()
-        await asyncio.sleep(0.05)
-        for server in (near, far):
-            server.close()
-        return closed
-
-    assert asyncio.run(scenario()) is not hold

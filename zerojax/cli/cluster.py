@@ -52,6 +52,7 @@ def joined_cluster(
     coordinator: str | None = None,
     process_id: int | None = None,
     num_processes: int | None = None,
+    insecure: bool = False,
     facts: dict[str, str] | None = None,
 ) -> Iterator[Peers | None]:
     """Emulate devices where the settings say so, and meet the other processes where there are any.
@@ -64,6 +65,7 @@ def joined_cluster(
         process_id,
         num_processes,
         facts=facts,
+        insecure=insecure or cluster.insecure,
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
         report=cli.report,

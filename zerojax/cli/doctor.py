@@ -38,6 +38,8 @@ class Options:
         coordinator: host:port of process 0, where no cluster manager starts the processes.
         process_id: Which of the processes this is.
         num_processes: How many processes there are.
+        insecure: Let anybody who reaches process 0 join, where the processes have no token
+            (ZEROJAX_JOB_TOKEN).
     """
 
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -45,6 +47,7 @@ class Options:
     coordinator: str | None = None
     process_id: int | None = None
     num_processes: int | None = None
+    insecure: bool = False
 
 
 def run(arguments: list[str]) -> None:
@@ -56,6 +59,7 @@ def run(arguments: list[str]) -> None:
         coordinator=options.coordinator,
         process_id=options.process_id,
         num_processes=options.num_processes,
+        insecure=options.insecure,
     ):
         sections = {
             "versions": _versions(),

@@ -22,6 +22,7 @@ from zerojax import supervise
 from zerojax.devices import Platform, share_devices
 from zerojax.distributed import free_port
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_WRONG_USE, ZeroError
+from zerojax.peers.handshake import VARIABLE, new_token
 
 # On one machine, emulated ones included.
 _MOST_DEVICES = 4096
@@ -81,6 +82,8 @@ def _tasks(job: Job, nodes: int) -> list[supervise.Task]:
     # The options that are given may say otherwise: the last one counts.
     mesh = ["--mesh.nodes", str(nodes), "--mesh.local", str(job.devices_per_node)]
     coordinator = f"127.0.0.1:{free_port()}"
+    # In the environment, which other users cannot read, as they can a command line.
+    token = {VARIABLE: new_token()}
     return [
         supervise.Task(
             name=f"rank {rank}",
@@ -88,7 +91,7 @@ def _tasks(job: Job, nodes: int) -> list[supervise.Task]:
                 *job.program, *command, *mesh, *options, "--coordinator", coordinator,
                 "--process-id", str(rank), "--num-processes", str(nodes),
             ],
-            env=os.environ | share,
+            env=os.environ | share | token,
         )
         for rank, share in enumerate(shares)
     ]  # fmt: skip

@@ -26,6 +26,8 @@ class Options(on_config.Options):
         coordinator: host:port of process 0, where no cluster manager starts the processes.
         process_id: Which of the processes this is.
         num_processes: How many processes there are.
+        insecure: Let anybody who reaches process 0 join, where the processes have no token
+            (ZEROJAX_JOB_TOKEN).
     """
 
     run_dir: Path | None = None
@@ -35,6 +37,7 @@ class Options(on_config.Options):
     coordinator: str | None = None
     process_id: int | None = None
     num_processes: int | None = None
+    insecure: bool = False
 
 
 def run(arguments: list[str]) -> None:
@@ -50,6 +53,7 @@ def run(arguments: list[str]) -> None:
             coordinator=options.coordinator,
             process_id=options.process_id,
             num_processes=options.num_processes,
+            insecure=options.insecure,
             facts=facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
         ) as peers,
         Trainer.open(settings, folder, options.resume, options.init_from, peers, profile) as trainer,

@@ -9,6 +9,7 @@ from zerojax import supervise
 from zerojax.cluster import inside
 from zerojax.cluster.network import INTERFACE, LinkBytes, Network
 from zerojax.devices import Platform, share_devices
+from zerojax.peers.handshake import VARIABLE, new_token
 
 COORDINATOR_PORT = 9876
 MASTER_PORT = 29500
@@ -24,7 +25,7 @@ class EmulatedCluster:
     A command finds, in its environment:
 
     - ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID``, ``JAX_NUM_PROCESSES``, which
-      `zerojax.distributed.joined` reads: one process per node;
+      `zerojax.distributed.joined` reads: one process per node; and ``ZEROJAX_JOB_TOKEN``, their secret;
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
     - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
     - ``NCCL_HOSTID`` and the interface for NCCL and gloo, so that NCCL uses sockets between the
@@ -55,6 +56,7 @@ class EmulatedCluster:
         """
         self.nodes = nodes
         self._devices = share_devices(nodes, devices_per_node, platform)
+        self._token = new_token()
         self.network = Network(nodes, rate, latency)
         names = [f"{self.network.address(i)} node{i}\n" for i in range(nodes)]
         self._hosts = "".join(["127.0.0.1 localhost\n", *names])
@@ -80,6 +82,7 @@ class EmulatedCluster:
             "JAX_COORDINATOR_ADDRESS": f"{head}:{COORDINATOR_PORT}",
             "JAX_PROCESS_ID": str(node),
             "JAX_NUM_PROCESSES": str(self.nodes),
+            VARIABLE: self._token,
             "MASTER_ADDR": head,
             "MASTER_PORT": str(MASTER_PORT),
             "NODE_RANK": str(node),

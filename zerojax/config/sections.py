@@ -339,6 +339,7 @@ class ClusterSection:
     Attributes:
         join_timeout: Seconds that a process waits for the others at the start.
         peer_timeout: Seconds of silence after which a process counts as lost, and the others end.
+        insecure: Go without a token (ZEROJAX_JOB_TOKEN) where anybody on the network can reach process 0.
         step_factor: A step that takes so many times the median of recent ones is ended; 0 waits for ever.
         step_timeout: Seconds that a step may always take, whatever the others took.
         phase_timeout: Seconds for what is no step: compiling, an evaluation, a checkpoint; 0 is any.
@@ -346,6 +347,7 @@ class ClusterSection:
 
     join_timeout: float = 300.0
     peer_timeout: float = 60.0
+    insecure: bool = False
     step_factor: float = 10.0
     step_timeout: float = 300.0
     phase_timeout: float = 3600.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zerojax.errors import EXIT_PEER_LOST, EXIT_WRONG_USE, JobError, ZeroError
+from zerojax.peers.files import reserve_files
 from zerojax.peers.hub import Hub
 from zerojax.peers.member import Member
 from zerojax.peers.messages import Verdict
@@ -34,6 +35,8 @@ class Place:
         listen: the interface that rank 0 listens on; None is all of them.
         rank: of this process.
         size: processes of the job.
+        token: what its processes know, and nobody else; empty where anybody may come.
+        folder: where this process's Unix sockets lie, which only the user can open.
     """
 
     host: str
@@ -41,6 +44,18 @@ class Place:
     listen: str | None
     rank: int
     size: int
+    token: str
+    folder: Path
+
+    @property
+    def service(self) -> str:
+        """The Unix socket of JAX's coordination service; in rank 0."""
+        return str(self.folder / "service")
+
+    @property
+    def client(self) -> str:
+        """The Unix socket at which JAX's client in this process finds the service."""
+        return self.service if self.rank == 0 else str(self.folder / "client")
 
 
 class Peers:
@@ -59,7 +74,14 @@ class Peers:
         self._thread = threading.Thread(target=self._loop.run_forever, name="zerojax peers", daemon=True)
         self._thread.start()
         self._member = Member(
-            place.host, place.port, place.rank, place.size, join_timeout, peer_timeout, self._end
+            place.host,
+            place.port,
+            place.rank,
+            place.size,
+            place.token,
+            join_timeout,
+            peer_timeout,
+            self._end,
         )
 
     def leave(self) -> None:
@@ -69,7 +91,6 @@ class Peers:
 
     def close(self) -> None:
         """Hang up and end the thread."""
-        self._do(self._member.close_way_to_jax())
         self._do(_cancel_all())
         self._do(self._member.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -134,7 +155,7 @@ class Peers:
     def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _join(self, hub: Hub | None, place: Place, facts: Mapping[str, str]) -> int:
+    def _join(self, hub: Hub | None, place: Place, facts: Mapping[str, str]) -> None:
         if hub is not None:
             try:
                 self._do(hub.open(place.listen, place.port))
@@ -147,32 +168,37 @@ class Peers:
         if verdict := self._do(self._member.join(facts)):
             time.sleep(0.5)  # rank 0 tells the others: let it finish
             raise (ZeroError if verdict.kind == "refused" else JobError)(verdict.why)
-        return self._do(self._member.open_way_to_jax())
+        if hub is None:
+            self._do(self._member.open_way_to_jax(place.client))
 
 
-def join(
-    place: Place, facts: Mapping[str, str], *, service: int, join_timeout: float, peer_timeout: float
-) -> tuple[Peers, int]:
+def join(place: Place, facts: Mapping[str, str], *, join_timeout: float, peer_timeout: float) -> Peers:
     """Meet the other processes.
 
     Args:
         place: of this process.
         facts: what has to be the same in all of them, by name: settings, versions.
-        service: on rank 0, the port of the loopback interface that JAX's coordination service will have.
         join_timeout: seconds in which all have to come.
         peer_timeout: seconds of silence after which a process counts as lost.
 
     Returns:
-        The peers, and the port of the loopback interface at which JAX's client finds the service.
+        The peers. JAX's client may connect to `place.client` now, and on rank 0 JAX's service listen at
+        `place.service`.
 
     Raises:
-        ZeroError: the facts differ, or the processes' numbers do not fit; says what and where.
+        ZeroError: the facts or the tokens differ, the processes' numbers do not fit, or rank 0 may not have
+            as many open files as they take; says what and where.
         JobError: rank 0 cannot listen, or not all came in time; says which.
     """
+    if place.rank == 0:
+        reserve_files(place.size)
     peers = Peers(place, join_timeout, peer_timeout)
-    hub = Hub(place.size, facts, service, join_timeout, peer_timeout) if place.rank == 0 else None
+    hub = None
+    if place.rank == 0:
+        hub = Hub(place.size, facts, place.token, place.service, join_timeout, peer_timeout)
     try:
-        return peers, peers._join(hub, place, facts)
+        peers._join(hub, place, facts)
+        return peers
     except BaseException:
         peers.close()
         raise

@@ -1,14 +1,21 @@
-"""Every process's part: its line to the hub, and a way for JAX through the hub's door."""
+"""Every process's part: its line to the hub, which carries JAX's traffic, too."""
 
 import asyncio
 import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from zerojax.peers.handshake import VARIABLE, introduce
 from zerojax.peers.hub import silence
-from zerojax.peers.messages import LIMIT, Verdict, receive, send
+from zerojax.peers.messages import Connection, Message, Piece, Verdict
+from zerojax.peers.proxy import ClientProxy
 from zerojax.peers.pulse import Pulse
-from zerojax.peers.relay import relay
+
+# Seconds in which what answers has to show that it is the hub of this job.
+_PATIENCE = 10.0
+
+# Seconds in which the hub of an older job, which had another token, may still be at the address.
+_OLD_HUB = 5.0
 
 
 class Member:
@@ -20,6 +27,7 @@ class Member:
         port: int,
         rank: int,
         size: int,
+        token: str,
         join_timeout: float,
         peer_timeout: float,
         end: Callable[[Verdict], None],
@@ -31,6 +39,7 @@ class Member:
             port: of the hub.
             rank: of this process.
             size: processes of the job.
+            token: what all of them know, and nobody else; empty where anybody may come.
             join_timeout: seconds in which all must have come.
             peer_timeout: seconds of silence after which the hub counts as lost.
             end: called once, in the event loop, when the job ends other than well.
@@ -38,13 +47,13 @@ class Member:
         self._address = host, port
         self._rank = rank
         self._size = size
+        self._token = token
         self._join_timeout = join_timeout
         self._peer_timeout = peer_timeout
         self._end = end
         self._pulse = Pulse([0], peer_timeout)
-        self._way: asyncio.Server | None = None
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: Connection | None = None
+        self._proxy: ClientProxy | None = None
         self.all_done = asyncio.Event()
 
     async def join(self, facts: Mapping[str, str]) -> Verdict | None:
@@ -67,68 +76,86 @@ class Member:
             )
 
     async def _join(self, facts: Mapping[str, str]) -> Verdict | None:
+        loop = asyncio.get_running_loop()
+        refused: float | None = None  # since when
         while True:
             with suppress(OSError):
-                self._reader, self._writer = await asyncio.open_connection(*self._address, limit=LIMIT)
-                await send(self._writer, "here", rank=self._rank, size=self._size, facts=dict(facts))
-                match await receive(self._reader):
-                    case {"say": "go"}:
-                        self._tasks = [asyncio.ensure_future(x) for x in (self._listen(), self._beat())]
-                        return None
-                    case {"say": "end"} as message:
-                        return Verdict.of(message)
+                if await self._connect():
+                    self._line.send("here", rank=self._rank, size=self._size, facts=dict(facts))
+                    match await self._line.receive():
+                        case {"say": "go"}:
+                            self._proxy = ClientProxy(self._line)
+                            self._tasks = [asyncio.ensure_future(x) for x in (self._listen(), self._beat())]
+                            return None
+                        case {"say": "end"} as message:
+                            return self._verdict(message)
+                else:
+                    refused = refused or loop.time()
+                    if loop.time() - refused > _OLD_HUB:
+                        return Verdict("refused", self._rank, self._stranger(), code=2)
             await self.close()
             # Nobody listens yet, or it is the hub of a job that is about to end.
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
-    async def open_way_to_jax(self) -> int:
-        """Listen on the loopback interface for JAX's client; its connections go on to the hub's door.
+    async def _connect(self) -> bool:
+        """Reach the hub; False if it does not know the job's token, or takes ours for another one.
 
-        Returns:
-            The port.
+        Raises:
+            OSError: there is none.
         """
+        async with asyncio.timeout(_PATIENCE):
+            self._connection = Connection(*await asyncio.open_connection(*self._address))
+            return await introduce(self._connection, self._token)
 
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            # Python 3.12 complains of a handler that is cancelled.
-            with suppress(OSError, asyncio.CancelledError):
-                far = await asyncio.open_connection(*self._address)
-                await send(far[1], "jax")
-                await relay((reader, writer), far, hold=True)
+    def _stranger(self) -> str:
+        host, port = self._address
+        theirs = "does not know this process's token" if self._token else "asks for a token that is not set"
+        return (
+            f"what answers at {host}:{port} {theirs}: the processes of a job need the same {VARIABLE} "
+            "(docs/clusters.md, Who can join)"
+        )
 
-        self._way = await asyncio.start_server(accept, "127.0.0.1", 0)
-        return self._way.sockets[0].getsockname()[1]
+    async def open_way_to_jax(self, path: str) -> None:
+        """Listen at a Unix socket for JAX's client.
 
-    async def close_way_to_jax(self) -> None:
-        """Accept no more connections of JAX's client, which comes again when one ends."""
-        if self._way is not None:
-            self._way.close()
+        Raises:
+            OSError: it cannot be made.
+        """
+        assert self._proxy is not None, "nobody was joined"
+        await self._proxy.open(path)
 
     async def close(self) -> None:
         """Hang up."""
-        if self._writer is not None:
-            self._writer.close()
-            with suppress(OSError):
-                await self._writer.wait_closed()
+        if self._proxy is not None:
+            self._proxy.close()
+        if self._connection is not None:
+            await self._connection.close()
 
     @property
-    def _line(self) -> asyncio.StreamWriter:
-        assert self._writer is not None, "nobody was joined"
-        return self._writer
+    def _line(self) -> Connection:
+        assert self._connection is not None, "nobody was joined"
+        return self._connection
+
+    def _verdict(self, message: Message) -> Verdict:
+        return Verdict.of(message) or Verdict("lost", 0, "rank 0 has sent what is no message")
 
     async def tell(self, verdict: Verdict) -> None:
         """Let all others know why the job ends."""
-        await send(self._line, **verdict.message())
+        self._line.send(**verdict.message())
 
     async def say_done(self) -> None:
         """Let the hub know that this process has done its part."""
-        await send(self._line, "done")
+        self._line.send("done")
 
     async def _listen(self) -> None:
-        while (message := await receive(self._reader)) is not None:
+        assert self._proxy is not None
+        while (received := await self._line.receive()) is not None:
             self._pulse.hear(0)
-            match message:
-                case {"say": "end"}:
-                    self._end(Verdict.of(message))
+            match received:
+                case Piece():
+                    self._proxy.deliver(received)
+                case {"say": "end"} as message:
+                    self._end(self._verdict(message))
                     return
                 case {"say": "all done"}:
                     self.all_done.set()
@@ -139,7 +166,7 @@ class Member:
         self._pulse = Pulse([0], self._peer_timeout)
         while not self.all_done.is_set():
             await asyncio.sleep(self._pulse.interval)
-            await send(self._line, "alive")
+            self._line.send("alive")
             if self._pulse.silent():
                 self._end(Verdict("lost", 0, silence(0, self._peer_timeout)))
                 return

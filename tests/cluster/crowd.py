@@ -1,0 +1,84 @@
+"""Many processes of a job in one: each has its own line to rank 0 and its own JAX client. Not a test itself.
+
+python crowd.py PORT SIZE FIRST COUNT
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from jax._src.lib import _jax
+
+from zerojax.peers.handshake import VARIABLE
+from zerojax.peers.member import Member
+from zerojax.peers.messages import Verdict
+
+SECONDS = 300
+
+
+class One:
+    """One process's part, as `zerojax.distributed` does it, but for the devices."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, port: int, rank: int, size: int, folder: Path) -> None:
+        self._loop = loop
+        self._rank = rank
+        self._size = size
+        self._path = str(folder / str(rank))
+        token = os.environ.get(VARIABLE, "")
+        self._member = Member("127.0.0.1", port, rank, size, token, SECONDS, SECONDS, self._end)
+        self.failure: object = "it is not done"
+
+    def _end(self, verdict: Verdict) -> None:
+        print(f"rank {self._rank}: {verdict.why}", flush=True)
+        os._exit(1)
+
+    def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SECONDS)
+
+    def live(self) -> None:
+        try:
+            self._live()
+            self.failure = None
+        except Exception as error:
+            self.failure = error
+
+    def _live(self) -> None:
+        if verdict := self._do(self._member.join({})):
+            raise RuntimeError(verdict.why)
+        self._do(self._member.open_way_to_jax(self._path))
+        client = _jax.get_distributed_runtime_client(
+            f"unix:{self._path}", self._rank, init_timeout=SECONDS, shutdown_timeout=60,
+            heartbeat_timeout=SECONDS, use_compression=True,
+        )  # fmt: skip
+        client.connect()
+        client.key_value_set(f"test/{self._rank}", f"value {self._rank}")
+        neighbour = 1 + self._rank % (self._size - 1)
+        assert client.blocking_key_value_get(f"test/{neighbour}", SECONDS * 1000) == f"value {neighbour}"
+        self._do(self._member.say_done())
+        self._do(self._member.all_done.wait())
+        client.shutdown()
+
+
+def main(port: int, size: int, first: int, count: int) -> None:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    threading.stack_size(1 << 19)
+    with tempfile.TemporaryDirectory() as folder:
+        crowd = [One(loop, port, rank, size, Path(folder)) for rank in range(first, first + count)]
+        threads = [threading.Thread(target=one.live, daemon=True) for one in crowd]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    failures = [one.failure for one in crowd if one.failure is not None]
+    print(f"{len(failures)} of {count} failed: {failures[:1]}", flush=True)
+    os._exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
