@@ -24,7 +24,9 @@ SECONDS = 300
 class One:
     """One process's part, as `zerojax.distributed` does it, but for the devices."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, port: int, rank: int, size: int, folder: Path) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, port: int, rank: int, size: int, folder: Path
+    ) -> None:
         self._loop = loop
         self._rank = rank
         self._size = size

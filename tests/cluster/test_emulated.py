@@ -67,10 +67,12 @@ def test_a_node_is_told_what_it_is(monkeypatch):
     lines, _ = run(
         2,
         "echo $JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID $JAX_NUM_PROCESSES $NCCL_HOSTID "
-        "$NCCL_SOCKET_IFNAME $EXTRA [$https_proxy]; echo $XLA_FLAGS",
+        "$NCCL_SOCKET_IFNAME $EXTRA [$https_proxy]; echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
         env={"EXTRA": "more"},
     )
-    for node, (told, flags) in enumerate(lines):
+    (token,) = {token for _, _, token in lines}
+    assert len(token) == 64
+    for node, (told, flags, _) in enumerate(lines):
         assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 more []"
         assert flags.endswith("--xla_force_host_platform_device_count=2")
 

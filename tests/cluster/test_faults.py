@@ -1,6 +1,8 @@
 """Jobs of real processes in which something goes wrong: all end soon, with a line that says what."""
 
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -76,6 +78,14 @@ def start(tmp_path):
             process.wait()
 
 
+# How gRPC begins (HTTP/2's preface); before, whoever said this was handed on to JAX's service.
+JAX_CLIENT = b'{"say": "jax"}\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0'
+
+
+def frame(data):
+    return struct.pack(">BII", 1, 0, len(data)) + data
+
+
 DIED = "zerojax: rank {} has died: its connection is closed\n"
 SILENT = (
     "zerojax: rank {} has not been heard of for 3 s (cluster.peer_timeout): it hangs, is stopped, or its "
@@ -101,6 +111,34 @@ def test_a_process_that_dies_or_hangs(start, tmp_path, victim, number, within, l
     assert codes == [EXIT_PEER_LOST] * 2
     assert errors == [line.format(victim)] * 2, "one line each, and nothing of XLA's"
     assert not list(tmp_path.glob("core*"))
+
+
+STRANGERS = """
+    import psutil
+    doors = [c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    print(*doors, flush=True)
+    while not open("strangers").read():
+        time.sleep(0.1)
+    meet()
+"""
+
+
+def test_strangers_reach_nothing_of_a_job_that_runs(start, tmp_path):
+    """Neither by rank 0's port, at which they say what ends a job, nor by JAX's service behind it."""
+    (tmp_path / "strangers").touch()
+    job = start(MEET.replace("    meet()\n", "") + STRANGERS, 2)
+    job.wait_until_up()
+    verdict = b'{"say": "end", "verdict": {"kind": "failed", "rank": 1, "why": "\\u001b[2J", "code": 1}}'
+    for said in (frame(verdict), frame(b'{"say": "here", "rank": 1, "size": 2, "facts": {}}'), JAX_CLIENT):
+        with socket.create_connection(("127.0.0.1", job.port), timeout=20) as stranger:
+            stranger.sendall(said)
+            while stranger.recv(4096):
+                pass
+    (tmp_path / "strangers").write_text("have been here")
+    codes, errors = job.end(0, 1, within=120)
+    assert (codes, errors) == ([0, 0], ["", ""])
+    doors = [path.read_text().splitlines()[1].split() for path in job.out]
+    assert doors == [[str(job.port)], []], "JAX's service listens at no port"
 
 
 def test_an_error_in_one_process_ends_the_others(start):

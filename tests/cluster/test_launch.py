@@ -15,7 +15,8 @@ from zerojax.errors import ZeroError
 
 SHOW = """
 import os, sys
-print(*sys.argv[1:], os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"].split()[-1])
+token = os.environ["ZEROJAX_JOB_TOKEN"]
+print(*sys.argv[1:], os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"].split()[-1], token)
 """
 JOIN = r"""
 import sys
@@ -56,12 +57,21 @@ def test_what_each_process_is_told(capfd):
     pattern = (
         r"\[rank (\d)\] train a --mesh\.nodes 3 --mesh\.local 2 b "
         r"--coordinator 127\.0\.0\.1:(\d+) --process-id (\d) --num-processes 3 "
-        r"cpu --xla_force_host_platform_device_count=2"
+        r"cpu --xla_force_host_platform_device_count=2 ([0-9a-f]{64})"
     )
     found = [re.fullmatch(pattern, line) for line in lines]
     assert all(found), lines
     assert [(m[1], m[3]) for m in found if m] == [(str(i), str(i)) for i in range(3)]
-    assert len({m[2] for m in found if m}) == 1
+    assert len({(m[2], m[4]) for m in found if m}) == 1
+
+
+def test_each_attempt_has_a_token_of_its_own(tmp_path):
+    program = f"import os, sys\nwith open({str(tmp_path / 'tokens')!r}, 'a') as file:\n" + (
+        "    print(os.environ['ZEROJAX_JOB_TOKEN'], file=file)\nsys.exit(1)"
+    )
+    assert launch.launch(job(program, nodes=1, restarts=2)) == 1
+    tokens = (tmp_path / "tokens").read_text().split()
+    assert len(tokens) == len(set(tokens)) == 3
 
 
 def test_two_processes_meet(capfd):

@@ -1,6 +1,5 @@
 """The roll call, who is missed and when, and the way that JAX's connections take. Without JAX."""
 
-import asyncio
 import socket
 import tempfile
 import threading

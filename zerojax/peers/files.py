@@ -9,8 +9,8 @@ from zerojax.peers.listener import PENDING
 # A process's line, and both ends of its connection to JAX's service, which is in rank 0, too.
 _EACH = 3
 
-# Of the proxy, JAX's service itself and what else is opened for the job as a whole (seen: 24).
-_MORE = 64
+# Of the job as a whole: sockets that listen, event loops (seen: 17).
+_MORE = 32
 
 # What is left to the training for certain: data, checkpoints, collectives.
 _TRAINING = 128

@@ -11,8 +11,8 @@ from zerojax.peers.messages import Connection, Message, Piece, Verdict
 from zerojax.peers.proxy import ClientProxy
 from zerojax.peers.pulse import Pulse
 
-# Seconds in which what answers has to show that it is the hub of this job.
-_PATIENCE = 10.0
+# Seconds in which what answers has to show that it is the hub of this job: strangers may come before us.
+_PATIENCE = 30.0
 
 # Seconds in which the hub of an older job, which had another token, may still be at the address.
 _OLD_HUB = 5.0
@@ -84,8 +84,7 @@ class Member:
                     self._line.send("here", rank=self._rank, size=self._size, facts=dict(facts))
                     match await self._line.receive():
                         case {"say": "go"}:
-                            self._proxy = ClientProxy(self._line)
-                            self._tasks = [asyncio.ensure_future(x) for x in (self._listen(), self._beat())]
+                            self._begin()
                             return None
                         case {"say": "end"} as message:
                             return self._verdict(message)
@@ -96,6 +95,10 @@ class Member:
             await self.close()
             # Nobody listens yet, or it is the hub of a job that is about to end.
             await asyncio.sleep(random.uniform(0.1, 0.5))
+
+    def _begin(self) -> None:
+        self._proxy = ClientProxy(self._line)
+        self._tasks = [asyncio.ensure_future(work) for work in (self._listen(), self._beat())]
 
     async def _connect(self) -> bool:
         """Reach the hub; False if it does not know the job's token, or takes ours for another one.

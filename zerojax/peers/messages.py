@@ -3,7 +3,6 @@
 import asyncio
 import json
 import struct
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -12,6 +11,9 @@ LIMIT = 1 << 20
 
 # Characters of one value that a peer may put into a line, and of the whole line.
 SHORT, LONG = 200, 2000
+
+# Seconds in which what was sent has to go when a connection is closed.
+_LINGER = 1.0
 
 # Kind of frame, number of the stream that it belongs to, bytes that follow.
 _HEADER = struct.Struct(">BII")
@@ -102,10 +104,13 @@ class Connection:
         return Piece(stream, data) if kind == _PIECE else parse(data)
 
     async def close(self) -> None:
-        """Hang up, once what was sent has gone."""
+        """Hang up, once what was sent has gone; it does not have long, as the other end may have stopped."""
         self._writer.close()
-        with suppress(OSError):
-            await self._writer.wait_closed()
+        try:
+            async with asyncio.timeout(_LINGER):
+                await self._writer.wait_closed()
+        except OSError:
+            self._writer.transport.abort()
 
     def _write(self, kind: int, stream: int, data: bytes) -> None:
         if not self._writer.is_closing():
