@@ -15,9 +15,8 @@ ROOT = Path(__file__).parents[2]
 STUBS = {
     "scontrol": "echo node0",
     "srun": 'shift 2; for rank in 0 1; do SLURM_PROCID=$rank "$@" || exit; done',
-    "zerojax": (
-        'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS: $*"\necho $ZEROJAX_JOB_TOKEN'
-    ),
+    "zerojax": 'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS: $*"; echo $'
+    + VARIABLE,
 }
 
 
