@@ -22,15 +22,19 @@ from zerojax.peers.messages import LIMIT, Connection, Piece, Verdict, parse, pri
 INPUTS = 1000
 TOKEN = "a token for the fuzz test"
 
+STRINGS = [
+    '""', '"x"', '"\\u001b[2J\\u0007"', '"\\ud800"', '"\\u202e"', '"a\\nzerojax: all is well"',
+    json.dumps("x" * 5000),
+]  # fmt: skip
 DEEP = "[" * 5000 + "]" * 5000
 NASTY = [
-    "null", "true", "-1", "0", "1", "2", "1e26", "1" + "0" * 400, "1" * 5000, "Infinity", "NaN", "1.5", '""',
-    '"x"', '"\\u001b[2J\\u0007"', '"\\ud800"', '"\\u202e"', '"a\\nzerojax: all is well"', "[]", "{}", "[[]]",
-    DEEP, '{"say": "go"}', json.dumps("x" * 5000),
+    "null", "true", "-1", "0", "1", "2", "1e26", "1" + "0" * 400, "1" * 5000, "Infinity", "NaN", "1.5", "[]",
+    "{}", "[[]]", DEEP, '{"say": "go"}', *STRINGS,
 ]  # fmt: skip
 VERDICT = {"kind": "failed", "rank": 1, "why": "rank 1 failed: no such source", "code": 1}
 MESSAGES = [
     {"say": "here", "rank": 1, "size": 2, "facts": {"train.seed": "1"}},
+    {"say": "here", "rank": 1, "size": 2, "facts": {"\x1b]0;title\x07": "1"}},
     {"say": "answer", "nonce": "ab" * 32, "proof": "cd" * 32},
     {"say": "challenge", "nonce": "ab" * 32},
     {"say": "welcome", "proof": "ab" * 32},
@@ -40,7 +44,7 @@ MESSAGES = [
     {"say": "all done"},
     {"say": "go"},
     {"say": "busy"},
-    {"say": "end", "verdict": VERDICT},
+    *[{"say": "end", "verdict": VERDICT}] * 3,
 ]
 
 
@@ -50,11 +54,11 @@ def frame(data, kind=1, stream=0, size=None):
 
 def damaged_json(rng, message):
     """A message, perhaps with something else in some of its places."""
-    hole = "\0hole\0"
+    hole, string_hole = "\0hole\0", "\0string\0"
 
     def walk(value):
-        if rng.random() < 0.25:
-            return hole
+        if rng.random() < 0.15:
+            return string_hole if isinstance(value, str) and rng.random() < 0.5 else hole
         return (
             {k: walk(v) for k, v in value.items() if rng.random() > 0.05}
             if isinstance(value, dict)
@@ -62,8 +66,9 @@ def damaged_json(rng, message):
         )
 
     text = json.dumps(walk(message) if rng.random() < 0.8 else message)
-    while json.dumps(hole) in text:
-        text = text.replace(json.dumps(hole), rng.choice(NASTY), 1)
+    for name, values in ((hole, NASTY), (string_hole, STRINGS)):
+        while json.dumps(name) in text:
+            text = text.replace(json.dumps(name), rng.choice(values), 1)
     return text.encode()
 
 
@@ -89,9 +94,9 @@ def damaged(rng, message):
 
 
 def talk(rng, first):
-    """A first message and some more."""
-    more = [rng.choice(MESSAGES) for _ in range(rng.randrange(4))]
-    return b"".join(damaged(rng, message) for message in [first, *more])
+    """A first message, often as it should be, and some more."""
+    begin = damaged(rng, first) if rng.random() < 0.5 else frame(json.dumps(first).encode())
+    return begin + b"".join(damaged(rng, rng.choice(MESSAGES)) for _ in range(rng.randrange(5)))
 
 
 async def pair():
@@ -174,7 +179,7 @@ def test_strangers(monkeypatch):
     async def stranger(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began = time.monotonic()
-        writer.write(talk(rng, rng.choice(MESSAGES[:3])))
+        writer.write(talk(rng, rng.choice(MESSAGES[:4])))
         if rng.random() < 0.9:  # the others keep still
             writer.write_eof()
         with suppress(ConnectionError):
@@ -216,7 +221,7 @@ def test_a_process_of_the_job_that_talks_nonsense_to_the_hub():
         )
         await asyncio.sleep(0)
         line, (reader, writer) = await pair()
-        writer.write(talk(rng, MESSAGES[0]))
+        writer.write(talk(rng, rng.choice(MESSAGES[:2])))
         writer.write_eof()
         hello = await line.receive()
         if isinstance(hello, dict):
@@ -246,7 +251,7 @@ def test_a_hub_that_talks_nonsense_to_a_process():
     async def one():
         member = Member("127.0.0.1", 1, 1, 2, TOKEN, 60.0, 60.0, ends.append)
         line, (reader, writer) = await pair()
-        writer.write(talk(rng, MESSAGES[2]))
+        writer.write(talk(rng, MESSAGES[3]))
         writer.write_eof()
         with suppress(ConnectionError):
             assert not await handshake.introduce(line, TOKEN), "it does not know the token"
