@@ -9,11 +9,11 @@ from pathlib import Path
 
 import jax
 import psutil
-import tyro
 
 from pallas_kernels import backend_report
 from zerojax import links, make_mesh
 from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.options import read_options
 from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
 from zerojax.metrics import peak_flops
@@ -49,7 +49,7 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Look, measure and print."""
-    options = tyro.cli(Options, args=arguments, prog="zerojax doctor")
+    options = read_options(Options, "doctor", arguments)
     with joined_cluster(
         options.mesh,
         ClusterSection(),

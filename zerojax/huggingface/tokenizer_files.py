@@ -99,4 +99,5 @@ def _bytes_as_bpe() -> tokenizers.Tokenizer:
 def _named(tokenizer: tokenizers.Tokenizer, ids: Any) -> str | None:
     """The token of an id, or of the first of several."""
     number = ids[0] if isinstance(ids, list) and ids else ids
-    return tokenizer.id_to_token(number) if isinstance(number, int) else None
+    known = type(number) is int and 0 <= number < tokenizer.get_vocab_size()
+    return tokenizer.id_to_token(number) if known else None
