@@ -4,7 +4,6 @@ import platform
 import shutil
 import tempfile
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -18,6 +17,7 @@ from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
 from zerojax.metrics import peak_flops
 from zerojax.report import size
+from zerojax.versions import installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
 _GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
@@ -79,11 +79,9 @@ def _print(sections: dict[str, Rows]) -> None:
 def _versions() -> Rows:
     rows = [("python", platform.python_version())]
     for name in (*_PACKAGES, *_GPU_PACKAGES):
-        try:
-            rows.append((name, version(name)))
-        except PackageNotFoundError:
-            if name in _PACKAGES:
-                rows.append((name, "missing"))
+        found = installed(name)
+        if found or name in _PACKAGES:
+            rows.append((name, found or "missing"))
     return rows
 
 

@@ -13,6 +13,7 @@ from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
 from zerojax.config import MeshSection, ZeroSection
 from zerojax.data import open_tokenizer
+from zerojax.errors import ZeroError
 from zerojax.models import Sampling, generate
 from zerojax.run_folder import RunFolder
 

@@ -11,7 +11,7 @@ from zerojax.errors import ZeroError
 from zerojax.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.layout import make_leaf
 from zerojax.mesh import AXES, World
-from zerojax.program import Group, Program
+from zerojax.program import Group, Program, check_options
 from zerojax.route import Route
 from zerojax.zero import ZeroConfig
 
@@ -103,7 +103,11 @@ def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
         program: as built for any mesh.
         world: the other mesh's extents.
         zero: the other options, but for ``units``, which are the program's.
+
+    Raises:
+        ZeroError: the options do not go with the mesh.
     """
+    check_options(zero, world)
     # It has extents and names and no devices: all that a layout asks of a mesh.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=program.zero.units)
