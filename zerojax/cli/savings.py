@@ -69,14 +69,16 @@ class Savings:
         return list(dict.fromkeys([*(ways[:1] if self._nodes > 1 else []), *same[:1]]))
 
     def held(self) -> list[Trial]:
-        """What holds least, if less than now."""
+        """What holds least, if less than now, and what holds least and sends no more than now."""
         train, holding = self._config.train, [*_HOLDING]
         accumulate = 2 * train.accumulate
         while train.batch_size % (self._program.world.size * accumulate) == 0:
             holding.append(("train.accumulate", accumulate))
             accumulate *= 2
         ways = [trial for trial in self._tried(holding) if trial.held < _WORTH_IT * self.now.held]
-        return sorted(ways, key=lambda trial: (trial.held, trial.sent))[:1]
+        ways.sort(key=lambda trial: (trial.held, trial.sent))
+        free = [trial for trial in ways if not self._more_sent(trial)]
+        return list(dict.fromkeys([*ways[:1], *free[:1]]))
 
     def sent_line(self) -> str:
         """`sent` as a line."""
