@@ -19,7 +19,10 @@ def load_checked(text: str) -> dict[str, Any]:
     Raises:
         ValueError: no JSON, another layout, or the checksum is wrong; says which.
     """
-    whole = json.loads(text)
+    try:
+        whole = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if (
         not isinstance(whole, dict)
         or whole.keys() != {"crc32", "data"}

@@ -4,7 +4,6 @@ import functools
 import platform
 import shlex
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from zerojax.optimizer import make_optimizer, make_schedule
 from zerojax.peers import Peers
 from zerojax.run_folder import Resume, RunFolder, check_start
 from zerojax.trackers import check_trackers
+from zerojax.versions import installed
 from zerojax.watchdog import Watchdog, end_alone
 from zerojax.wire import comm_report
 
@@ -233,8 +233,9 @@ def is_first() -> bool:
 def environment() -> dict[str, Any]:
     """What a run ran on."""
     names = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    versions = {name: found for name in names if (found := installed(name))}
     return {
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "versions": {"python": platform.python_version()} | versions,
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
         "processes": jax.process_count(),

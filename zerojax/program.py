@@ -127,13 +127,7 @@ def build(
     if tuple(mesh.axis_names) != AXES:
         raise ZeroError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
     world = World.of(mesh)
-    if zero.error_feedback and world.nodes == 1:
-        raise ZeroError("error_feedback corrects the node hop, and a mesh of one node has none.")
-    if zero.chunks > 1 and zero.node_hop_once:
-        raise ZeroError(
-            "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "
-            "taken once per step: leave chunks at 1."
-        )
+    check_options(zero, world)
     adapter = adapt(model, zero.units, loss_fn, sample_batch)
     if not adapter.parameters:
         raise ZeroError("the model has no floating-point parameters to train.")
@@ -159,6 +153,21 @@ def build(
     else:
         check_shardable(tx, leaves)
     return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero))
+
+
+def check_options(zero: ZeroConfig, world: World) -> None:
+    """Refuse options that do not go with a mesh, or with each other there.
+
+    Raises:
+        ZeroError: naming the options.
+    """
+    if zero.error_feedback and world.nodes == 1:
+        raise ZeroError("error_feedback corrects the node hop, and a mesh of one node has none.")
+    if zero.chunks > 1 and zero.node_hop_once:
+        raise ZeroError(
+            "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "
+            "taken once per step: leave chunks at 1."
+        )
 
 
 def _group(unit: str | None, leaves: tuple[Leaf, ...], units: list[str | None]) -> Group:

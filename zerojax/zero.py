@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import pallas_kernels
+from zerojax.bounds import check_numbers
 from zerojax.errors import ZeroError
 
 RAW = ("fp32", "bf16")
 BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
 FORMATS = tuple(BITS)
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
+_MOST_CHUNKS = 64
 
 Remat = Literal["full", "attention", "none"]
 
@@ -92,12 +94,15 @@ class ZeroConfig:
         Raises:
             ZeroError: naming the field, its value and the way out.
         """
+        check_numbers(self, "ZeroConfig.{}".format)
         for field, allowed in _CHOICES.items():
             if (value := getattr(self, field)) not in allowed:
                 raise ZeroError(f"ZeroConfig.{field}={value!r} is not one of {allowed}.")
         for field in ("accumulate", "chunks"):
             if getattr(self, field) < 1:
                 raise ZeroError(f"ZeroConfig.{field}={getattr(self, field)} must be at least 1.")
+        if self.chunks > _MOST_CHUNKS:
+            raise ZeroError(f"ZeroConfig.chunks={self.chunks} must be at most {_MOST_CHUNKS}.")
         size = self.block_size
         if size & (size - 1) or not 64 <= size <= 2048:
             raise ZeroError(f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048.")

@@ -155,7 +155,7 @@ class TestTokenFiles:
 
     @pytest.mark.parametrize(
         "header",
-        ["", "[]", "{}", '{"tokens": "many"}', '{"format": 9, "tokens": 1}', "null", "\udcff"],
+        ["", "[]", "{}", '{"tokens": "many"}', '{"format": 9, "tokens": 1}', "null", "\udcff", "[" * 9999],
     )
     def test_bad_header(self, file: TokenFile, header: str) -> None:
         file.path.with_suffix(".json").write_bytes(header.encode(errors="surrogateescape"))

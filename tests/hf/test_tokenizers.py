@@ -61,9 +61,36 @@ def test_what_is_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(DataError, match=r"SentencePiece models are not read: write tokenizer\.json by"):
         read_tokenizer(tmp_path, {})
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(DataError, match=r"vocab\.json and merges\.txt are no tokenizer"):
+        read_tokenizer(tmp_path, {})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer file"):
         read_tokenizer(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"eos_token": 5}', "eos_token = 5 should be a text"),
+        ('{"eos_token": {"content": ["a"]}}', r"eos_token = \['a'\] should be a text"),
+        ("[]", "not a JSON object"),
+        ("[" * 5000, "nested too deeply"),
+    ],
+)
+def test_settings_that_are_none(settings, message, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((FIXTURES / "llama2" / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=message):
+        read_tokenizer(tmp_path, {})
+
+
+@pytest.mark.parametrize("number", [-1, 10**26, True, 1.0, "0"])
+def test_the_number_of_no_token(number, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((FIXTURES / "llama2" / "tokenizer.json").read_bytes())
+    with pytest.raises(DataError, match="no end-of-text token"):
+        read_tokenizer(tmp_path, {"eos_token_id": number})
 
 
 def test_bytes_are_written_as_a_tokenizer_of_the_same_ids(tmp_path):

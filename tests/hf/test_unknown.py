@@ -1,6 +1,5 @@
 """What is not understood is refused by name, and nothing is written."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -80,21 +79,6 @@ def test_of_files(tmp_path: Path):
         SafetensorFiles(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ZeroError, match="run code when they are read"):
-        SafetensorFiles(tmp_path)
-    whole = (FIXTURES / "gpt2" / "model.safetensors").read_bytes()
-    file = tmp_path / "model.safetensors"
-    for damaged, message in (
-        (whole[:-1], "not a whole safetensors file"),
-        (whole[:7], "not a safetensors file"),
-        (b"\xff" * 64, "not a whole safetensors file"),
-        (whole[:8] + b"}" + whole[9:], "not a safetensors file"),
-    ):
-        file.write_bytes(damaged)
-        with pytest.raises(ZeroError, match=message):
-            SafetensorFiles(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
-    file.write_bytes(whole)
-    with pytest.raises(ZeroError, match=r"lists a, which model\.safetensors does not have"):
         SafetensorFiles(tmp_path)
     assert tensors(FIXTURES / "gpt2").keys() == SafetensorFiles(FIXTURES / "gpt2").specs.keys()
 

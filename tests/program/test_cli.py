@@ -1,8 +1,11 @@
 """The command line: help, errors and exit codes, and whole runs in processes of their own."""
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,12 +13,13 @@ import pytest
 from environment import for_programs, zerojax
 from program.micro_run import micro_config
 
-from zerojax.cli import COMMANDS, main, version
+from zerojax.cli import COMMANDS, main
 from zerojax.cli.cluster import emulate_devices
 from zerojax.cli.on_config import Options, parse
 from zerojax.config import MeshSection, RunConfig, dump_config
 from zerojax.errors import ZeroError
 from zerojax.run_folder import RunFolder
+from zerojax.versions import VERSION
 
 
 @pytest.fixture
@@ -140,7 +144,7 @@ def test_a_line_leaves_in_one_write() -> None:
     command = [sys.executable, "-u", "-m", "zerojax", "--version"]
     with open(reader, "rb", buffering=0) as pipe, open(writer, "wb") as target:
         subprocess.run(command, check=True, env=for_programs(), stdout=target)
-        assert pipe.read(1000) == f"zerojax {version()}\n".encode()
+        assert pipe.read(1000) == f"zerojax {VERSION}\n".encode()
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +153,43 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert all(name in usage for name in COMMANDS)
+
+
+def test_a_source_tree_that_is_not_installed(config: Path, tmp_path: Path) -> None:
+    """No metadata of zerojax anywhere: `python -S` sees all packages of this environment but that one."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for file in Path(sysconfig.get_path("purelib")).iterdir():
+        if "zerojax" not in file.name:
+            (packages / file.name).symlink_to(file)
+    environment = for_programs() | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{packages}"}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", *map(str, arguments)]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
+        )
+
+    assert (
+        "PackageNotFoundError"
+        in run("-c", "from importlib.metadata import version; version('zerojax')").stderr
+    )
+    assert run("-m", "zerojax", "--version").stdout == f"zerojax {VERSION}\n"
+    folder = tmp_path / "run"
+    done = run("-m", "zerojax", "train", config, "--run-dir", folder, "--train.steps", 1)
+    assert done.returncode == 0, done.stderr
+    assert RunFolder(folder).read_summary()["versions"]["zerojax"] == VERSION
+    assert run("-m", "zerojax", "report", folder).returncode == 0
+
+
+def test_the_version_of_an_installation_is_that_of_the_source() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    [found] = re.findall(
+        r'^VERSION = "(.*)"$', (root / project["tool"]["hatch"]["version"]["path"]).read_text(), re.M
+    )
+    assert found == VERSION
 
 
 def test_a_config_with_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.cli import main
-from zerojax.config import load_config
+from zerojax.config import RunConfig, load_config
 from zerojax.deepspeed import translate
 from zerojax.errors import ZeroError
 
@@ -103,7 +104,8 @@ def test_batch_arithmetic(train: Any, micro: Any, accumulate: Any, world: int) -
         if t == m * a * world
     ]
     if train is None and micro is None:
-        found = []
+        parts = world * (accumulate or 1)
+        found = [(-(-32 // parts) * parts, accumulate or 1)]  # what the script decided is not known
     if found:
         sections = translate(data, nodes=1, local=world).sections
         assert [(sections["train"]["batch_size"], sections["train"]["accumulate"])] == found
@@ -202,30 +204,168 @@ def test_schedules(kind: Any, params: dict[str, Any], wanted: dict[str, Any]) ->
     assert all("the learning rate stays where the optimizer has it" in line for line in listed)
 
 
-def test_auto_is_listed() -> None:
-    result = translate(batch(gradient_clipping="auto", optimizer={"type": "AdamW", "params": {"lr": "auto"}}))
-    assert [line.partition(" = ")[0] for line in result.left_out] == [
-        "gradient_clipping",
-        "optimizer.params.lr",
+AUTO = "auto"
+TRAINER = {
+    "fp16": {"enabled": AUTO, "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": AUTO},
+    "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": AUTO, "warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO,
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+    },
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "steps_per_print": AUTO,
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+}  # fmt: skip
+"""As Hugging Face's Trainer takes it, which fills everything in."""
+
+
+def test_where_it_says_auto_the_default_of_zerojax_stands() -> None:
+    result = translate(TRAINER)
+    assert result.sections == {
+        "train": {"batch_size": 32, "accumulate": 1},
+        "zero": {"preset": "zero3"},
+        "optimizer": {"name": "adamw", "schedule": "linear", "final_fraction": 0.0},
+        "log": {"trackers": []},
+    }
+    config, plain = result.config(), RunConfig()
+    assert config.zero.to_zero().compute_dtype == "bfloat16"
+    assert replace(config.optimizer, schedule="warmup-cosine", final_fraction=0.1) == plain.optimizer
+    assert config.train == plain.train
+
+
+def test_what_an_auto_has_become_is_listed() -> None:
+    notes = dict(line.split(" = 'auto': ") for line in translate(TRAINER).left_out if "'auto'" in line)
+    asked = {path for path, value in leaves(TRAINER) if value == AUTO}
+    assert notes.keys() == asked
+    for path, setting in {
+        "gradient_clipping": "optimizer.clip_norm = 1.0, its default",
+        "bf16.enabled": "zero.compute_dtype = bfloat16, its default",
+        "optimizer.params.betas": "optimizer.beta1 = 0.9, its default and "
+        "optimizer.beta2 = 0.95, its default",
+        "scheduler.params.warmup_num_steps": "optimizer.warmup_steps = 100, its default",
+        "steps_per_print": "log.every = 10, its default",
+        "train_batch_size": "train.batch_size = 32",
+    }.items():
+        assert notes[path] == f"Hugging Face's Trainer would fill it in: here {setting}"
+
+
+def leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, value in data.items():
+        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return found
+
+
+def test_an_auto_beside_what_is_given() -> None:
+    """A rate, a dtype or a batch that the file does say is never overridden by an "auto"."""
+    data = TRAINER | {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 7e-4}}}
+    result = translate(data, batch_size=64)
+    assert result.sections["zero"]["compute_dtype"] == "bfloat16"
+    assert result.sections["optimizer"]["learning_rate"] == 7e-4
+    assert result.sections["optimizer"]["beta2"] == 0.999  # not given at all: DeepSpeed's
+    assert result.sections["train"]["batch_size"] == 64
+    assert not any("no batch size" in line for line in result.differs)
+    assert "zero.compute_dtype = bfloat16" in next(n for n in result.left_out if n.startswith("fp16.enabled"))
+    assert "compute_dtype" in translate(TRAINER | {"bf16": {"enabled": False}, "fp16": {}}).sections["zero"]
+
+
+TUTORIAL = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 10000000,
+        "reduce_scatter": True,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 16,
+        "zero_quantized_gradients": True,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+    }
+}
+"""Of DeepSpeed's ZeRO++ tutorial, whole: the batch is the script's."""
+
+
+def test_the_tutorial_of_zeropp() -> None:
+    result = translate(TUTORIAL)
+    assert result.sections["train"] == {"batch_size": 32, "accumulate": 1}
+    assert result.sections["mesh"] == {"nodes": 0, "local": 16}
+    assert result.sections["zero"] == {"preset": "zero++", "compute_dtype": "float32"}
+    assert result.differs[-1].startswith(
+        "no batch size is given: the script decided it; train.batch_size = 32 is"
+    )
+    assert "--batch-size" in result.differs[-1]
+    assert translate(TUTORIAL, nodes=3).sections["train"]["batch_size"] == 48
+    assert translate(TUTORIAL, nodes=3, batch_size=96).sections["train"]["batch_size"] == 96
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ({}, {"batch_size": 0}, "--batch-size = 0 must be at least 1"),
+        (batch(), {"batch_size": 9}, "train_batch_size = 8, and --batch-size 9: leave that out"),
+        (
+            {"gradient_accumulation_steps": 3},
+            {"batch_size": 8},
+            "--batch-size = 8 does not divide into gradient_a",
+        ),
+        (batch(), {"nodes": 3, "local": 1}, "^train_batch_size = 8 does not divide over 3 devices$"),
+        (
+            batch(train_micro_batch_size_per_gpu=3),
+            {"nodes": 1, "local": 2},
+            "^train_batch_size = 8 does not divide into train_micro_batch_size_per_gpu = 3 on 2 devices$",
+        ),
+    ],
+)
+def test_a_refusal_of_a_batch_names_what_was_given(data: Any, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ZeroError, match=message):
+        translate(data, **options)
+
+
+def test_a_key_with_a_dot_is_not_lost() -> None:
+    assert translate(batch(**{"zero_optimization.stage": 3})).left_out == [
+        "zero_optimization\\.stage = 3: no counterpart"
     ]
-    assert all("Hugging Face's Trainer" in line for line in result.left_out)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ([], "is a JSON object"),
-        ({}, "give train_batch_size or"),
         (batch(zero_optimization={"stage": 2, "zero_quantized_weights": True}), "need stage 3"),
-        (batch(zero_optimization={"stage": 7}), "stage=7 is not one of"),
+        (batch(zero_optimization={"stage": 7}), r"^zero_optimization\.stage = 7: .*stage=7 is not one of"),
         (batch(zero_optimization={"stage": "3"}), r"zero_optimization\.stage = '3' should be a whole number"),
         (batch(bf16={"enabled": True}, fp16={"enabled": True}), "exclude each other"),
         (batch(bf16={"enabled": 1}), r"bf16\.enabled = 1 should be true or false"),
         (batch(optimizer={"type": "Adam", "params": {"betas": [1]}}), "should be two numbers"),
         (
             batch(optimizer={"type": "Adam", "params": {"lr": -1}}),
-            r"optimizer\.learning_rate must be positive",
+            r"^optimizer\.params\.lr = -1: .*optimizer\.learning_rate must be positive",
         ),
+        (
+            batch(optimizer={"type": "Adam", "params": {"betas": [0.9, 7]}}),
+            r"^optimizer\.params\.betas = \[0\.9, 7\]: .*optimizer\.beta2 must lie",
+        ),
+        (
+            batch(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10**26}}),
+            r"^scheduler\.params\.",
+        ),
+        (batch(steps_per_print=0), r"^steps_per_print = 0: .*log\.every must be"),
+        (
+            batch(zero_optimization={"stage": 3, "zero_hpz_partition_size": 99_999_999}),
+            r"^zero_optimization\.",
+        ),
+        (batch(train_batch_size=10**26), r"^train_batch_size = 10{26}: "),
         (batch(train_batch_size=True), "should be a whole number"),
     ],
 )
@@ -247,6 +387,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert f"# - {line}" in out.read_text()
     assert main(["from-deepspeed", str(source), *options]) == 0
     assert capsys.readouterr().out == out.read_text()
+    source.write_text(json.dumps(TUTORIAL))
+    assert main(["from-deepspeed", str(source), "--batch-size", "96"]) == 0
+    assert "batch_size = 96\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ def test_both_name_the_same_bytes(capsys):
     assert main(["comm", *TINY, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     sums = report["phases"].pop("metrics")
+    assert plan["savings"] == report["savings"]
+    assert plan["savings"]["now"]["sent"] == plan["between_nodes"]
     assert plan["node_bytes"] == report["node_bytes"] - sums["node_bytes"] > 0
     assert plan["local_bytes"] == report["local_bytes"] - sums["local_bytes"] > 0
     assert plan["memory"]["kinds"]["parameters"] == pytest.approx(4 * report["parameters"] / 8, rel=0.01)
@@ -22,9 +24,13 @@ def test_both_name_the_same_bytes(capsys):
 
 def test_tables_for_people(capsys):
     assert main(["plan", *TINY]) == 0
-    assert "hpZ: each node keeps a copy" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "hpZ: each node keeps a copy" in out
+    assert [line.split(" than ")[0] for line in out.splitlines()[-2:]] == ["To send less", "To hold less"]
     assert main(["comm", *TINY]) == 0
-    assert "between nodes, per node and step" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "between nodes, per node and step" in out
+    assert out.splitlines()[-1].startswith("To send less than 433 KB between nodes")
 
 
 @pytest.mark.parametrize("command", ["plan", "comm"])

@@ -1,7 +1,6 @@
 """The `zerojax` command: one module per subcommand, imported when it is called."""
 
 import importlib
-import importlib.metadata
 import io
 import os
 import sys
@@ -19,6 +18,7 @@ from zerojax.errors import (
     ZeroError,
     show_traceback,
 )
+from zerojax.versions import VERSION
 
 # name -> (module with `run(arguments)`, what it does)
 COMMANDS = {
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK if given else EXIT_WRONG_USE
     name, *rest = given
     if name == "--version":
-        print(f"zerojax {version()}")
+        print(f"zerojax {VERSION}")
         return EXIT_OK
     if name not in COMMANDS:
         return _fail(f"no command {name!r}\n\n{_usage()}", EXIT_WRONG_USE)
@@ -101,11 +101,6 @@ def report(error: BaseException) -> tuple[int, str]:
             line = str(error) or "interrupted"
             return _fail(line, code), line
     return show_traceback(error)
-
-
-def version() -> str:
-    """The version of zerojax."""
-    return importlib.metadata.version("zerojax")
 
 
 def _usage() -> str:

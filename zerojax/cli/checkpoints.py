@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zerojax.checkpoints import DamagedError, Seal, names, read_seal, verify
+from zerojax.cli.options import read_options
 from zerojax.errors import RunError, ZeroError
 from zerojax.report import size
 from zerojax.run_folder import RunFolder
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> None:
     Raises:
         RunError: a checkpoint is damaged.
     """
-    options = tyro.cli(Options, args=arguments, prog="zerojax checkpoints")
+    options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
     if not folder.path.is_dir():
         raise ZeroError(f"{folder.path} is no run's folder")

@@ -10,6 +10,7 @@ from zerojax import cli, distributed
 from zerojax.config import ClusterSection, MeshSection, RunConfig, config_to_dict
 from zerojax.errors import ZeroError
 from zerojax.peers import Peers
+from zerojax.versions import VERSION
 
 _EMULATION_FLAG = "xla_force_host_platform_device_count"
 # Many devices on few cores are slow, not dead: XLA would end the process after 40 seconds.
@@ -80,5 +81,5 @@ def facts_of(config: RunConfig, **more: object) -> dict[str, str]:
         for section, values in config_to_dict(config).items()
         for key, value in values.items()
     }
-    values |= {"the version of zerojax": cli.version(), "the version of jax": jax.__version__} | more
+    values |= {"the version of zerojax": VERSION, "the version of jax": jax.__version__} | more
     return {name: str(value) for name, value in values.items()}

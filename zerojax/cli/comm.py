@@ -4,13 +4,14 @@ import json
 from dataclasses import dataclass
 
 from zerojax.cli import on_config
+from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
 from zerojax.wire import comm_report
 
 
 @dataclass(frozen=True)
 class Options(on_config.Options):
-    """Count what a training step of a config sends: every collective, within nodes and between.
+    """Count what a training step of a config sends, and say which option would send less.
 
     Nothing is trained, and none of the cluster's devices has to be there.
 
@@ -25,5 +26,8 @@ def run(arguments: list[str]) -> None:
     """Trace the step and print what it sends."""
     options = on_config.parse(Options, "comm", arguments)
     state, batch = abstract_run(options.settings)
-    report = comm_report(state, batch)
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    report, savings = comm_report(state, batch), Savings(options.settings, state.program)
+    if options.json:
+        print(json.dumps({**report.to_dict(), "savings": savings.to_dict()}, indent=2))
+    else:
+        print(report, savings.sent_line(), sep="\n")

@@ -4,20 +4,20 @@ import platform
 import shutil
 import tempfile
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
 import psutil
-import tyro
 
 from pallas_kernels import backend_report
 from zerojax import links, make_mesh
 from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.options import read_options
 from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
 from zerojax.metrics import peak_flops
 from zerojax.report import size
+from zerojax.versions import installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
 _GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
@@ -52,7 +52,7 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Look, measure and print."""
-    options = tyro.cli(Options, args=arguments, prog="zerojax doctor")
+    options = read_options(Options, "doctor", arguments)
     with joined_cluster(
         options.mesh,
         ClusterSection(),
@@ -83,11 +83,9 @@ def _print(sections: dict[str, Rows]) -> None:
 def _versions() -> Rows:
     rows = [("python", platform.python_version())]
     for name in (*_PACKAGES, *_GPU_PACKAGES):
-        try:
-            rows.append((name, version(name)))
-        except PackageNotFoundError:
-            if name in _PACKAGES:
-                rows.append((name, "missing"))
+        found = installed(name)
+        if found or name in _PACKAGES:
+            rows.append((name, found or "missing"))
     return rows
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
 from zerojax.config import MeshSection, RunConfig
 from zerojax.parts import evaluate, is_first, make_batches, prepare_data
@@ -34,7 +35,7 @@ def run(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         mesh = RunFolder(Path(arguments[0])).read_config().mesh
     default = Options(run=tyro.MISSING, mesh=mesh)
-    options = tyro.cli(Options, default=default, args=arguments, prog="zerojax eval")
+    options = read_options(Options, "eval", arguments, default)
     folder = RunFolder(options.run)
     config = folder.read_config()
     with joined_cluster(options.mesh, config.cluster):

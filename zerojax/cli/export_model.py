@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.options import read_options
 from zerojax.cli.trained import TrainedRun, open_trained
 from zerojax.config import MeshSection, RunConfig, ZeroSection
 from zerojax.errors import ZeroError
@@ -79,7 +80,7 @@ def run(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         mesh = RunFolder(Path(arguments[0])).read_config().mesh
     default = Options(run=tyro.MISSING, out=tyro.MISSING, mesh=mesh)
-    options = tyro.cli(Options, default=default, args=arguments, prog="zerojax export")
+    options = read_options(Options, "export", arguments, default)
     folder = RunFolder(options.run)
     config = folder.read_config()
     how = None

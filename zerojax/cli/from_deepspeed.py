@@ -1,6 +1,5 @@
 """`zerojax from-deepspeed ds_config.json`."""
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +7,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from zerojax.cli.options import read_options
 from zerojax.deepspeed import translate
 from zerojax.errors import ZeroError
+from zerojax.plain_data import LONGEST_SETTINGS, parse_json
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,29 @@ class Options:
         out: The TOML file to write; by default it goes to stdout.
         nodes: Nodes that it ran on, where the batch size depends on it.
         gpus_per_node: Devices of a node, likewise.
+        batch_size: Sequences per optimizer step, where the config leaves them to the script ("auto", or
+            nothing).
     """
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DS_CONFIG")]
     out: Path | None = None
     nodes: int = 0
     gpus_per_node: int = 0
+    batch_size: int | None = None
 
 
 def run(arguments: list[str]) -> None:
     """Read, translate, write."""
-    options = tyro.cli(Options, args=arguments, prog="zerojax from-deepspeed")
+    options = read_options(Options, "from-deepspeed", arguments)
     if options.nodes < 0 or options.gpus_per_node < 0:
         raise ZeroError("--nodes and --gpus-per-node must not be negative")
     try:
-        translation = translate(read_json(options.config), nodes=options.nodes, local=options.gpus_per_node)
+        translation = translate(
+            read_json(options.config),
+            nodes=options.nodes,
+            local=options.gpus_per_node,
+            batch_size=options.batch_size,
+        )
     except ZeroError as error:
         raise ZeroError(f"{options.config}: {error}") from error
     text = translation.toml(options.config.name)
@@ -56,22 +65,13 @@ def read_json(path: Path) -> Any:
     Raises:
         ZeroError: it cannot be read.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ZeroError(f"a key is given twice: {next(n for n in names if names.count(n) > 1)!r}")
-        return dict(pairs)
-
-    def refuse(constant: str) -> Any:
-        raise ZeroError(f"{constant} is no JSON")
-
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=refuse)
+        text = path.read_text(encoding="utf-8")
+        if len(text) > LONGEST_SETTINGS:
+            raise ZeroError(f"{len(text):,} characters: no DeepSpeed config has so many")
+        return parse_json(text)
     except OSError as error:
         raise ZeroError(f"cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise ZeroError("nested too deeply") from error
     except ZeroError:
         raise
     except ValueError as error:

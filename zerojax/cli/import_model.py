@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.options import read_options
 from zerojax.config import ConfigError, RunConfig, TrainSection, find_config, load_config
 from zerojax.data import DataError
 from zerojax.huggingface import Source, import_model, model_section
@@ -43,7 +44,7 @@ def run(arguments: list[str]) -> None:
     named = list(takewhile(lambda word: not word.startswith("-"), arguments))
     if len(named) < 2:
         if {"-h", "--help"} & set(arguments):
-            tyro.cli(Options, args=["--help"], prog="zerojax import")
+            read_options(Options, "import", ["--help"])
         raise ConfigError("import: name the model's folder and the run's: zerojax import MODEL RUN [CONFIG]")
     source, folder = Source.open(Path(named[0])), RunFolder(Path(named[1]))
     default = Options(
@@ -51,7 +52,7 @@ def run(arguments: list[str]) -> None:
         run=tyro.MISSING,
         settings=_default_settings(source, folder, named[2] if len(named) > 2 else None),
     )
-    settings = tyro.cli(Options, default=default, args=arguments, prog="zerojax import").settings
+    settings = read_options(Options, "import", arguments, default).settings
     if settings.data.tokenizer == _NO_TOKENIZER:
         raise DataError(
             f"{source.folder} has no tokenizer: choose one by --data.tokenizer (byte, bpe, or the path of a "

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from zerojax.cli.options import read_options
 from zerojax.config import ConfigError, RunConfig, find_config, load_config
 
 
@@ -39,4 +40,4 @@ def parse[Chosen: Options](options: type[Chosen], command: str, arguments: list[
     elif not {"-h", "--help"} & set(arguments):
         raise ConfigError(f"{command}: name a config first: zerojax {command} CONFIG [options]")
     default = options(config=tyro.MISSING, settings=settings)
-    return tyro.cli(options, default=default, args=arguments, prog=f"zerojax {command}")
+    return read_options(options, command, arguments, default)

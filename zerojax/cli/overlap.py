@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from zerojax.cli.options import read_options
 from zerojax.profile import measure_overlap, read_events, trace_files
 
 
@@ -22,6 +23,6 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Read the trace and print a table by hop."""
-    options = tyro.cli(Options, args=arguments, prog="zerojax overlap")
+    options = read_options(Options, "overlap", arguments)
     path = options.trace if options.trace.is_file() else trace_files(options.trace)[-1]
     print(measure_overlap(read_events(path)))

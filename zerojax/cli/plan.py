@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.cli import on_config
+from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
 from zerojax.cluster.network import bytes_per_second
 from zerojax.config import MeshSection
@@ -66,8 +67,11 @@ def run(arguments: list[str]) -> None:
         return
     _refuse_without_gpu(options)
     state, _ = abstract_run(options.settings)
-    plan = plan_state(state)
-    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    plan, savings = plan_state(state), Savings(options.settings, state.program)
+    if options.json:
+        print(json.dumps({**plan.to_dict(), "savings": savings.to_dict()}, indent=2))
+    else:
+        print(plan, savings.sent_line(), savings.held_line(), sep="\n")
 
 
 def _refuse_without_gpu(options: Options) -> None:

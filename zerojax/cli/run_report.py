@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from zerojax.cli.options import read_options
 from zerojax.errors import ZeroError
 from zerojax.html_report import read_story, render
 from zerojax.run_folder import RunFolder
@@ -26,7 +27,7 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Read the run's files and write the page."""
-    options = tyro.cli(Options, args=arguments, prog="zerojax report")
+    options = read_options(Options, "report", arguments)
     out = options.out or options.run / "report.html"
     page = render(read_story(RunFolder(options.run)))
     try:

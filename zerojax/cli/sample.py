@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import tyro
 
 from zerojax import gather_model
+from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
 from zerojax.config import MeshSection, ZeroSection
 from zerojax.data import open_tokenizer
+from zerojax.errors import ZeroError
 from zerojax.models import Sampling, generate
 from zerojax.run_folder import RunFolder
+
+_MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,19 @@ class Options:
     seed: int = 0
     ema: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a text of no tokens, or of more than fit into memory.
+
+        Raises:
+            ZeroError: naming the option.
+        """
+        if not 1 <= self.tokens <= _MOST_TOKENS:
+            raise ZeroError(f"--tokens {self.tokens}: 1 to {_MOST_TOKENS:,}")
+
 
 def run(arguments: list[str]) -> None:
     """Restore, generate, print."""
-    options = tyro.cli(Options, args=arguments, prog="zerojax sample")
+    options = read_options(Options, "sample", arguments)
     folder = RunFolder(options.run)
     config = folder.read_config()
     # One device computes with the master weights: how they travelled in training does not matter.

@@ -54,7 +54,7 @@ def bytes_per_second(rate: str) -> int:
       ValueError: it is not a number with the unit kbit, mbit or gbit.
     """
     found = _RATE.fullmatch(rate.strip())
-    if found is None or float(found[1]) <= 0:
+    if found is None or not 0 < float(found[1]) < 1e9:
         raise ValueError(f"{rate!r} is no rate: say for instance 10gbit, 2.5gbit or 400mbit")
     return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()] / 8)
 
@@ -66,7 +66,7 @@ def microseconds(time: str) -> int:
       ValueError: it is not a number with the unit us, ms or s.
     """
     found = _TIME.fullmatch(time.strip())
-    if found is None:
+    if found is None or float(found[1]) > 1e9:
         raise ValueError(f"{time!r} is no latency: say for instance 50us or 1ms")
     return round(float(found[1]) * {"us": 1, "ms": 1e3, "s": 1e6}[found[2]])
 

@@ -10,9 +10,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zerojax.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
 from zerojax.errors import ZeroError
 from zerojax.models.config import GPTConfig
 from zerojax.zero import ZeroConfig
+
+_MOST_STEPS = 1 << 24  # fp32, which schedules are computed in, counts no further
+_MOST_TOKENS = 1 << 31  # of a step: int32 counts them
 
 Wire = Literal["compute", "fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2"]
 
@@ -52,11 +56,17 @@ class TrainSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "train.{}".format)
         for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_batches"):
             _require(getattr(self, name) >= 1, f"train.{name} must be at least 1")
         _require(self.eval_every >= 0, "train.eval_every must be 0 (at the end only) or more")
         _require(self.max_skips >= 1, "train.max_skips must be at least 1")
         _require(0 <= self.seed < 2**32, "train.seed must lie in 0 .. 2**32 - 1")
+        _require(self.steps <= _MOST_STEPS, f"train.steps must be at most {_MOST_STEPS:,}")
+        _require(
+            self.batch_size * (self.sequence_length + 1) <= _MOST_TOKENS,
+            f"train.batch_size x train.sequence_length must be at most {_MOST_TOKENS:,} tokens a step",
+        )
         _require(
             self.batch_size % self.accumulate == 0,
             f"train.batch_size {self.batch_size} does not divide into "
@@ -86,6 +96,7 @@ class MixtureSource:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "data.mixture: {}".format)
         _require(self.source != "", "data.mixture: a source is empty: name a file, folder, glob or 'stdlib'")
         _require(
             0 < self.weight < float("inf"),
@@ -129,6 +140,7 @@ class DataSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "data.{}".format)
         _require(self.source != "", "data.source is empty: name a file, folder, glob or 'stdlib'")
         _require(
             not self.mixture or self.source == DataSection.source,
@@ -187,6 +199,7 @@ class OptimizerSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "optimizer.{}".format)
         _require(self.learning_rate > 0, "optimizer.learning_rate must be positive")
         _require(self.eps > 0, "optimizer.eps must be positive")
         _require(0 < self.decay_fraction <= 1, "optimizer.decay_fraction must lie in (0, 1]")
@@ -217,11 +230,18 @@ class MeshSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "mesh.{}".format)
         _require(self.nodes >= 0, "mesh.nodes must be 0 (from the processes) or more")
         _require(self.local >= 0, "mesh.local must be 0 (all the devices of a node) or more")
         _require(
             not self.emulate or (self.nodes > 0 and self.local > 0),
             "mesh.emulate needs mesh.nodes and mesh.local: how many devices shall act?",
+        )
+        most = MOST_EMULATED if self.emulate else MOST_DEVICES
+        _require(
+            max(self.nodes, 1) * max(self.local, 1) <= most,
+            f"mesh.nodes {self.nodes} x mesh.local {self.local}: at most {most:,} devices"
+            f"{' are emulated' * self.emulate}",
         )
 
 
@@ -326,6 +346,7 @@ class CheckpointSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "checkpoint.{}".format)
         _require(self.every >= 0, "checkpoint.every must be 0 (at the end only) or more")
         _require(self.keep >= 1, "checkpoint.keep must be at least 1")
         for name in ("minutes", "keep_every", "keep_best", "keep_minutes"):
@@ -358,6 +379,7 @@ class ClusterSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "cluster.{}".format)
         for name in ("join_timeout", "peer_timeout"):
             _require(getattr(self, name) >= 1, f"cluster.{name} must be at least 1 second")
         for name in ("step_factor", "step_timeout", "phase_timeout"):
@@ -384,6 +406,7 @@ class LogSection:
         Raises:
             ZeroError: naming the option.
         """
+        check_numbers(self, "log.{}".format)
         _require(self.every >= 1, "log.every must be at least 1")
         _require(
             len(set(self.trackers)) == len(self.trackers),

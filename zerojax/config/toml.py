@@ -5,7 +5,6 @@ TOML is data: nothing in a file is ever executed, imported or expanded.
 
 import dataclasses
 import difflib
-import tomllib
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import tomli_w
 
 from zerojax.config.sections import RunConfig
 from zerojax.errors import ZeroError
+from zerojax.plain_data import parse_toml, printable, short
 
 
 class ConfigError(ZeroError):
@@ -51,10 +51,10 @@ def load_config(path: Path | str) -> RunConfig:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     return config_from_dict(data, origin=str(path))
 
@@ -71,16 +71,16 @@ def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
     """
     _check_table(RunConfig, data, origin, ())
     # TOML's `1` is a good learning rate; its list is our tuple.
-    hooks = {float: lambda value: float(value) if isinstance(value, int) else value}
+    hooks = {float: lambda value: float(value) if type(value) is int else value}
     try:
         return dacite.from_dict(RunConfig, _tuples(data), dacite.Config(strict=True, type_hooks=hooks))
     except dacite.WrongTypeError as error:
         raise ConfigError(
-            f"{origin}: {error.field_path} = {_look_up(data, error.field_path)!r} should be "
+            f"{origin}: {error.field_path} = {short(_look_up(data, error.field_path))} should be "
             f"{_type_name(error.field_type)}"
         ) from error
     except (dacite.DaciteError, ValueError, TypeError) as error:
-        raise ConfigError(f"{origin}: {error}") from error
+        raise ConfigError(f"{origin}: {printable(str(error))}") from error
 
 
 def config_to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -100,7 +100,7 @@ def _check_table(cls: type, data: Any, origin: str, path: tuple[str, ...]) -> No
     for key, value in data.items():
         dotted = ".".join((*path, key))
         if key not in types:
-            raise ConfigError(f"{origin}: unknown key {dotted}{_suggest_key(dotted)}")
+            raise ConfigError(f"{origin}: unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
         if dataclasses.is_dataclass(types[key]):
             _check_table(types[key], value, origin, (*path, key))
         elif isinstance(value, bool) and bool not in (types[key], *typing.get_args(types[key])):

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from zerojax.errors import ZeroError
+from zerojax.plain_data import short
 
 LONGEST_LINE = 1 << 28
 """The longest line of a JSON file, in bytes once decompressed; a small archive can hold a huge one."""
@@ -212,7 +213,9 @@ def _column_documents(
 
 
 def _no_column(place: str, column: str, columns: list[str]) -> DataError:
-    return DataError(f"{place}: no column {column!r} among {columns}: set data.column, or data.pattern")
+    return DataError(
+        f"{place}: no column {column!r} among {short(columns)}: set data.column, or data.pattern"
+    )
 
 
 def _no_text(place: str, column: str, kind: str) -> DataError:

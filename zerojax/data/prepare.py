@@ -24,6 +24,7 @@ from zerojax.data.source import Source, open_source
 from zerojax.data.split import rank, validation_limit
 from zerojax.data.tokenizer import Tokenizer
 from zerojax.data.tokens import TokenWriter
+from zerojax.plain_data import parse_json
 
 _SETTINGS = "settings.json"
 _BATCH_DOCUMENTS = 1024
@@ -141,7 +142,7 @@ def _identity(settings: DataSection) -> dict[str, object]:
 def _check_same(wanted: dict[str, object], folder: Path) -> None:
     path = folder / _SETTINGS
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read what the tokens were made from: {error}") from error
     if found != wanted:

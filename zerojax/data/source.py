@@ -1,13 +1,13 @@
 """Where text comes from: the name of a source to files, and files to documents."""
 
 import glob
-import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.data.formats import DataError, Document, cut_document, is_table, read_documents
+from zerojax.plain_data import parse_json
 
 _SNIFF_BYTES = 8192
 # What `datasets` leaves beside the arrow files of `save_to_disk`.
@@ -99,7 +99,7 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
     """The arrow files of a saved dataset; other arrow files beside them are caches."""
     path = folder / _SAVED_DATASET
     try:
-        names = [entry["filename"] for entry in json.loads(path.read_text(encoding="utf-8"))["_data_files"]]
+        names = [entry["filename"] for entry in parse_json(path.read_text(encoding="utf-8"))["_data_files"]]
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what `datasets` writes: {error!r}") from error

@@ -10,6 +10,7 @@ import tokenizers
 from jaxtyping import UInt32
 
 from zerojax.data.formats import DataError
+from zerojax.plain_data import parse_json, short
 
 END_OF_TEXT = "<|endoftext|>"
 SETTINGS = "tokenizer_config.json"
@@ -183,15 +184,28 @@ def read_settings(path: Path) -> dict[str, Any]:
     """A JSON file beside a tokenizer; empty where there is none.
 
     Raises:
-        DataError: not JSON.
+        DataError: no JSON object.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        settings = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return settings
 
 
 def special_token(settings: dict[str, Any], role: str) -> str | None:
-    """A special token by its role: a text, or a table with one, or none."""
+    """A special token by its role: a text, or a table with one, or none.
+
+    Raises:
+        DataError: it is something else.
+    """
     token = settings.get(role)
-    return token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None and not isinstance(token, str):
+        raise DataError(f"{role} = {short(token)} should be a text, or a table with a text for content")
+    return token

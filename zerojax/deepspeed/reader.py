@@ -4,12 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerojax.errors import ZeroError
+from zerojax.plain_data import printable, short
 
 AUTO = "auto"
+FILLED_IN = "Hugging Face's Trainer would fill it in"
 
 
 class Reader:
-    """Nested JSON whose leaves are ticked off as they are read."""
+    """Nested JSON whose leaves are ticked off as they are read.
+
+    Attributes:
+        remarks: lines on what the config leaves open.
+    """
 
     def __init__(self, data: dict[str, Any]) -> None:
         """Nothing is ticked off yet.
@@ -20,14 +26,16 @@ class Reader:
         self._data = data
         self._left = dict(_leaves(data))
         self._notes: dict[str, str] = {}
+        self.remarks: list[str] = []
 
-    def take(self, path: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """A value, ticked off; the default where it is missing, null or "auto".
+    def take(self, path: str, kind: type | tuple[type, ...], default: Any = None, *, auto: Any = None) -> Any:
+        """A value, ticked off.
 
         Args:
             path: keys joined by ".".
             kind: the types that it may have; a whole number is a number, too.
-            default: for what is not given.
+            default: DeepSpeed's, for what is missing or null.
+            auto: for "auto"; by default None.
 
         Raises:
             ZeroError: it has another type.
@@ -35,8 +43,9 @@ class Reader:
         value = self._look_up(path)
         self._tick_off(path)
         if value == AUTO:
-            self._notes[path] = "Hugging Face's Trainer would fill it in: zerojax's own default stands"
-        if value is None or value == AUTO:
+            self._notes[path] = f"{FILLED_IN}: zerojax's own default stands"
+            return auto
+        if value is None:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
@@ -44,12 +53,20 @@ class Reader:
         # bool is a kind of int in Python, and "3" is a number to DeepSpeed's own parser, but not to JSON.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(_WORDS.get(k, k.__name__) for k in kinds)
-            raise ZeroError(f"{path} = {value!r} should be {wanted}")
+            raise ZeroError(f"{path} = {short(value)} should be {wanted}")
         return value
+
+    def quote(self, path: str) -> str:
+        """A key with its value, for a message."""
+        return f"{path} = {short(self._look_up(path))}"
 
     def given(self, path: str) -> bool:
         """Whether a key is there with a value of its own, not "auto" or null."""
         return self._look_up(path) not in (None, AUTO)
+
+    def is_auto(self, path: str) -> bool:
+        """Whether a key is "auto"."""
+        return self._look_up(path) == AUTO
 
     def note(self, path: str, why: str) -> None:
         """Say of a key that it has no counterpart, and why; ticks it and what is below it off."""
@@ -63,7 +80,7 @@ class Reader:
         noted = {path: (self._look_up(path), why) for path, why in self._notes.items()}
         unread = {path: (value, "no counterpart") for path, value in self._left.items()}
         lines = sorted((noted | unread).items())
-        return [f"{path} = {_short(value)}: {why}" for path, (value, why) in lines]
+        return [f"{printable(path)} = {short(value)}: {why}" for path, (value, why) in lines]
 
     def _tick_off(self, path: str) -> None:
         for key, value in list(self._left.items()):
@@ -85,13 +102,8 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        path = f"{prefix}{key}"
+        path = prefix + key.replace(".", "\\.")  # such a key is none of those below another
         if isinstance(value, dict) and value:
             yield from _leaves(value, path + ".")
         else:
             yield path, value
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerojax.errors import ZeroError
 from zerojax.models import GPTConfig
+from zerojax.plain_data import printable, short
 
 # Tokens' roles, the text that a model writes, how a library runs it: nothing that the logits depend on.
 HARMLESS = frozenset(
@@ -82,7 +83,7 @@ class ConfigKeys:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ZeroError(f"{self._origin}: {name} = {value!r} should be {kind.__name__}")
+            raise ZeroError(f"{self._origin}: {name} = {short(value)} should be {kind.__name__}")
         return value
 
     def only(self, name: str, *allowed: Any) -> None:
@@ -94,16 +95,15 @@ class ConfigKeys:
         self._seen.add(name)
         value = self._values.get(name)
         if value is not None and value not in allowed:
-            raise ZeroError(
-                f"{self._origin}: {name} = {value!r} is not supported, only {' or '.join(map(repr, allowed))}"
-            )
+            known = " or ".join(map(repr, allowed))
+            raise ZeroError(f"{self._origin}: {name} = {short(value)} is not supported, only {known}")
 
     def only_training(self, *names: str) -> None:
         """Note keys that change training and not the logits, where they are not zero."""
         for name in names:
             self._seen.add(name)
             if value := self._values.get(name):
-                self.notes.append(f"{name} = {value!r} is not taken over (see model.dropout)")
+                self.notes.append(f"{name} = {short(value)} is not taken over (see model.dropout)")
 
     def unused(self, *names: str) -> None:
         """Tick off keys of parts that a causal language model does not have."""
@@ -116,7 +116,7 @@ class ConfigKeys:
             ZeroError: naming the keys that nobody understood.
         """
         if unknown := sorted(self._values.keys() - self._seen):
-            given = ", ".join(f"{name} = {self._values[name]!r}" for name in unknown)
+            given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
             raise ZeroError(f"{self._origin}: not understood, so not imported: {given}")
 
 

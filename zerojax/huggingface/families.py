@@ -10,6 +10,7 @@ from zerojax.huggingface import gpt2, llama, opt
 from zerojax.huggingface.config_keys import ConfigKeys
 from zerojax.huggingface.mapping import Parts
 from zerojax.models import GPTConfig
+from zerojax.plain_data import short
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,21 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
         ZeroError: an architecture, key or value that is not understood; names it.
     """
     kind = values.get("model_type")
-    known = ", ".join(FAMILIES)
-    if kind not in FAMILIES:
-        raise ZeroError(f"{origin}: model_type = {kind!r} is not supported: there are {known}")
-    family = FAMILIES[kind]
-    for name in values.get("architectures") or ():
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ZeroError(f"{origin}: model_type = {short(kind)} is not supported: there are {known}")
+    keys = ConfigKeys(values, origin)
+    for name in keys.take("architectures", list, []):
         if name not in (family.architecture, *(f"{stem}Model" for stem in ("GPT2", "OPT", "Llama"))):
             raise ZeroError(
-                f"{origin}: architectures = {name!r} is not supported: zerojax has causal language models"
+                f"{origin}: architectures = {short(name)} is not supported: "
+                "zerojax has causal language models"
             )
-    keys = ConfigKeys(values, origin)
-    model = family.read(keys)
+    try:
+        model = family.read(keys)
+    except ZeroError as error:
+        raise ZeroError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
     return family, model, keys.notes
 

@@ -25,7 +25,7 @@ def read(keys: ConfigKeys) -> GPTConfig:
     keys.only("pretraining_tp", 1)
     biases = keys.take("attention_bias", bool, False)
     if biases != keys.take("mlp_bias", bool, False):
-        raise ZeroError("config.json: attention_bias and mlp_bias are supported together or not at all")
+        raise ZeroError("attention_bias and mlp_bias are supported together or not at all")
     keys.only_training("attention_dropout")
     width, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     head_width = keys.take("head_dim", int, None)
@@ -52,7 +52,7 @@ def _read_rope(keys: ConfigKeys) -> dict[str, Any]:
     """The rotary fields, from `rope_theta` and `rope_scaling` or, since transformers 5, `rope_parameters`."""
     theta = keys.take("rope_theta", float, 10000.0)
     tables = [keys.take(name, dict, {}) for name in ("rope_scaling", "rope_parameters")]
-    rope = ConfigKeys(tables[0] | tables[1], "config.json: rope_parameters")
+    rope = ConfigKeys(tables[0] | tables[1], "rope_parameters")
     theta = rope.take("rope_theta", float, theta)
     rope.only("partial_rotary_factor", 1, 1.0)
     old = rope.take("type", str, "default")  # what rope_type was called before transformers 4.43

@@ -1,12 +1,14 @@
 """Safetensors files: parts of tensors read without the rest, tensors written one after the other.
 
-The safetensors library writes a file only from all of its tensors at once, and reads no float8 without
-PyTorch; the tests hold both ways against it. The format: eight bytes of header length, a JSON header with
-each tensor's dtype, shape and offsets, then the bytes (little-endian, row-major).
+The safetensors library writes a file only from all of its tensors at once, reads no float8 without PyTorch,
+and takes the last of two tensors of one name; the tests hold both ways against it. The format: eight bytes
+of header length, a JSON header with each tensor's dtype, shape and offsets, then the bytes (little-endian,
+row-major).
 """
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from zerojax.errors import ZeroError
+from zerojax.plain_data import parse_json, short
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -24,12 +27,17 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    **{f"{kind}{8 * size}": np.dtype(f"{kind}{size}".lower()) for kind in "IU" for size in (1, 2, 4, 8)},
+    "BOOL": np.dtype(np.bool_),
 }
 """Names in a header, and the dtypes of numpy (bfloat16 and float8 are those that JAX uses)."""
 _LONGEST_HEADER = 100_000_000  # the library's own limit
+_FILE_NAME = re.compile(r"\w[\w. =+-]{0,200}\.safetensors")
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -60,49 +68,97 @@ class SafetensorFiles:
             folder: holds model.safetensors, or several files and model.safetensors.index.json.
 
         Raises:
-            ZeroError: there are none, one is damaged, or the index names what is not there.
+            ZeroError: there are none, one is damaged, or index and files do not agree.
         """
         self._arrays: dict[str, np.ndarray] = {}
         self.specs: dict[str, TensorSpec] = {}
         listed = _listed(folder)
-        for path in sorted({folder / name for name in listed.values()} or {folder / SINGLE}):
-            for name, spec, start in _read_header(path):
+        for file in sorted(set(listed.values())) or [SINGLE]:
+            path = folder / file
+            for name, (spec, start) in _read_header(path).items():
+                if listed and listed.get(name) != file:
+                    where = f"in {listed[name]}" if name in listed else "nowhere"
+                    raise ZeroError(f"{path} has {short(name)}, which {INDEX} lists {where}")
                 self.specs[name] = spec
                 self._arrays[name] = _mapped(path, spec, start)
         if absent := sorted(listed.keys() - self.specs.keys()):
-            raise ZeroError(f"{folder / INDEX} lists {absent[0]}, which {listed[absent[0]]} does not have")
+            raise ZeroError(
+                f"{folder / INDEX} lists {short(absent[0])}, which {listed[absent[0]]} does not have"
+            )
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
         """A part of a tensor, in its own dtype: one range for each dimension; without any, all of it."""
         return np.array(self._arrays[name][ranges])
 
 
-def _read_header(path: Path) -> list[tuple[str, TensorSpec, int]]:
-    """Each tensor of a file, and where its bytes begin."""
+def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+    """Each tensor of a file, and where its bytes begin.
+
+    The rules are the format's, and those of the safetensors library's own check: the tensors fill the data
+    from its first byte to its last, each after the one before. Keys must differ, of which the library would
+    take the last.
+    """
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
             size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if not 8 <= 8 + length <= min(size, _LONGEST_HEADER):
+                raise ValueError(f"of its {size:,} bytes the header would take {length:,}")
+            header = parse_json(file.read(length).decode())
+        return _check_header(header, 8 + length, size)
     except OSError as error:
         raise ZeroError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ZeroError(f"{path}: not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    found = []
-    end = 8 + length
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise ZeroError(f"{path}: {name} is of dtype {entry['dtype']}: one of {', '.join(DTYPES)}")
-        spec = TensorSpec(entry["dtype"], tuple(entry["shape"]))
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        if stop - start != spec.nbytes:
-            raise ZeroError(f"{path}: damaged: {name} has {stop - start} bytes, not {spec.nbytes}")
-        end = max(end, stop)
-        found.append((name, spec, start))
-    if not found or end != size:
-        raise ZeroError(f"{path}: not a whole safetensors file: {size} bytes, and its header says {end}")
+        raise ZeroError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+def _check_header(header: Any, begin: int, size: int) -> dict[str, tuple[TensorSpec, int]]:
+    """What a header says, of a file of `size` bytes whose data begin at `begin`.
+
+    Raises:
+        ValueError: it breaks a rule of the format.
+    """
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"__metadata__ = {short(metadata)} should be an object of texts")
+    found: dict[str, tuple[TensorSpec, int]] = {}
+    end = begin
+    for name, (spec, start, stop) in sorted(
+        ((name, _check_entry(name, entry)) for name, entry in header.items()), key=lambda one: one[1][1:]
+    ):
+        if begin + start != end:
+            raise ValueError(
+                f"{short(name)} begins at byte {begin + start:,}, and what is before ends at {end:,}"
+            )
+        found[name] = spec, end
+        end = begin + stop
+    if end != size or not found:
+        raise ValueError(f"{len(found)} tensors end at byte {end:,} of {size:,}")
     return found
+
+
+def _check_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    """A tensor of a header: what it is, and the offsets of its first byte and of that after its last."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{short(name)} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in tuple(DTYPES):
+        raise ValueError(f"{short(name)} is of dtype {short(dtype)}: one of {', '.join(DTYPES)}")
+    if not _are_counts(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{short(name)} has shape {short(shape)}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{short(name)} has data_offsets {short(offsets)}")
+    spec, (start, stop) = TensorSpec(dtype, tuple(shape)), offsets
+    if math.prod(max(1, extent) for extent in shape) >= _MOST_ELEMENTS or stop - start != spec.nbytes:
+        raise ValueError(f"{short(name)} has {stop - start:,} bytes, and shape {short(shape)} of {dtype}")
+    return spec, start, stop
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _mapped(path: Path, spec: TensorSpec, start: int) -> np.ndarray:
@@ -114,13 +170,19 @@ def _mapped(path: Path, spec: TensorSpec, start: int) -> np.ndarray:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The index's map from tensor to file; empty where there is one file alone."""
+    """The index's map from tensor to file; empty where there is one file alone.
+
+    Raises:
+        ZeroError: there are no files, or the index is none; or it leads out of the folder.
+    """
     index = folder / INDEX
     if index.is_file():
         try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ZeroError(f"{index}: not an index of safetensors files: {error!r}") from error
+            return _check_index(parse_json(index.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ZeroError(f"{index}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ZeroError(f"{index}: not an index of safetensors files: {error}") from error
     if (folder / SINGLE).is_file():
         return {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
@@ -129,6 +191,17 @@ def _listed(folder: Path) -> dict[str, str]:
             "transformers' save_pretrained, which writes safetensors"
         )
     raise ZeroError(f"{folder} has no {SINGLE} and no {INDEX}")
+
+
+def _check_index(values: Any) -> dict[str, str]:
+    listed = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError("it has no weight_map")
+    for name, file in listed.items():
+        # A bare name: never an absolute path, nor one that leads out of the folder.
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise ValueError(f"{short(name)} is listed in {short(file)}, which is no file of this folder")
+    return listed
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[str]]:

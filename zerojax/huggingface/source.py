@@ -1,6 +1,5 @@
 """A Hugging Face model's folder: its shape and its tokenizer, from small files alone."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from zerojax.errors import ZeroError
 from zerojax.huggingface.families import Family, read_model
 from zerojax.huggingface.tokenizer_files import read_tokenizer
 from zerojax.models import GPTConfig
+from zerojax.plain_data import parse_json
 
 FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
 
@@ -58,7 +58,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ZeroError(
             f"{path}: {error.strerror or error}; a Hugging Face model's folder has one"

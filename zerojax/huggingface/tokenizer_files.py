@@ -71,7 +71,10 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
     """GPT-2's and OPT's byte-level BPE from the two files of their slow tokenizers."""
-    model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    try:
+        model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{folder}: vocab.json and merges.txt are no tokenizer: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -99,4 +102,5 @@ def _bytes_as_bpe() -> tokenizers.Tokenizer:
 def _named(tokenizer: tokenizers.Tokenizer, ids: Any) -> str | None:
     """The token of an id, or of the first of several."""
     number = ids[0] if isinstance(ids, list) and ids else ids
-    return tokenizer.id_to_token(number) if isinstance(number, int) else None
+    known = type(number) is int and 0 <= number < tokenizer.get_vocab_size()
+    return tokenizer.id_to_token(number) if known else None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
+from zerojax.bounds import check_numbers
 from zerojax.errors import ZeroError
 
 Norm = Literal["layer", "rms"]
@@ -90,6 +91,7 @@ class GPTConfig:
         Raises:
             ZeroError: naming the field, its value and what it may be.
         """
+        check_numbers(self, "[model] {}".format)
         for name in _COUNTS:
             _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: at least 1")
         for name in ("kv_heads", "head_width", "ffn"):
@@ -124,6 +126,12 @@ class GPTConfig:
             f'positions = "rope" rotates pairs, but a head is {self.head_dim} wide '
             "(head_width, or d_model / heads): make it even",
         )
+        most = _MOST_LAYERS if self.scan else _MOST_UNSCANNED
+        _require(
+            self.layers <= most, f"layers = {self.layers}: at most {most:,}{', or scan' * (not self.scan)}"
+        )
+        count = parameter_count(self)
+        _require(count <= _MOST_PARAMETERS, f"{count:.3g} parameters: at most {_MOST_PARAMETERS:.0e}")
 
     @property
     def head_dim(self) -> int:
@@ -151,6 +159,10 @@ class GPTConfig:
 
 
 _COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
+
+_MOST_LAYERS = 10_000
+_MOST_UNSCANNED = 1_000  # each is a module that is built and compiled for itself
+_MOST_PARAMETERS = 10**15
 
 
 def _require(condition: bool, message: str) -> None:

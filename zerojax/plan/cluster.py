@@ -6,11 +6,12 @@ from typing import cast
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from zerojax.bounds import MOST_DEVICES
 from zerojax.errors import ZeroError
 from zerojax.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.layout import make_leaf
 from zerojax.mesh import AXES, World
-from zerojax.program import Group, Program
+from zerojax.program import Group, Program, check_options
 from zerojax.route import Route
 from zerojax.zero import ZeroConfig
 
@@ -19,6 +20,8 @@ NETWORK_EFFICIENCY = 0.94
 
 MEMORY_FRACTION = 0.75
 """The part of a GPU's memory that JAX takes for arrays, unless XLA_CLIENT_MEM_FRACTION says otherwise."""
+
+_ABSURD = 1e24  # FLOP/s, bytes and bytes/s: above any hardware's, and far from where floats overflow
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,13 @@ class Cluster:
         """
         if self.nodes < 1 or self.local < 1:
             raise ZeroError(f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}")
+        if self.nodes * self.local > MOST_DEVICES:
+            raise ZeroError(f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs")
         if self.nodes > 1 and self.bandwidth <= 0:
             raise ZeroError("how fast is the network between the nodes? Give --bandwidth, such as 100gbit")
         figures = (self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate)
-        if min(figures) <= 0:
-            raise ZeroError("a GPU's FLOP/s, memory and rates must be above 0")
+        if not 0 < min(figures) <= max(*figures, self.bandwidth) < _ABSURD:
+            raise ZeroError(f"a GPU's FLOP/s, memory and rates must be above 0 and below {_ABSURD:g}")
         for name in ("efficiency", "memory_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ZeroError(f"{name.replace('_', '-')} {getattr(self, name)} must lie in (0, 1]")
@@ -98,7 +103,11 @@ def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
         program: as built for any mesh.
         world: the other mesh's extents.
         zero: the other options, but for ``units``, which are the program's.
+
+    Raises:
+        ZeroError: the options do not go with the mesh.
     """
+    check_options(zero, world)
     # It has extents and names and no devices: all that a layout asks of a mesh.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=program.zero.units)

@@ -1,0 +1,77 @@
+"""Which option would send or hold less: found by formulas, and true on the command line."""
+
+import pytest
+
+from zerojax.cli.on_config import Options, parse
+from zerojax.cli.savings import Savings, Trial
+from zerojax.cli.untrained import abstract_run
+from zerojax.config import RunConfig
+from zerojax.plan import plan_state, predict_memory
+from zerojax.plan.work import decoder_work
+from zerojax.program import Program
+
+TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--model.loss-chunk", "256"]
+
+
+def opened(*options: str) -> tuple[RunConfig, Program]:
+    config = parse(Options, "plan", [*TINY, *options]).settings
+    return config, abstract_run(config)[0].program
+
+
+def check(trial: Trial, *options: str) -> None:
+    """What a trial says is what the plan of the command line with that option says."""
+    config, program = opened(*options, *trial.option.split())
+    train, zero = config.train, program.zero
+    plan = plan_state(program)
+    assert trial.sent == (plan.between_nodes if program.world.nodes > 1 else plan.local_bytes)
+    work = decoder_work(
+        config.model,
+        remat=zero.remat,
+        dtype=zero.compute_dtype,
+        sequences=train.batch_size // (8 * train.accumulate),
+        length=train.sequence_length,
+    )
+    assert trial.held == pytest.approx(predict_memory(program, work).total, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "held"),
+    [
+        ((), ["--zero.preset delta", "--zero.stage 2"], ["--train.accumulate 4", "--zero.remat full"]),
+        (("--zero.preset", "delta"), [], ["--train.accumulate 4"]),
+        (
+            ("--zero.preset", "zero++", "--train.accumulate", "4", "--zero.remat", "none"),
+            ["--zero.preset delta", "--zero.accumulate-order breadth"],
+            ["--zero.remat full"],
+        ),
+        (
+            ("--mesh.nodes", "1", "--mesh.local", "8"),
+            ["--zero.stage 2"],
+            ["--train.accumulate 4", "--zero.remat full"],
+        ),
+    ],
+)
+def test_what_is_named_is_what_the_option_does(options: tuple[str, ...], sent: list[str], held: list[str]):
+    savings = Savings(*opened(*options))
+    check(savings.now, *options)
+    assert [trial.option for trial in savings.sent()] == sent
+    assert [trial.option for trial in savings.held()] == held
+    for trial in (*savings.sent(), *savings.held()):
+        check(trial, *options)
+    assert all(trial.sent < savings.now.sent for trial in savings.sent())
+    assert all(trial.held < savings.now.held for trial in savings.held())
+
+
+def test_the_lines():
+    savings = Savings(*opened())
+    line = savings.sent_line()
+    assert line.count("\n") == 0
+    assert line.startswith(
+        "To send less than 2.76 MB between nodes, per node and step: --zero.preset delta sends "
+    )
+    assert "changes of weights in int4, gradients in int8 and int4" in line
+    assert "; --zero.stage 2 sends 2.23 MB (in the same formats" in line
+    assert "activations included: --train.accumulate 4 holds" in savings.held_line()
+    assert "sends 8.27 MB more)" in savings.held_line()  # each micro-batch gathers the weights again
+    savings = Savings(*opened("--zero.preset", "delta"))
+    assert savings.sent_line().endswith("per node and step: no option alone does it.")

@@ -1,0 +1,36 @@
+"""Bounds of numbers that people give: what no setting of any section or command can be."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from zerojax.errors import ZeroError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+LARGEST = 2**32 - 1
+"""The largest whole number of any setting: that of a seed."""
+MOST_DEVICES = 1 << 20
+"""On a mesh; ten times those of the largest cluster there is."""
+MOST_EMULATED = 4096
+"""CPU devices that one process acts as; with four times as many XLA takes minutes to start."""
+
+
+def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> None:
+    """Refuse NaN, infinities and whole numbers beyond 32 bits in the fields of a dataclass.
+
+    Args:
+        settings: what to check; sections inside it check themselves.
+        name: from a field to what a person calls it, such as "train.{}".format.
+
+    Raises:
+        ZeroError: naming the field and its value.
+    """
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ZeroError(f"{name(field.name)} = {value} must be a finite number")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ZeroError(f"{name(field.name)} must lie within {LARGEST:,} of 0")

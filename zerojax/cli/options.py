@@ -1,0 +1,52 @@
+"""A command's options from its command line."""
+
+import io
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from typing import TYPE_CHECKING
+
+import tyro
+
+from zerojax.bounds import check_numbers
+from zerojax.errors import ZeroError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def read_options[Options: "DataclassInstance"](
+    options: type[Options], command: str, arguments: Sequence[str], default: Options | None = None
+) -> Options:
+    """Read a command line.
+
+    Args:
+        options: the class of the command's options, documented for --help.
+        command: its name.
+        arguments: of the command line.
+        default: the options before the command line has its say; by default those of the class.
+
+    Raises:
+        ZeroError: a value that a setting cannot have.
+        SystemExit: wrong options (code 2), or after --help (code 0).
+    """
+    given = {} if default is None else {"default": default}
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            read = tyro.cli(options, args=arguments, prog=f"zerojax {command}", **given)
+    except SystemExit as end:
+        if (refusal := _refusal_behind(end)) is not None:
+            raise refusal from None
+        sys.stderr.write(said.getvalue())
+        raise
+    check_numbers(read, lambda field: f"--{field.replace('_', '-')}")
+    return read
+
+
+def _refusal_behind(end: BaseException) -> ZeroError | None:
+    """Of our own sections: tyro draws a box around such an error, and ends the program."""
+    cause: BaseException | None = end
+    while cause is not None and not isinstance(cause, ZeroError):
+        cause = cause.__context__
+    return cause

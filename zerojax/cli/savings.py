@@ -1,0 +1,178 @@
+"""Which one option would let a run send or hold less, and how much, by the formulas of the plan.
+
+Each option is tried on the config as the command line would set it; what zerojax refuses is no way.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zerojax.config import RunConfig
+from zerojax.errors import ZeroError
+from zerojax.plan.cluster import on_world
+from zerojax.plan.hops import hops_of, usual_bytes
+from zerojax.plan.memory import held_bytes, held_elsewhere, predict_memory
+from zerojax.plan.work import decoder_work
+from zerojax.program import Program
+from zerojax.report import size
+from zerojax.zero import ZeroConfig
+
+SAME = "in the same formats"
+_WORTH_IT = 0.99
+_SMALL_CHUNK = 512
+_ROUNDING = (
+    *("weight_formats", "weights_delta", "grad_formats"),
+    *("block_size", "rounding", "rotation", "error_feedback"),
+)
+"""What decides to which numbers a step's are rounded on their way."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The config under one option.
+
+    Attributes:
+        option: as the command line has it; empty for the config as it is.
+        sent: bytes between nodes, per node and step; of one node, those that a device sends within it.
+        held: bytes of one device at a step's fullest moment, activations included.
+        price: what it does to the numbers, or to time.
+    """
+
+    option: str
+    sent: int
+    held: int
+    price: str
+
+
+class Savings:
+    """The options of a config, tried one at a time."""
+
+    def __init__(self, config: RunConfig, program: Program) -> None:
+        """Try the config as it is.
+
+        Args:
+            config: of the run.
+            program: its model and optimizer on its mesh.
+        """
+        self._config, self._program = config, program
+        self._held = held_bytes(program)
+        self._nodes = program.world.nodes
+        self.now = self._try("", config)
+
+    def sent(self) -> list[Trial]:
+        """What sends least, if less than now, and what sends least in the same formats."""
+        ways = [trial for trial in self._tried(_SENDING) if trial.sent < _WORTH_IT * self.now.sent]
+        ways.sort(key=lambda trial: (trial.sent, trial.held))
+        same = [trial for trial in ways if trial.price == SAME]
+        # There is nothing to gain from rounding what never leaves a node.
+        return list(dict.fromkeys([*(ways[:1] if self._nodes > 1 else []), *same[:1]]))
+
+    def held(self) -> list[Trial]:
+        """What holds least, if less than now, and what holds least and sends no more than now."""
+        train, holding = self._config.train, [*_HOLDING]
+        accumulate = 2 * train.accumulate
+        while train.batch_size % (self._program.world.size * accumulate) == 0:
+            holding.append(("train.accumulate", accumulate))
+            accumulate *= 2
+        ways = [trial for trial in self._tried(holding) if trial.held < _WORTH_IT * self.now.held]
+        ways.sort(key=lambda trial: (trial.held, trial.sent))
+        free = [trial for trial in ways if not self._more_sent(trial)]
+        return list(dict.fromkeys([*ways[:1], *free[:1]]))
+
+    def sent_line(self) -> str:
+        """`sent` as a line."""
+        where, whose = ("between nodes", "node") if self._nodes > 1 else ("within the node", "device")
+        now = f"To send less than {size(self.now.sent)} {where}, per {whose} and step"
+        ways = [
+            f"{trial.option} sends {size(trial.sent)} ({trial.price}{self._more_held(trial)})"
+            for trial in self.sent()
+        ]
+        return f"{now}: {'; '.join(ways) or 'no option alone does it'}."
+
+    def held_line(self) -> str:
+        """`held` as a line."""
+        now = f"To hold less than {size(self.now.held)} a device, activations included"
+        ways = [
+            f"{trial.option} holds {size(trial.held)} ({trial.price}{self._more_sent(trial)})"
+            for trial in self.held()
+        ]
+        return f"{now}: {'; '.join(ways) or 'no option alone does it'}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Both as plain data, for JSON."""
+        trials = {"sent": self.sent(), "held": self.held()}
+        found = {name: [dataclasses.asdict(trial) for trial in own] for name, own in trials.items()}
+        return {"now": dataclasses.asdict(self.now), **found}
+
+    def _more_held(self, trial: Trial) -> str:
+        more = trial.held - self.now.held
+        return f"; a device holds {size(more)} more" if more > 0.01 * self.now.held else ""
+
+    def _more_sent(self, trial: Trial) -> str:
+        more = trial.sent - self.now.sent
+        return f"; sends {size(more)} more" if more > 0.01 * self.now.sent else ""
+
+    def _tried(self, options: list[tuple[str, Any]]) -> Iterator[Trial]:
+        for name, value in options:
+            section, field = name.split(".")
+            words = " ".join(value) if isinstance(value, tuple) else str(value)
+            try:
+                changed = dataclasses.replace(getattr(self._config, section), **{field: value})
+                config = dataclasses.replace(self._config, **{section: changed})
+                yield self._try(f"--{name.replace('_', '-')} {words}", config)
+            except ZeroError:  # it does not go with what else is set
+                continue
+
+    def _try(self, option: str, config: RunConfig) -> Trial:
+        train, world = config.train, self._program.world
+        zero = config.zero.to_zero(units=self._program.zero.units, accumulate=train.accumulate)
+        there = on_world(self._program, world, zero)
+        work = decoder_work(
+            config.model,
+            remat=zero.remat,
+            dtype=zero.compute_dtype,
+            sequences=max(1, train.batch_size // (world.size * train.accumulate)),
+            length=train.sequence_length,
+        )
+        local, node = usual_bytes(hops_of(there))
+        return Trial(
+            option,
+            node * world.local if self._nodes > 1 else local,
+            predict_memory(there, work, held=held_elsewhere(self._held, self._program, there)).total,
+            _price(self._program.zero, zero),
+        )
+
+
+def _price(now: ZeroConfig, then: ZeroConfig) -> str:
+    """What a change of options does to the numbers, or to time."""
+    if then.remat != now.remat:
+        return "computed again in the backward pass"
+    if all(getattr(then, name) == getattr(now, name) for name in _ROUNDING):
+        return SAME
+    weights = f"{'changes of ' * then.weights_delta}weights in {then.weight_formats[0]}"
+    return f"{weights}, gradients in {' and '.join(dict.fromkeys(then.grad_formats))}"
+
+
+_SENDING: list[tuple[str, Any]] = [
+    ("zero.accumulate_order", "breadth"),
+    ("zero.grad_sync", "step"),
+    ("zero.hpz", True),
+    ("zero.stage", 1),
+    ("zero.stage", 2),
+    ("zero.preset", "zero++"),
+    ("zero.preset", "delta"),
+    ("zero.weights", "int8"),
+    ("zero.grads", ("int8", "int4")),
+]
+_HOLDING: list[tuple[str, Any]] = [
+    ("zero.remat", "full"),
+    ("zero.hpz", False),
+    ("zero.preset", "zero3"),
+    ("zero.accumulate_order", "depth"),
+    ("zero.error_feedback", False),
+    ("zero.stage", 1),
+    ("zero.stage", 2),
+    ("zero.stage", 3),
+    ("model.loss_chunk", _SMALL_CHUNK),
+]

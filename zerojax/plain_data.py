@@ -1,0 +1,113 @@
+"""JSON and TOML that somebody else wrote, read strictly; and how values of them are quoted in a message.
+
+What the formats leave to their readers is refused here for all files alike: nesting without end, a key given
+twice, NaN and infinities, whole numbers of hundreds of digits, text that is not Unicode.
+"""
+
+import json
+import math
+import tomllib
+from typing import Any
+
+DEEPEST = 64
+"""Tables and lists inside each other; a settings file has four or five."""
+LONGEST_SETTINGS = 1 << 20
+"""Characters of a settings file."""
+_MOST_DOTS = 1000
+_MOST_DIGITS = 300  # so that every whole number is a float, too; transformers writes one of 31
+_TOO_LONG = f"a whole number of more than {_MOST_DIGITS} digits"
+_TOO_DEEP = f"nested too deeply: more than {DEEPEST} tables and lists inside each other"
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or holds what the module's docstring lists; says which in one line.
+    """
+    try:
+        data = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_int=_integer
+        )
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check(data)
+    return data
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        ValueError: as `parse_json`; or the text is longer than any settings are.
+    """
+    if len(text) > LONGEST_SETTINGS:
+        raise ValueError(f"{len(text):,} characters, more than the {LONGEST_SETTINGS:,} of any settings file")
+    # tomllib takes a time that grows with the square of a dotted key's parts.
+    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+        raise ValueError(_TOO_DEEP)
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check(data)
+    return data
+
+
+def short(value: Any) -> str:
+    """A value as one line of at most 80 characters, for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def printable(text: str) -> str:
+    """Text without line breaks and other characters that a terminal or a TOML comment would act on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"a key is given twice: {short(name)}")
+        found[name] = value
+    return found
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # Python refuses thousands of them in words of its own
+        raise ValueError(_TOO_LONG)
+    return int(digits)
+
+
+def _check(data: Any) -> None:
+    """Refuse depth and numbers; without recursion, as the data may be deeper than Python's stack."""
+    level, depth = [data], 0
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += value.keys()
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, str):
+                _check_text(value)
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is no finite number")
+            elif isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
+                raise ValueError(_TOO_LONG)
+        level, depth = below, depth + 1
+        if depth > DEEPEST and any(isinstance(value, dict | list) for value in level):
+            raise ValueError(_TOO_DEEP)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"half of a surrogate pair, which is no Unicode text: {short(text)}") from None
