@@ -149,7 +149,7 @@ def _one_by_one(
 
 
 def _with_derivatives_of(plain: Any, function: Any) -> Any:
-    """``function``, differentiated as ``plain(result, *args)``, which computes the same from its arguments."""
+    """``function``, differentiated as ``plain(result, *args)``, which computes the same by other means."""
 
     @jax.custom_vjp
     def run(*args: Any) -> Any:

@@ -7,9 +7,11 @@ backward pass gathers again, runs the module's own vjp and reduces the gradients
 Where its weights come from and where its gradients go is the ``Route``'s business.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,9 +67,20 @@ class Sharded:
         """Refuse use outside a unit's call: there is no whole weight to give."""
         raise ZeroError(read_outside(self.leaf.name))
 
-    def __getitem__(self, index: Any) -> Array:
-        """Refuse ``param[...]`` likewise."""
-        return self.__jax_array__()
+    def __repr__(self) -> str:
+        """Its name alone, as ``translated_errors`` finds it in the errors of others."""
+        return f"Sharded({self.leaf.name!r})"
+
+
+def _refuse(self: Sharded, *_: Any) -> Array:
+    return self.__jax_array__()
+
+
+# Flax hands operators of a parameter on to its value.
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+_OTHERS = ["getitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
+for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
+    setattr(Sharded, f"__{_operator}__", _refuse)
 
 
 def read_outside(weight: str) -> str:
@@ -77,6 +90,44 @@ def read_outside(weight: str) -> str:
         "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
         "ZeroConfig.units."
     )
+
+
+FORWARD_MODE = (
+    "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
+    "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "
+    "derivatives."
+)
+
+# What JAX says where a loss asks for what units do not have, and what to do instead.
+_IN_WORDS = {
+    "can't apply forward-mode differentiation": FORWARD_MODE,
+    "does not support reverse-mode autodiff": (
+        "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
+        'set accumulate_order="depth".'
+    ),
+    "but got uint32": (
+        "a loss took a gradient with respect to unsigned integers. With respect to the model (nnx.grad) it "
+        "can take none: the weights of units are sharded there."
+    ),
+}
+
+
+@contextlib.contextmanager
+def translated_errors() -> Iterator[None]:
+    """Say in zerojax's words what JAX refuses of a loss for reasons that lie in units.
+
+    Raises:
+        ZeroError: for such a TypeError or ValueError.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
+            raise ZeroError(read_outside(found[1])) from error
+        for text, words in _IN_WORDS.items():
+            if text in str(error):
+                raise ZeroError(words) from error
+        raise
 
 
 def is_gathered(weight: Any) -> bool:
@@ -159,9 +210,7 @@ def taken[T](values: T) -> T:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _to_whole(
-    route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed
-) -> Values:
+def _to_whole(route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed) -> Values:
     """Whole leaves, whose gradient goes to the sinks: that of a loss, and that of a loss's own gradient."""
     del sinks, seed
     return route.to_whole(secondary, leaves)

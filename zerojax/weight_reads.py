@@ -15,7 +15,7 @@ from jax.extend import core, source_info_util
 
 from zerojax.errors import ZeroError
 from zerojax.paths import Path
-from zerojax.unit import TAKEN, Sharded, read_outside
+from zerojax.unit import FORWARD_MODE, TAKEN, Sharded, read_outside
 
 # What moves arrays without computing: vmapped, scanned and rematerialised modules do it to their weights.
 _MOVES = frozenset(
@@ -37,21 +37,17 @@ Names = list[str | None]
 """For each value the weight that it is of, or None."""
 
 
-def refuse_reads(
-    function: Callable[..., Any], weights: Mapping[Path, Any], *args: Any, **kwargs: Any
-) -> None:
-    """Trace ``function(weights, *args, **kwargs)`` and check what becomes of the weights.
+def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> None:
+    """Trace ``loss(weights)`` and check what becomes of those that are ``Sharded``.
 
     Args:
-        function: of pytrees of arrays.
-        weights: ``Sharded`` ones are checked, others are not.
-        *args: see ``function``.
-        **kwargs: see ``function``.
+        loss: returns a pytree of arrays.
+        weights: arrays or ShapeDtypeStructs, perhaps in ``Sharded`` values.
 
     Raises:
         ZeroError: something computes with a ``Sharded`` weight, or returns it; the message names it.
     """
-    traced = jax.make_jaxpr(lambda weights: function(weights, *args, **kwargs))(weights)
+    traced = jax.make_jaxpr(loss)(weights)
     names: Names = []
     for weight in jax.tree.leaves(weights, is_leaf=_is_sharded):
         names += [weight.leaf.name if _is_sharded(weight) else None] * len(jax.tree.leaves(weight))
@@ -89,6 +85,8 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
         case "cond":
             results = [_follow(branch.jaxpr, given[1:]) for branch in params["branches"]]
             return [next(filter(None, names), None) for names in zip(*results, strict=True)]
+        case "custom_lin":
+            raise ZeroError(FORWARD_MODE)
         case name if name in _MOVES:
             return [next(filter(None, given))] * len(equation.outvars)
     inside = list(core.jaxprs_in_params(params))
@@ -101,7 +99,9 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
 
 def _scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
     """How many of a scan's arguments are constants, and how many are carried."""
-    constants, carry, _ = (len(part) for part in equation.params["ft_in"])
+    if "num_carry" in equation.params:  # JAX 0.11.0
+        return equation.params["num_consts"], equation.params["num_carry"]
+    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
     return constants, carry
 
 
@@ -114,4 +114,3 @@ def _through_loop(body: core.Jaxpr, given: Sequence[str | None], constants: int,
         if held == entering[constants : constants + carried]:
             return leaving
         entering[constants : constants + carried] = held
-
