@@ -156,15 +156,25 @@ def _with_derivatives_of(plain: Any, function: Any) -> Any:
         return function(*args)
 
     def forward(*args: Any) -> tuple[Any, Any]:
-        result = function(*args)
+        result = run(*args)  # not `function`: this, too, may be differentiated
         return result, (args, result)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        args, result = residuals
+        (args, result), cotangents = _after(residuals, cotangents)
         return jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
 
     run.defvjp(forward, backward)
     return run
+
+
+def _after(values: Any, others: Any) -> Any:
+    """Both pytrees, so that nothing is made of the values before the others are there.
+
+    XLA:CPU may otherwise run loops that don't depend on each other at once, and mix up their collectives.
+    """
+    arrays, tree = jax.tree.flatten((values, others))
+    held = iter(lax.optimization_barrier(inexact(arrays)))
+    return jax.tree.unflatten(tree, [x if x.dtype == jax.dtypes.float0 else next(held) for x in arrays])
 
 
 def _forward(
