@@ -8,6 +8,7 @@ from zerojax.shardable import chain
 from zerojax.stack import Stack
 from zerojax.state import TrainState, gather_model, gather_params, put_params
 from zerojax.step import eval_step, lower_train_step, train_step
+from zerojax.weight_sum import weight_sum
 from zerojax.wire import CommReport, comm_report
 from zerojax.zero import ZeroConfig
 
@@ -29,4 +30,5 @@ __all__ = [
     "put_params",
     "scale_by_muon",
     "train_step",
+    "weight_sum",
 ]

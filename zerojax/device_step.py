@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.adapters import Other, call_loss
+from zerojax.adapters import Bound, Other, call_loss
 from zerojax.breadth import over_micro_batches
 from zerojax.codec import Seed, mix
 from zerojax.collectives import (
@@ -39,7 +39,9 @@ from zerojax.layout import OWNED, Leaf, from_stored, to_stored
 from zerojax.mesh import AXES, LOCAL
 from zerojax.paths import Path
 from zerojax.program import Group, Program
-from zerojax.unit import Sharded, materialise
+from zerojax.unit import Sharded, materialise, translated_errors
+from zerojax.weight_reads import refuse_reads
+from zerojax.weight_sum import MasterWeights, master_weights
 
 Blocks = dict[Path, Num[Array, "..."]]
 Sums = dict[str, Array]
@@ -53,10 +55,24 @@ class Weights(NamedTuple):
     Attributes:
         sources: per path, at the level of the route; at "primary" where there is a copy.
         copies: delta's copies ``[.., nodes, shard]`` of the units that bring them up to date themselves.
+        masters: per path this device's shard ``[.., shard]`` of the master weights.
     """
 
     sources: Blocks
     copies: Blocks
+    masters: Blocks
+
+
+class Placed(NamedTuple):
+    """What a loss function is given.
+
+    Attributes:
+        weights: per path, ``Sharded`` for units and whole for the rest.
+        masters: for ``zerojax.weight_sum``.
+    """
+
+    weights: dict[Path, Any]
+    masters: MasterWeights
 
 
 def flat_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
@@ -113,9 +129,9 @@ def last_secondary(program: Program, params: Blocks, secondary: Blocks, updated:
 
 def sources(program: Program, params: Blocks, secondary: Blocks, updating: Sequence[Group] = ()) -> Weights:
     """Weights at the level at which units find them; ``updating`` bring their copies up to date."""
-    route = program.route
+    route, masters = program.route, _masters(program, params)
     if route.source == "primary":
-        return Weights(params, {})
+        return Weights(params, {}, masters)
     if route.source == "secondary":
         rows = {
             leaf.path: secondary[leaf.path].reshape(
@@ -125,19 +141,30 @@ def sources(program: Program, params: Blocks, secondary: Blocks, updating: Seque
         }
         later = [leaf.path for group in updating for leaf in group.leaves]
         found = rows | {path: params[path] for path in later}
-        return Weights(found, {path: rows[path] for path in later})
+        return Weights(found, {path: rows[path] for path in later}, masters)
     if program.zero.stage == 0:
         whole = {
             leaf.path: from_stored(params[leaf.path], leaf).astype(route.weight_dtype(leaf))
             for leaf in program.leaves
         }
-        return Weights(whole, {})
+        return Weights(whole, {}, masters)
 
     def gather(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
         dtypes = [route.weight_dtype(leaf) for leaf in leaves]
         return gather_local(gather_node(shards, leaves), leaves, dtypes)
 
-    return Weights(_by_group(program, gather, params), {})
+    return Weights(_by_group(program, gather, params), {}, masters)
+
+
+def _masters(program: Program, params: Blocks) -> Blocks:
+    """What this device owns of the master weights, which at stage 0 every device has whole."""
+    if program.zero.stage > 0:
+        return params
+    own = {}
+    for leaf in program.leaves:
+        first = lax.axis_index(OWNED) * leaf.shard
+        own[leaf.path] = lax.dynamic_slice_in_dim(params[leaf.path], first, leaf.shard, axis=-1)
+    return own
 
 
 def accumulate(
@@ -159,6 +186,9 @@ def accumulate(
     """
     zero = program.zero
     sinks = program.by_path(program.route.zero_sink)
+    batches = _micro_batches(batch, zero.accumulate)
+    first = jax.tree.map(lambda x: x[0], batches)
+    _refuse_reads(program, weights, sinks, other, first, seed)
 
     def run(forward: Forward, other: Other, batch: Any, seed: Seed) -> tuple[Blocks, Other, Sums, Blocks]:
         def loss(sinks: Blocks) -> tuple[Array, Any]:
@@ -173,7 +203,6 @@ def accumulate(
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
         grads, other, sums, updated = run(forward, other, batch, mix(seed, 0))
     else:
-        batches = _micro_batches(batch, zero.accumulate)
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
             total, other = carry
@@ -181,7 +210,6 @@ def accumulate(
             grads, other, sums, _ = run(_forward, other, batch, mix(seed, index))
             return (jax.tree.map(jnp.add, total, (grads, sums)), other), None
 
-        first = jax.tree.map(lambda x: x[0], batches)
         _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), other, first, seed)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
         ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(zero.accumulate)))
@@ -191,6 +219,7 @@ def accumulate(
 def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
     """Forward only: the sums over the world that ``accumulate`` returns."""
     sinks = program.by_path(program.route.zero_sink)
+    _refuse_reads(program, weights, sinks, other, batch, seed, train=False)
     placed = _place(program, weights, sinks, seed)
     _, sums, _, _ = _forward(program, placed, other, batch, seed, train=False)
     return lax.psum(sums, AXES)
@@ -238,27 +267,55 @@ def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
     return metrics | ({TOKENS: sums[TOKENS]} if TOKENS in sums else {}), count
 
 
-def _forward(
-    program: Program, placed: dict[Path, Any], other: Other, batch: Any, seed: Seed, *, train: bool = True
-) -> tuple[Array, Sums, Other, Blocks]:
-    """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
+def _refuse_reads(
+    program: Program,
+    weights: Weights,
+    sinks: Blocks,
+    other: Other,
+    batch: Any,
+    seed: Seed,
+    *,
+    train: bool = True,
+) -> None:
+    """Refuse a loss that reads weights of units outside their calls; leaves nothing in the program."""
+
+    def loss(placed: dict[Path, Any]) -> Any:
+        masters = _place(program, weights, sinks, seed).masters
+        return _loss(program, Placed(placed, masters), other, batch, seed, train=train)[1:]
+
+    refuse_reads(loss, jax.eval_shape(lambda: _place(program, weights, sinks, seed).weights))
+
+
+def _loss(
+    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool
+) -> tuple[Bound, Array, dict[str, Array]]:
+    """Run the loss function on one micro-batch; returns the model as it left it, the loss and aux."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
-    bound = program.adapter.bind(placed, other, train=train, key=key)
-    value, aux = call_loss(program.loss_fn, bound.model, batch, key)
+    bound = program.adapter.bind(placed.weights, other, train=train, key=key)
+    with master_weights(bound.model, placed.masters), translated_errors():
+        value, aux = call_loss(program.loss_fn, bound.model, batch, key)
+    return bound, value, aux
+
+
+def _forward(
+    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool = True
+) -> tuple[Array, Sums, Other, Blocks]:
+    """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
+    bound, value, aux = _loss(program, placed, other, batch, seed, train=train)
     count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
     total = value * count
     sums = {"loss": total, "count": count}
     sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
     if TOKENS in aux:
         sums[TOKENS] = count
-    units = {path: weight for path, weight in placed.items() if isinstance(weight, Sharded)}
+    units = {path: weight for path, weight in placed.weights.items() if isinstance(weight, Sharded)}
     updated = {path: copy for path, copy in bound.updated().items() if units[path].copy is not None}
     return total, jax.tree.map(lax.stop_gradient, sums), bound.other(), updated
 
 
 def _forward_in_breadth(
-    program: Program, placed: dict[Path, Any], other: Other, batch: Any, seed: Seed
+    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed
 ) -> tuple[Array, Sums, Other, Blocks]:
     """``_forward`` for all micro-batches at once. They count as devices do: state is their mean."""
 
@@ -277,8 +334,8 @@ def _micro_batches(batch: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
 
-def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> dict[Path, Any]:
-    """Every weight as the model gets it: sharded for units, whole for the rest."""
+def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
+    """Every weight as the model gets it."""
     placed: dict[Path, Any] = {}
     for number, group in enumerate(program.groups):
         own = mix(seed, number)
@@ -293,7 +350,7 @@ def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> dic
         ]
         values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
         placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
-    return placed
+    return Placed(placed, MasterWeights(program.leaves, weights.masters, sinks, program.route.sink))
 
 
 def _shared(other: Other) -> Other:

@@ -16,8 +16,12 @@ Carried from one iteration to the next are one layer's weights, one layer's payl
 forward, and backward what each of a gradient's hops sends and brings. Where a pass does not cross nodes,
 weights are gathered one layer ahead and gradients summed one behind. Layers for which nothing is left to
 fetch, or nothing yet to send, stand outside the loops.
+
+Derivatives of that schedule, which a loss with a gradient of its own asks for, are those of the same layers
+one after another (``_one_by_one``), of any order, with each layer's hops in line with its compute.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +39,7 @@ from zerojax.cotangents import inexact, with_float0
 from zerojax.layout import Leaf
 from zerojax.remat import rematerialised
 from zerojax.route import Route, Values
-from zerojax.unit import Body, Sharded, refuse_mapped, take_apart
+from zerojax.unit import Body, Sharded, call_gathered, refuse_mapped, take_apart, taken
 
 
 def scan_units(
@@ -54,8 +58,7 @@ def scan_units(
         The last layer's ``x``; the new state, stacked; and where the weights have a ``copy``, these copies
         as the gathers brought them up to date, stacked, else None.
     """
-    route, leaves, (sources, sinks, seeds) = take_apart(weights)
-    copies = None if weights[0].copy is None else tuple(weight.copy for weight in weights)
+    route, leaves, (sources, sinks, seeds), copies = take_apart(taken(list(weights)))
     body = jax.named_scope("layer")(rematerialised(body, route.remat))
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
@@ -66,20 +69,42 @@ def scan_units(
         x, state = spread(size, x_mapped, x), spread(size, state_mapped, state)
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = one_after_another(body, (all_of(x, True), all_of(state, True), shared_mapped))
-        out: Any = _scan(route, leaves, turns, *weights, x, state, shared)
+        out: Any = _scan(route, leaves, _Layer(turns), *weights, x, state, shared)
         x, state, copies = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         return (x, state, copies), (all_of(x, True), all_of(state, True), all_of(copies, False))
 
-    run = mapped_by(in_breadth, functools.partial(_scan, route, leaves, body))
+    run = mapped_by(in_breadth, functools.partial(_scan, route, leaves, _Layer(body)))
     return run(sources, sinks, seeds, copies, x, state, shared)
+
+
+class _Layer:
+    """A layer's body, traced once for all layers: ``run(whole, x, state, shared) -> (x, state, residual)``.
+
+    Attributes:
+        body: the function.
+        run: the same, with None for the residual.
+        run_keeping: with the body's vjp for the residual, without the arrays that all layers share or that
+            are gathered again.
+    """
+
+    def __init__(self, body: Body) -> None:
+        def keeping(whole: Values, x: Any, state: Any, shared: Any) -> tuple[Any, Any, Any]:
+            vjp: Any
+            (x, after), vjp = jax.vjp(body, whole, x, state, shared)
+            _, own_x, own_state, _ = vjp.args_res
+            return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
+
+        self.body = body
+        self.run = _TracedOnce(lambda *args: (*body(*args), None))
+        self.run_keeping = _TracedOnce(keeping)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _scan(
     route: Route,
     leaves: tuple[Leaf, ...],
-    body: Body,
+    layer: _Layer,
     sources: Values,
     sinks: Values,
     seeds: Seed,
@@ -89,22 +114,78 @@ def _scan(
     shared: Any,
 ) -> tuple[Any, Any, Values | None]:
     del sinks, seeds
-
-    def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, None]:
-        return *body(whole, x, state, shared), None
-
-    x, states, copies, *_ = _forward(route, leaves, run, sources, copies, x, state)
+    x, states, copies, *_ = _forward(route, leaves, layer.run, sources, copies, x, state, shared)
     return x, states, copies
+
+
+def _one_by_one(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    layer: _Layer,
+    fresh: Values | None,
+    sources: Values,
+    sinks: Values,
+    seeds: Seed,
+    x: Any,
+    state: Any,
+    shared: Any,
+) -> tuple[Any, Any]:
+    """The same activations and state, layer after layer, each with its own gather: for derivatives.
+
+    ``fresh`` are delta's copies, up to date already, where there are any.
+    """
+    if fresh is not None:
+        route, sources = dataclasses.replace(route, source="secondary"), fresh
+
+    def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
+        x, state, shared = inputs
+        return layer.body(whole, x, jax.tree.map(lax.stop_gradient, state), shared)
+
+    def one(x: Any, own: Any) -> tuple[Any, Any]:
+        source, sink, seed, state = own
+        return call_gathered(route, leaves, body, source, sink, seed, (x, state, shared))
+
+    return lax.scan(one, x, (sources, sinks, seeds, state))
+
+
+def _with_derivatives_of(plain: Any, function: Any) -> Any:
+    """``function``, differentiated as ``plain(result, *args)``, which computes the same by other means."""
+
+    @jax.custom_vjp
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    def forward(*args: Any) -> tuple[Any, Any]:
+        result = run(*args)  # not `function`: this, too, may be differentiated
+        return result, (args, result)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        (args, result), cotangents = _after(residuals, cotangents)
+        return jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _after(values: Any, others: Any) -> Any:
+    """Both pytrees, so that nothing is made of the values before the others are there.
+
+    XLA:CPU may otherwise run loops that don't depend on each other at once, and mix up their collectives.
+    """
+    arrays, tree = jax.tree.flatten((values, others))
+    held = iter(lax.optimization_barrier(inexact(arrays)))
+    return jax.tree.unflatten(tree, [x if x.dtype == jax.dtypes.float0 else next(held) for x in arrays])
 
 
 def _forward(
     route: Route,
     leaves: tuple[Leaf, ...],
-    run: Any,
+    run: "_TracedOnce",
     sources: Values,
     copies: Values | None,
     x: Any,
     state: Any,
+    shared: Any,
 ) -> tuple[Any, Any, Values | None, Any, Any]:
     """Every layer in order, each gathered while those before it run.
 
@@ -135,7 +216,7 @@ def _forward(
             # The last one encoded is never sent: that costs less than a layer outside the loop.
             payload = encode(copies, jnp.minimum(index + 3, last))
         next_whole = route.to_whole(secondary, leaves)
-        x, after, residual = run(whole, x, _at(state, index))
+        x, after, residual = run(whole, x, _at(state, index), shared)
         stacks = put_layer(stacks, (after, residual, own), index)
         return x, copies, payload, arrived, secondary if keep else None, next_whole, stacks
 
@@ -147,7 +228,7 @@ def _forward(
         arrived = cross(encode(copies, 1))
         payload = encode(copies, min(2, last))
     whole = route.to_whole(secondary, leaves)
-    run, (_, *one) = _trace_once(run, whole, x, _at(state, 0))
+    _, *one = run.shapes(whole, x, _at(state, 0), shared)
     # Filled by hand, in place: a scan would stack what its own iterations leave, and no more.
     own = secondary if keep else None
     stacks = _empty((*one, own), last)
@@ -158,46 +239,116 @@ def _forward(
     for index in range(looped, last):
         carry = layer(carry, index, crossing=False)
     x, copies, *_, whole, (states, residuals, kept) = carry
-    x, after, residual = run(whole, x, _at(state, last))
+    x, after, residual = run(whole, x, _at(state, last), shared)
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
     return x, states, copies, (residuals, kept if copies is None else copies), (residual, whole)
 
 
 def _scan_fwd(
-    route: Route,
-    leaves: tuple[Leaf, ...],
-    body: Body,
-    sources: Values,
-    sinks: Values,
-    seeds: Seed,
-    copies: Values | None,
-    x: Any,
-    state: Any,
-    shared: Any,
+    route: Route, leaves: tuple[Leaf, ...], layer: _Layer, *args: Any
 ) -> tuple[tuple[Any, Any, Values | None], Any]:
-    del sinks
+    def function(
+        sources: Values, sinks: Values, seeds: Seed, copies: Values | None, x: Any, state: Any, shared: Any
+    ) -> Any:
+        del sinks, seeds
+        return _forward(route, leaves, layer.run_keeping, sources, copies, x, state, shared)
 
-    def run(whole: Values, x: Any, state: Any) -> tuple[Any, Any, Any]:
-        vjp: Any
-        (x, after), vjp = jax.vjp(body, whole, x, state, shared)
-        # Weights are gathered again, and what all layers share is kept once.
-        _, own_x, own_state, _ = vjp.args_res
-        return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
+    def plain(
+        result: Any,
+        sources: Values,
+        sinks: Values,
+        seeds: Seed,
+        copies: Values | None,
+        x: Any,
+        state: Any,
+        shared: Any,
+    ) -> Any:
+        del copies
+        _, _, fresh, *kept = result
+        own = _one_by_one(route, leaves, layer, fresh, sources, sinks, seeds, x, state, shared)
+        return *own, fresh, *kept
 
-    x, states, copies, most, last = _forward(route, leaves, run, sources, copies, x, state)
-    return (x, states, copies), (sources, seeds, shared, most, last)
+    x, states, fresh, *kept = _with_derivatives_of(plain, function)(*args)
+    sources, sinks, seeds, _, *inputs = args
+    return (x, states, fresh), ((fresh, sources, sinks, seeds, *inputs), kept)
 
 
 def _scan_bwd(
-    route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any, cotangents: Any
+    route: Route, leaves: tuple[Leaf, ...], layer: _Layer, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
-    del body
-    sources, seeds, shared, (stacked, copies), (last_residual, last_whole) = residuals
+    args, kept = residuals
     cotangent, state_cotangents, _ = cotangents
+    # No gradient flows through the state; its cotangents only say which shapes zeros must have.
+    after = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state_cotangents)
+
+    def function(
+        kept: Any,
+        cotangent: Any,
+        fresh: Values | None,
+        sources: Values,
+        sinks: Values,
+        seeds: Seed,
+        x: Any,
+        state: Any,
+        shared: Any,
+    ) -> Any:
+        del fresh, sinks, x, state
+        return _backward(route, leaves, after, kept, cotangent, sources, seeds, shared)
+
+    def plain(
+        result: Any,
+        kept: Any,
+        cotangent: Any,
+        fresh: Values | None,
+        sources: Values,
+        sinks: Values,
+        seeds: Seed,
+        x: Any,
+        state: Any,
+        shared: Any,
+    ) -> Any:
+        del result, kept
+
+        def run(sinks: Values, x: Any, shared: Any) -> Any:
+            return _one_by_one(route, leaves, layer, fresh, sources, sinks, seeds, x, state, shared)[0]
+
+        sums, of_x, of_shared = jax.vjp(run, sinks, x, shared)[1](cotangent)
+        return sums, of_x, inexact(of_shared)
+
+    sums, of_x, of_shared = _with_derivatives_of(plain, function)(kept, cotangent, *args)
+    return None, sums, None, None, of_x, None, with_float0(of_shared, args[-1])
+
+
+def _backward(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    after: Any,
+    kept: Any,
+    cotangent: Any,
+    sources: Values,
+    seeds: Seed,
+    shared: Any,
+) -> tuple[Values, Any, list[Any]]:
+    """Every layer's vjp in reverse order, each gathered again, and its gradients sent, beside the others'.
+
+    Args:
+        route: as of the forward pass, with ``leaves``.
+        leaves: see ``route``.
+        after: shapes of a layer's new state.
+        kept: what ``_forward`` kept.
+        cotangent: of its activations.
+        sources: the weights where the forward pass found them, with ``seeds``.
+        seeds: see ``sources``.
+        shared: what every layer was given alike.
+
+    Returns:
+        The sinks' sums; the cotangents of the first layer's activations and of what is floating-point in
+        ``shared``.
+    """
+    (stacked, copies), (last_residual, last_whole) = kept
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
-    # No gradient flows through the state; its cotangents only say which shapes zeros must have.
-    no_state = jax.tree.map(_zero_like_one, state_cotangents)
+    no_state = jax.tree.map(_zeros, after)
     last = sources[0].shape[0] - 1
 
     kept = sources if route.source == route.keep else copies
@@ -268,8 +419,7 @@ def _scan_bwd(
         grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
         load = belt.put(grads, 0, sent)
-    sums = belt.drain(load, sums)
-    return None, sums, None, None, cotangent, None, with_float0(of_shared, shared)
+    return belt.drain(load, sums), cotangent, of_shared
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
@@ -285,15 +435,27 @@ def _empty(one: Any, layers: int) -> Any:
     return jax.tree.map(lambda x: lax.empty((layers, *x.shape), x.dtype), one)
 
 
-def _trace_once(function: Any, *args: Any) -> tuple[Any, Any]:
-    """The same function for arguments like these, traced now and never again; and the shapes it returns."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    call, tree = jaxpr_as_fun(closed), jax.tree.structure(shapes)
-    return lambda *args: jax.tree.unflatten(tree, call(*jax.tree.leaves(args))), shapes
+class _TracedOnce:
+    """A pure function, traced for the first arguments that it is given and never again."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._traced: tuple[Any, Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        self.shapes(*args)
+        assert self._traced is not None
+        call, shapes = self._traced
+        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
+
+    def shapes(self, *args: Any) -> Any:
+        """Shapes and dtypes of what the function returns."""
+        if self._traced is None:
+            closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
+            self._traced = jaxpr_as_fun(closed), shapes
+        return self._traced[1]
 
 
-def _zero_like_one(stacked: Any) -> Any:
-    """Zeros for one layer of a stacked cotangent; integers have those of dtype float0."""
-    if stacked.dtype == jax.dtypes.float0:
-        return np.zeros(stacked.shape[1:], jax.dtypes.float0)
-    return jnp.zeros(stacked.shape[1:], stacked.dtype)
+def _zeros(shape: jax.ShapeDtypeStruct) -> Any:
+    """Zeros to be a cotangent; those of integers are of dtype float0, which JAX has no arrays of."""
+    return (np if shape.dtype == jax.dtypes.float0 else jnp).zeros(shape.shape, shape.dtype)

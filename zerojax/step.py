@@ -69,7 +69,11 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     """
     program = state.program
     step = program.once(
-        "gradients", lambda: jax.jit(lambda state, batch: _gradients(program, state, batch)[0])
+        "gradients",
+        lambda: jax.jit(
+            lambda state, batch: _gradients(program, state, batch)[0],
+            compiler_options=compiler_options(program.mesh),
+        ),
     )
     return step(state, place(program, batch, program.zero.accumulate))
 

@@ -7,23 +7,29 @@ backward pass gathers again, runs the module's own vjp and reduces the gradients
 Where its weights come from and where its gradients go is the ``Route``'s business.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Num
 
 from zerojax.breadth import all_of, mapped_by, one_after_another
-from zerojax.codec import Seed
+from zerojax.codec import Seed, mix
 from zerojax.errors import ZeroError
 from zerojax.layout import Leaf
 from zerojax.remat import rematerialised
 from zerojax.route import Route, Values
 
 Body = Callable[..., Any]
+
+TAKEN = "zerojax: a weight as its unit takes it"
+"""The name of the arrays of a ``Sharded`` weight where its unit reads them (see ``taken``)."""
 
 
 @functools.partial(
@@ -59,14 +65,69 @@ class Sharded:
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call: there is no whole weight to give."""
-        raise ZeroError(
-            f"the weight {self.leaf.name!r} is sharded and was read outside a call of its unit. Call "
-            "the unit's own methods, or leave its class out of ZeroConfig.units."
-        )
+        raise ZeroError(read_outside(self.leaf.name))
 
-    def __getitem__(self, index: Any) -> Array:
-        """Refuse ``param[...]`` likewise."""
-        return self.__jax_array__()
+    def __repr__(self) -> str:
+        """Its name alone, as ``translated_errors`` finds it in the errors of others."""
+        return f"Sharded({self.leaf.name!r})"
+
+
+def _refuse(self: Sharded, *_: Any) -> Array:
+    return self.__jax_array__()
+
+
+# Flax hands operators of a parameter on to its value.
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+_OTHERS = ["getitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
+for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
+    setattr(Sharded, f"__{_operator}__", _refuse)
+
+
+def read_outside(weight: str) -> str:
+    """What is wrong with reading a unit's weight of that name outside a call, and what to do instead."""
+    return (
+        f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
+        "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
+        "ZeroConfig.units."
+    )
+
+
+FORWARD_MODE = (
+    "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
+    "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "
+    "derivatives."
+)
+
+# What JAX says where a loss asks for what units do not have, and what to do instead.
+_IN_WORDS = {
+    "can't apply forward-mode differentiation": FORWARD_MODE,
+    "does not support reverse-mode autodiff": (
+        "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
+        'set accumulate_order="depth".'
+    ),
+    "but got uint32": (
+        "a loss took a gradient with respect to unsigned integers. With respect to the model (nnx.grad) it "
+        "can take none: the weights of units are sharded there."
+    ),
+}
+
+
+@contextlib.contextmanager
+def translated_errors() -> Iterator[None]:
+    """Say in zerojax's words what JAX refuses of a loss for reasons that lie in units.
+
+    Raises:
+        ZeroError: for such a TypeError or ValueError.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
+            raise ZeroError(read_outside(found[1])) from error
+        for text, words in _IN_WORDS.items():
+            if text in str(error):
+                raise ZeroError(words) from error
+        raise
 
 
 def is_gathered(weight: Any) -> bool:
@@ -81,8 +142,8 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     """
     if not weights:
         return ()
-    route, leaves, (sources, sinks, seed) = take_apart(weights)
-    return _materialise(route, leaves, sources, sinks, seed)
+    route, leaves, (sources, sinks, seed), _ = take_apart(weights)
+    return _to_whole(route, leaves, route.to_secondary(route.source, sources, leaves), sinks, seed)
 
 
 def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
@@ -98,7 +159,7 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         What ``body`` returns. Cotangents of ``inputs`` are ordinary ones, those of the weights land in
         their sinks.
     """
-    route, leaves, (sources, sinks, seed) = take_apart(weights)
+    route, leaves, (sources, sinks, seed), _ = take_apart(weights)
     body = jax.named_scope("layer")(rematerialised(body, route.remat))
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
@@ -107,12 +168,12 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         *weights_mapped, inputs_mapped = mapped
         refuse_mapped(weights_mapped)
         if not any(jax.tree.leaves(inputs_mapped)):
-            out = _call(route, leaves, body, *args)
+            out = call_gathered(route, leaves, body, *args)
             return out, all_of(out, False)
-        out = _call(route, leaves, one_after_another(body, (inputs_mapped,)), *args)
+        out = call_gathered(route, leaves, one_after_another(body, (inputs_mapped,)), *args)
         return out, all_of(out, True)
 
-    run = mapped_by(in_breadth, functools.partial(_call, route, leaves, body))
+    run = mapped_by(in_breadth, functools.partial(call_gathered, route, leaves, body))
     return run(sources, sinks, seed, inputs)
 
 
@@ -134,38 +195,42 @@ def refuse_mapped(weights: Any) -> None:
 
 def take_apart(
     weights: Sequence[Sharded],
-) -> tuple[Route, tuple[Leaf, ...], tuple[Values, Values, Seed]]:
-    """A unit's route and layouts, and its sources, sinks and seed: each kind side by side."""
-    first = weights[0]
+) -> tuple[Route, tuple[Leaf, ...], tuple[Values, Values, Seed], Values | None]:
+    """A unit's route and layouts; its sources, sinks and seed; its copies, where it has any."""
     leaves = tuple(weight.leaf for weight in weights)
     sources = tuple(weight.source for weight in weights)
     sinks = tuple(weight.sink for weight in weights)
-    return first.route, leaves, (sources, sinks, first.seed)
+    copies = tuple(weight.copy for weight in weights if weight.copy is not None)
+    return weights[0].route, leaves, (sources, sinks, weights[0].seed), copies or None
+
+
+def taken[T](values: T) -> T:
+    """The same arrays of ``Sharded`` weights, marked as read by their unit for ``zerojax.weight_reads``."""
+    return checkpoint_name(values, TAKEN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _materialise(
-    route: Route, leaves: tuple[Leaf, ...], sources: Values, sinks: Values, seed: Seed
-) -> Values:
+def _to_whole(route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed) -> Values:
+    """Whole leaves, whose gradient goes to the sinks: that of a loss, and that of a loss's own gradient."""
     del sinks, seed
-    return route.to_whole(route.to_secondary(route.source, sources, leaves), leaves)
+    return route.to_whole(secondary, leaves)
 
 
-def _materialise_fwd(
-    route: Route, leaves: tuple[Leaf, ...], sources: Values, sinks: Values, seed: Seed
+def _to_whole_fwd(
+    route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed
 ) -> tuple[Values, Seed]:
-    return _materialise(route, leaves, sources, sinks, seed), seed
+    return _to_whole(route, leaves, secondary, sinks, seed), seed
 
 
-def _materialise_bwd(route: Route, leaves: tuple[Leaf, ...], seed: Seed, grads: Values) -> Any:
+def _to_whole_bwd(route: Route, leaves: tuple[Leaf, ...], seed: Seed, grads: Values) -> Any:
     return None, route.deliver(route.encode(grads, leaves, seed), leaves, seed), None
 
 
-_materialise.defvjp(_materialise_fwd, _materialise_bwd)
+_to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _call(
+def call_gathered(
     route: Route,
     leaves: tuple[Leaf, ...],
     body: Body,
@@ -174,9 +239,10 @@ def _call(
     seed: Seed,
     inputs: Any,
 ) -> Any:
+    """``call_unit`` for a unit that is taken apart already."""
     del sinks, seed
     # Without the barrier the compiler may gather every unit's weights before the first is used.
-    sources, inputs = lax.optimization_barrier((sources, inputs))
+    sources, inputs = lax.optimization_barrier((taken(sources), inputs))
     return body(route.to_whole(route.to_secondary(route.source, sources, leaves), leaves), inputs)
 
 
@@ -189,27 +255,29 @@ def _call_fwd(
     seed: Seed,
     inputs: Any,
 ) -> Any:
-    del sinks
-    held, inputs = lax.optimization_barrier((sources, inputs))
+    held, inputs = lax.optimization_barrier((taken(sources), inputs))
     started = route.to_secondary(route.source, held, leaves)
     # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
     kept = sources if route.source == route.keep else started
     vjp: Any
-    out, vjp = jax.vjp(body, route.to_whole(started, leaves), inputs)
+    out, vjp = jax.vjp(body, _to_whole(route, leaves, started, sinks, seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
-    return out, (kept, vjp.replace(args_res=[None, *others]), seed)
+    return out, (kept, sinks, vjp.replace(args_res=[None, *others]), seed)
 
 
 def _call_bwd(route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any, cotangent: Any) -> Any:
     del body
-    kept, vjp, seed = residuals
+    kept, sinks, vjp, seed = residuals
+    kept, seed = taken((kept, seed))
     # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    whole = route.to_whole(route.to_secondary(route.keep, kept, leaves), leaves)
+    secondary = route.to_secondary(route.keep, kept, leaves)
+    # Where the loss has a gradient of its own in it, this gather has a gradient, too.
+    whole = _to_whole(route, leaves, secondary, sinks, mix(seed, 1))
     grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
     sums = route.deliver(route.encode(grads, leaves, seed), leaves, seed)
     return None, sums, None, inputs
 
 
-_call.defvjp(_call_fwd, _call_bwd)
+call_gathered.defvjp(_call_fwd, _call_bwd)

@@ -19,6 +19,7 @@ from zerojax.errors import ZeroError
 from zerojax.paths import Path
 from zerojax.traced import split_traced
 from zerojax.unit import Sharded, call_unit
+from zerojax.weight_sum import MasterWeights, master_weights
 
 PARAMS = "params"
 # What nothing tells apart from a parameter: the state that only lives within one pass.
@@ -126,7 +127,8 @@ class LinenAdapter:
         params_key, dropout_key = jax.random.split(key)
         unbound = _Unbound(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
-        call_loss(self._loss_fn, unbound, batch, dropout_key)
+        with master_weights(unbound, MasterWeights()):
+            call_loss(self._loss_fn, unbound, batch, dropout_key)
         weights = _flat(unbound.variables.get(PARAMS, {}))
         floats = {path: w for path, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
         if len(floats) < len(weights):
@@ -166,7 +168,7 @@ class LinenAdapter:
         def look(weights: Any, other: Any, batch: Any) -> Array:
             unbound = _Unbound(self._module, {"params": jax.random.key(0), "dropout": jax.random.key(0)})
             unbound.variables = _variables(weights, other)
-            with linen.intercept_methods(intercept):
+            with linen.intercept_methods(intercept), master_weights(unbound, MasterWeights()):
                 return call_loss(self._loss_fn, unbound, batch, jax.random.key(0))[0]
 
         jax.eval_shape(look, weights, self.abstract_other, self._batch)

@@ -1,0 +1,169 @@
+"""A unit's weights read outside its calls: refused in words, whichever way a Flax user reads them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import WIDTH, Block
+from flax import linen, nnx
+
+import zerojax
+
+X = np.ones((16, WIDTH), np.float32)
+
+
+class Model(nnx.Module):
+    """A unit and a stack."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.unit = Block(rngs=rngs)
+        self.stack = zerojax.Stack(Block, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(self.unit(x))
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(WIDTH)(x)
+
+
+class LinenModel(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return LinenBlock()(x)
+
+
+def params(model):
+    return nnx.state(model, nnx.Param)
+
+
+def leaves(model):
+    return jax.tree.leaves(params(model))
+
+
+def traced(loss, stage=3, model=Model, units=(Block,), **arguments):
+    """Trace a step, as its first call does; nothing is compiled."""
+    zero = zerojax.ZeroConfig(stage=stage, units=units)
+    mesh = zerojax.make_mesh(2, 4)
+    state = zerojax.TrainState.abstract(model, optax.sgd(0.1), loss, mesh=mesh, zero=zero, **arguments)
+    return zerojax.step.trace_train_step(state, X)
+
+
+def mean_square(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+READS = {
+    "norm of the tree": lambda m, x: optax.tree.norm(params(m)),
+    "leaves of the module": lambda m, x: sum(jnp.sum(p**2) for p in jax.tree.leaves(m) if p.ndim > 1),
+    "only the first leaf": lambda m, x: leaves(m)[0].sum(),
+    "only floats": lambda m, x: sum(p.sum() for p in leaves(m) if jnp.issubdtype(p.dtype, jnp.floating)),
+    "in a scan": lambda m, x: jax.lax.scan(lambda c, p: (c + optax.tree.norm(p), None), 0.0, params(m.stack))[
+        0
+    ],
+    "carried by a scan": lambda m, x: jax.lax.scan(
+        lambda c, _: ((c[1], c[1]), c[0].sum()), (leaves(m)[0], leaves(m)[0]), None, length=2
+    )[1].sum(),
+    "in a loop": lambda m, x: jax.lax.fori_loop(0, 2, lambda i, c: c + leaves(m)[0].sum(), 0.0),
+    "in jit": lambda m, x: jax.jit(optax.tree.norm)(params(m)),
+    "in a branch": lambda m, x: jax.lax.cond(True, optax.tree.norm, lambda p: 0.0, params(m)),
+    "in remat": lambda m, x: jax.checkpoint(optax.tree.norm)(params(m)),
+    "index": lambda m, x: jnp.sum(m.unit.up.kernel[...]),
+    "value": lambda m, x: jnp.sum(m.unit.up.kernel.get_value() ** 2),
+    "operator": lambda m, x: jnp.sum(m.unit.up.kernel**2),
+    "function": lambda m, x: jnp.sum(m.unit.up.kernel),
+    "matmul": lambda m, x: jnp.sum(x @ m.unit.up.kernel),
+    "numpy": lambda m, x: jnp.sum(np.asarray(m.unit.up.kernel)),
+    "a part of a unit": lambda m, x: jnp.sum(m.unit.up(x)),
+    "a merged copy": lambda m, x: jnp.sum(nnx.merge(*nnx.split(m.unit.up))(x)),
+    "gradient": lambda m, x: optax.tree.norm(nnx.grad(lambda m: mean_square(m, x))(m)),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_is_refused_by_name(read):
+    def loss(model, batch):
+        return mean_square(model, batch) + read(model, batch)
+
+    with pytest.raises(zerojax.ZeroError, match="sharded"):
+        traced(loss)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_it_is_refused_at_every_stage_with_units(stage):
+    with pytest.raises(zerojax.ZeroError, match=r"'stack/block/.* is sharded .* read by .*test_weight_reads"):
+        traced(lambda m, x: mean_square(m, x) + sum(jnp.sum(p**2) for p in leaves(m)), stage)
+
+
+def test_a_logged_norm_is_refused():
+    with pytest.raises(zerojax.ZeroError, match="weight_sum"):
+        traced(lambda m, x: (mean_square(m, x), {"norm": optax.tree.norm(params(m))}))
+
+
+def test_a_weight_cannot_be_returned():
+    def scalar(model):
+        return next(x for x in leaves(model) if x.ndim == 0)
+
+    with pytest.raises(zerojax.ZeroError, match="returned by the loss"):
+        traced(lambda m, x: (mean_square(m, x), {"odd": scalar(m)}))
+
+
+def test_evaluation_refuses_too():
+    def loss(model, batch):
+        return mean_square(model, batch) + optax.tree.norm(params(model))
+
+    zero = zerojax.ZeroConfig(units=(Block,))
+    mesh = zerojax.make_mesh(2, 4)
+    state = zerojax.TrainState.create(Model, optax.sgd(0.1), loss, mesh=mesh, zero=zero)
+    with pytest.raises(zerojax.ZeroError, match="sharded"):
+        zerojax.eval_step(state, X)
+
+
+def test_linen_variables_are_refused():
+    def loss(model, batch):
+        return mean_square(model, batch) + optax.tree.norm(model.variables["params"])
+
+    with pytest.raises(zerojax.ZeroError, match=r"'LinenBlock_0/Dense_0/.* is sharded"):
+        traced(loss, model=LinenModel(), units=(LinenBlock,), sample_batch=X)
+
+
+CALLS = {
+    "checkpoint": lambda m, x: jax.checkpoint(lambda x: m(x))(x),
+    "jit": lambda m, x: jax.jit(lambda x: m(x))(x),
+    "nnx.remat": lambda m, x: nnx.remat(lambda m, x: m(x))(m, x),
+    "nnx.jit": lambda m, x: nnx.jit(lambda m, x: m(x))(m, x),
+    "nnx.cond": lambda m, x: nnx.cond(True, lambda m, x: m(x), lambda m, x: x, m, x),
+    "nnx.vmap": lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x),
+    "scan": lambda m, x: jax.lax.scan(lambda x, _: (m(x), None), x, None, length=2)[0],
+    "merged": lambda m, x: nnx.merge(*nnx.split(m))(x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_transformed_calls_are_not_reads(call, stage):
+    traced(lambda m, x: jnp.mean(call(m, x) ** 2), stage)
+
+
+def test_what_belongs_to_no_unit_is_read_as_ever():
+    """Weights outside units are whole while the loss runs."""
+
+    class Both(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.unit, self.last = Block(rngs=rngs), nnx.Linear(WIDTH, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.unit(x))
+
+    traced(lambda m, x: mean_square(m, x) + optax.tree.norm(params(m.last)), model=Both)
+
+
+def test_forward_mode_is_refused():
+    def loss(model, batch):
+        return jax.jvp(lambda x: mean_square(model, x), (batch,), (batch,))[1]
+
+    with pytest.raises(zerojax.ZeroError, match="reverse-mode"):
+        traced(loss)
