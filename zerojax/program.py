@@ -134,7 +134,7 @@ def build(
             "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "
             "taken once per step: leave chunks at 1."
         )
-    adapter = adapt(model, zero.units, loss_fn, sample_batch)
+    adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
     if not adapter.parameters:
         raise ZeroError("the model has no floating-point parameters to train.")
     leaves = tuple(
