@@ -23,7 +23,7 @@ from zerojax.layout import OWNED, Leaf, from_stored, to_stored
 from zerojax.mesh import LOCAL, NODE
 from zerojax.paths import from_tree, to_tree
 from zerojax.program import Program, abstract
-from zerojax.state import TrainState, check_there, copied, secondary_of, shardings_of
+from zerojax.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
@@ -44,7 +44,6 @@ def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
         "secondary" (natural shapes) and "residual" (as stored: it belongs to its mesh). Arrays without
         elements are left out, as there is nothing to keep.
     """
-    check_there(state)
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
         copy = copied(x) if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
