@@ -81,7 +81,7 @@ def check(case: Case) -> Check:
     state = _state(case, config)
     zero, length = state.program.zero, config.train.sequence_length
     work = decoder_work(
-        config.model, remat=case.remat, dtype=zero.compute_dtype, sequences=case.sequences, length=length
+        config.model, remat=case.remat, dtype=str(zero.compute_dtype), sequences=case.sequences, length=length
     )
     plan: Plan = plan_state(state)
     memory = predict_memory(state.program, work, workspace=GPUS["h100"].workspace)

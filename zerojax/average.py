@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Int32, PyTree
 
 from zerojax.errors import ZeroError
-from zerojax.state import TrainState, secondary_of
+from zerojax.state import TrainState, check_there, secondary_of
 
 
 class AverageState(NamedTuple):
@@ -71,6 +71,7 @@ def averaged(state: TrainState) -> TrainState:
     Raises:
         ZeroError: the optimizer keeps no average, or has made no update yet.
     """
+    check_there(state)
     params = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
     if params is None:
         raise ZeroError(

@@ -213,7 +213,7 @@ def accumulate(
         _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), other, first, seed)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
         ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(zero.accumulate)))
-    return grads, _shared(other), lax.psum(sums, AXES), updated
+    return grads, _shared(other), _over_world(sums), updated
 
 
 def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
@@ -222,7 +222,7 @@ def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed:
     _refuse_reads(program, weights, sinks, other, batch, seed, train=False)
     placed = _place(program, weights, sinks, seed)
     _, sums, _, _ = _forward(program, placed, other, batch, seed, train=False)
-    return lax.psum(sums, AXES)
+    return _over_world(sums)
 
 
 def to_owners(program: Program, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
@@ -331,7 +331,12 @@ def _forward_in_breadth(
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+    """A batch's rows in ``count`` parts, along a leading axis; its scalars are those of every part."""
+
+    def cut(x: Array) -> Array:
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, count)
+
+    return jax.tree.map(cut, batch)
 
 
 def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
@@ -355,7 +360,13 @@ def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> Pla
 
 def _shared(other: Other) -> Other:
     """State that devices computed from their own data (batch statistics) as its mean over the world."""
-    return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in other.items()}
+    with jax.named_scope("metrics"):
+        return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in other.items()}
+
+
+def _over_world(sums: Sums) -> Sums:
+    with jax.named_scope("metrics"):
+        return lax.psum(sums, AXES)
 
 
 def _is_float(x: Array) -> bool:

@@ -72,10 +72,14 @@ def make_mesh(
         local = len(available) // nodes
     wanted = nodes * local
     if wanted > len(available) or wanted == 0:
+        each = -(-max(nodes, 1) * max(local, 1) // processes)
+        emulate = (
+            ", or emulate devices: zerojax's commands do with --mesh.emulate, a program of your own with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={each}"
+        )
         raise ZeroError(
             f"make_mesh: nodes={nodes} x local={local} does not fit the {len(available)} devices at "
-            "hand. Ask for a smaller mesh, start more processes, or (on CPU) emulate devices with "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=N."
+            f"hand. Ask for a smaller mesh, or start more processes{emulate if on_cpus(available) else ''}."
         )
     if wanted < len(available) and processes > 1:
         raise ZeroError(
@@ -92,6 +96,11 @@ def make_mesh(
 def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
     """Whether there is a GPU among them, be it a described one."""
     return any(device.platform in ("gpu", "cuda") for device in devices)
+
+
+def on_cpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+    """Whether all of them are CPUs, of which there can be as many as one likes."""
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _keep_communicators_apart() -> None:

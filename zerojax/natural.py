@@ -23,7 +23,7 @@ from zerojax.layout import OWNED, Leaf, from_stored, to_stored
 from zerojax.mesh import LOCAL, NODE
 from zerojax.paths import from_tree, to_tree
 from zerojax.program import Program, abstract
-from zerojax.state import TrainState, secondary_of, shardings_of
+from zerojax.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
@@ -46,7 +46,7 @@ def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
     """
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
-        copy = _copy(x) if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
+        copy = copied(x) if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
         tree[name] = _to_host(copy) if on_host else copy
     return _nested(tree)
 
@@ -267,11 +267,6 @@ def _axes(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
     """The mesh axes that a dimension is cut over."""
     names = spec[axis] if axis < len(spec) else None
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
-
-
-@jax.jit
-def _copy(x: Array) -> Array:
-    return jnp.copy(x)
 
 
 def _to_host(x: Array) -> Array:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import optax.contrib
 
 from zerojax.average import average_weights
-from zerojax.config import OptimizerSection
+from zerojax.config import OptimizerSection, RunConfig
 from zerojax.muon import scale_by_muon
 from zerojax.shardable import Optimizer, chain
 
@@ -39,6 +40,27 @@ def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
     first = peak / max(1, warmup)
     rise = optax.linear_schedule(first, peak, max(1, warmup))
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
+
+
+def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
+    """What new settings make of the learning rate of a run that goes on.
+
+    Args:
+        before: the settings that it was saved with.
+        now: those that it goes on with.
+        updates: done so far.
+
+    Returns:
+        A line, or none where the schedule is the same.
+    """
+    schedules = [make_schedule(config.optimizer, config.train.steps) for config in (before, now)]
+    ahead = np.arange(updates, max(updates + 1, now.train.steps))
+    old, new = (np.asarray(jax.jit(jax.vmap(schedule))(ahead)) for schedule in schedules)
+    if np.array_equal(old, new):
+        return []
+    instead = "as before" if old[0] == new[0] else f"instead of {old[0]:.3g}"
+    steps = now.train.steps
+    return [f"the learning rate follows the schedule of {steps} steps: {new[0]:.3g} for the next, {instead}"]
 
 
 def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:

@@ -124,12 +124,7 @@ def choose_checkpoint(
     def look() -> dict[str, Any]:
         choice = checkpoints.newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
         check_start(choice.step, resume, folder)
-        lines = [
-            f"{checkpoints.damage_line(folder.checkpoints, step, why)}; it is now called "
-            f"{checkpoints.move_aside(folder.checkpoints, step).name}"
-            for step, why in choice.damaged.items()
-        ]
-        return {"step": choice.step, "lines": lines}
+        return {"step": choice.step, "lines": checkpoints.set_damaged_aside(folder.checkpoints, choice)}
 
     found = from_first(look)
     if found["step"] is None:

@@ -128,7 +128,7 @@ def build(
         raise ZeroError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
     world = World.of(mesh)
     check_options(zero, world)
-    adapter = adapt(model, zero.units, loss_fn, sample_batch)
+    adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
     if not adapter.parameters:
         raise ZeroError("the model has no floating-point parameters to train.")
     leaves = tuple(

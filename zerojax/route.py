@@ -81,9 +81,9 @@ class Route:
             source=source,
             keep=keep,
             sink=sink,
-            compute_dtype=zero.compute_dtype,
+            compute_dtype=str(zero.compute_dtype),
             # One micro-batch's gradients are not added to anything before they are reduced.
-            grad_dtype=zero.compute_dtype if zero.passes == 1 else "float32",
+            grad_dtype=str(zero.compute_dtype) if zero.passes == 1 else "float32",
             remat=zero.remat,
             way=Way(
                 "secondary" if sink == "secondary" else "primary",

@@ -169,8 +169,12 @@ def gather_params(state: TrainState) -> dict[str, Any]:
     must call.
 
     Returns:
-        A nested dict of numpy arrays.
+        A nested dict of numpy arrays, which share no memory with the state.
+
+    Raises:
+        ZeroError: the state was donated, or is abstract.
     """
+    check_there(state)
     program = state.program
     params = from_tree(state.params)
     everyone = program.sharding(PartitionSpec())
@@ -188,6 +192,8 @@ def gather_params(state: TrainState) -> dict[str, Any]:
 
 def put_params(state: TrainState, params: PyTree) -> TrainState:
     """A state whose master weights are ``params``; the optimizer's state stays as it is.
+
+    All but the weights it shares with ``state``: a step from one donates the other as well.
 
     Args:
         state: any.
@@ -218,16 +224,39 @@ def gather_model(state: TrainState) -> Any:
     """An ordinary, unsharded model with the state's weights: for sampling, or to take away.
 
     Returns:
-        The ``nnx.Module`` in evaluation mode, or for Linen a callable that applies the module.
+        The ``nnx.Module`` in evaluation mode, or for Linen the module's ``apply`` with all its variables. It
+        shares no memory with the state.
+
+    Raises:
+        ZeroError: as ``gather_params``.
     """
     program = state.program
     weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
-    other = {name: _local_copy(x) for name, x in state.other.items()}
+    other = {name: copied(x.addressable_data(0)) for name, x in state.other.items()}
     return program.adapter.whole(weights, other)
 
 
-def _local_copy(x: Array) -> Array:
-    return x.addressable_data(0)
+def check_there(state: TrainState) -> None:
+    """Refuse a state without values, which no compiled function could be given.
+
+    Raises:
+        ZeroError: its arrays were donated to a step, or never made.
+    """
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        raise ZeroError(
+            "the state is abstract: make it by TrainState.create, or restore a checkpoint into it."
+        )
+    if not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
+        raise ZeroError(
+            "the state was passed to train_step before, which takes its arrays for the next one (donation): "
+            "go on with the state that train_step returned."
+        )
+
+
+@jax.jit
+def copied(x: Array) -> Array:
+    """A copy, which outlives a donation of ``x``."""
+    return jnp.copy(x)
 
 
 def initializer(state: TrainState) -> Any:

@@ -4,6 +4,7 @@ The backward pass and every hop run inside ``shard_map``; the optimizer runs on 
 norm over the whole tree is right by construction.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,27 +16,37 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from zerojax import device_step
+from zerojax.adapters import LossFn
 from zerojax.codec import mix
 from zerojax.device_step import flat_blocks, means, stored_blocks
 from zerojax.errors import ZeroError
 from zerojax.paths import from_tree, to_tree
 from zerojax.program import Program
-from zerojax.state import TrainState, abstract_fields, shardings_of
+from zerojax.state import TrainState, abstract_fields, check_there, shardings_of
 from zerojax.xla import compiler_options
 
 Metrics = dict[str, Array]
+NUMBER = (bool, int, float, complex)
+"""Python's: what has no dtype of its own."""
 
 
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
-    A step whose loss or gradient is not finite changes nothing but the counters. The state that is
-    passed in is donated: use the one returned.
+    A step whose loss or gradient is not finite changes nothing but the counters.
+
+    The state that is passed in is donated: the next one takes its memory, so that there never are two.
+    Write ``state, metrics = train_step(state, batch)`` and don't touch the old one, or a part of it, again.
+    What was copied out of it stays: what ``gather_params`` and ``gather_model`` returned, metrics, and a
+    checkpoint that is still being saved. What only refers to it does not: ``state.params``, and states made
+    by ``state.replace``, ``put_params`` and ``averaged``. The batch is not donated.
 
     Args:
-        state: the state so far.
+        state: the state so far; its arrays are gone afterwards.
         batch: a pytree of arrays whose leading axis is the global batch, a multiple of the number of
             devices times ``ZeroConfig.accumulate``; in several processes, this process's part of it.
+            Scalars among them (of no axis, or Python's numbers), such as a schedule's weight, are given to
+            every device and micro-batch as they are; all processes pass the same.
 
     Returns:
         The next state, and the metrics as scalar arrays that are still being computed: "loss" and what
@@ -43,20 +54,35 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         "skipped_in_row".
 
     Raises:
-        ZeroError: the batch does not divide.
+        ZeroError: the batch does not divide, or the state was donated before.
     """
     program = state.program
-    return _compiled(program)(state, place(program, batch, program.zero.accumulate))
+    placed = place(program, batch, program.zero.accumulate)
+    check_there(state)
+    return _compiled(program)(state, placed)
 
 
-def eval_step(state: TrainState, batch: Any) -> Metrics:
+def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
     """The loss on a batch and what else the loss function measured; nothing changes.
 
-    Arguments and errors as ``train_step``, but for ``accumulate``, which does not matter here.
+    Args:
+        state: any; it is not donated.
+        batch: as of ``train_step``, but for ``accumulate``, which does not matter here.
+        loss_fn: what to measure, as the loss of ``TrainState.create``, which it is by default. A Linen module
+            is told of evaluation by its own arguments, so by a loss that gives them: ``model(x,
+            train=False)``. Each function is compiled once: don't make it anew for every call.
+
+    Raises:
+        ZeroError: as ``train_step``.
     """
     program = state.program
-    step = program.once("eval", lambda: jax.jit(_evaluate, compiler_options=compiler_options(program.mesh)))
-    return step(state, place(program, batch, 1))
+    step = program.once(
+        "eval",
+        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(program.mesh)),
+    )
+    placed = place(program, batch, 1)
+    check_there(state)
+    return step(state, placed, loss_fn or program.loss_fn)
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
@@ -75,7 +101,9 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
             compiler_options=compiler_options(program.mesh),
         ),
     )
-    return step(state, place(program, batch, program.zero.accumulate))
+    placed = place(program, batch, program.zero.accumulate)
+    check_there(state)
+    return step(state, placed)
 
 
 def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -95,22 +123,32 @@ def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
 
 def abstract_batch(program: Program, batch: Any) -> Any:
     """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
-    sharding = program.sharding(program.batch_spec)
+    _check_batch(batch)
 
     def place_one(x: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(x, NUMBER):
+            return x
         _check_rows(program, np.shape(x), program.world.size, program.zero.accumulate)
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        sharding = program.sharding(_batch_spec(program, x))
         return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
     return jax.tree.map(place_one, batch)
 
 
 def place(program: Program, batch: Any, accumulate: int) -> Any:
-    """Spread a host batch over the devices; arrays that are already in place stay as they are."""
-    sharding = program.sharding(program.batch_spec)
+    """Spread a host batch over the devices, and give its scalars to each of them.
+
+    Arrays that are already in place stay as they are, and Python's numbers are left to jit, for which they
+    have no dtype of their own.
+    """
+    _check_batch(batch)
     processes = program.once("processes", lambda: len({d.process_index for d in program.mesh.devices.flat}))
 
-    def place_one(x: Any) -> Array:
+    def place_one(x: Any) -> Any:
+        if isinstance(x, NUMBER):
+            return x
+        sharding = program.sharding(_batch_spec(program, x))
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
         _check_rows(program, np.shape(x), program.world.size // processes, accumulate)
@@ -121,13 +159,26 @@ def place(program: Program, batch: Any, accumulate: int) -> Any:
     return jax.tree.map(place_one, batch)
 
 
-def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
-    if not shape or shape[0] == 0 or shape[0] % (devices * accumulate):
-        rows = f"{shape[0]} rows" if shape else "no leading axis"
+def _check_batch(batch: Any) -> None:
+    leaves = jax.tree.leaves(batch)
+    if leaves and not any(map(np.shape, leaves)):
         raise ZeroError(
-            f"a batch array of shape {shape} has {rows}, not a positive multiple of {devices} devices x "
-            f"accumulate={accumulate}: its leading axis is the batch."
+            "the batch has scalars alone, which every device is given: no array in it has a leading axis to "
+            "be spread."
         )
+
+
+def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
+    if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
+        raise ZeroError(
+            f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
+            f"devices x accumulate={accumulate}: its leading axis is the batch."
+        )
+
+
+def _batch_spec(program: Program, x: Any) -> PartitionSpec:
+    """How an array of a batch is sharded: a scalar is everyone's."""
+    return program.batch_spec if np.shape(x) else PartitionSpec()
 
 
 def _compiled(program: Program) -> Any:
@@ -209,7 +260,7 @@ def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, An
             secondary_spec,
             residual_spec,
             everyone,
-            program.batch_spec,
+            jax.tree.map(functools.partial(_batch_spec, program), batch),
             everyone,
             everyone,
         ),
@@ -228,8 +279,8 @@ def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, An
     return to_tree(grads), other, to_tree(secondary), to_tree(residual), metrics
 
 
-def _evaluate(state: TrainState, batch: Any) -> Metrics:
-    program = state.program
+def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
+    program = dataclasses.replace(state.program, loss_fn=loss_fn)
     secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
 
     def local(params: Any, secondary: Any, other: Any, batch: Any, step: Any, seed: Any) -> Metrics:
@@ -249,7 +300,7 @@ def _evaluate(state: TrainState, batch: Any) -> Metrics:
             program.by_path(program.param_spec),
             secondary_spec,
             everyone,
-            program.batch_spec,
+            jax.tree.map(functools.partial(_batch_spec, program), batch),
             everyone,
             everyone,
         ),

@@ -27,6 +27,7 @@ from zerojax.data import Batch, Dataset, TrainBatches
 from zerojax.errors import RunError, Stopped
 from zerojax.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.models import parameter_count
+from zerojax.optimizer import rate_changes
 from zerojax.parts import (
     abstract_state,
     check_settings,
@@ -112,7 +113,9 @@ class Trainer:
         seal, notes = choose_checkpoint(config, folder, resume)
         imported = seal is not None and not seal.record.position  # weights alone: no step was taken
         if seal is not None and not imported:
-            changes = check_same_run(config_from_dict(seal.record.config), config, folder)
+            before = config_from_dict(seal.record.config)
+            changes = check_same_run(before, config, folder)
+            changes += rate_changes(before, config, seal.step - seal.record.skipped)
             notes.append("; ".join([f"going on from step {seal.step}", *changes]))
             batches.set_state(seal.record.position)
             state = restore(folder.checkpoints / str(seal.step), abstract_state(config))

@@ -35,7 +35,7 @@ from zerojax.errors import ZeroError
 from zerojax.mesh import AXES, LOCAL, NODE, World
 from zerojax.report import plain_text, size
 from zerojax.state import TrainState
-from zerojax.step import trace_train_step
+from zerojax.step import NUMBER, trace_train_step
 
 _ALL_REDUCES = frozenset({"psum", "psum_invariant", "pmax", "pmin"})
 _GATHERS = frozenset({"all_gather", "all_gather_invariant"})
@@ -276,7 +276,7 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
         )
     for operand in equation.invars:
         aval: Any = operand.aval
-        phase = _phase(name, place)
+        phase = _phase(place)
         yield Collective(name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0)
 
 
@@ -287,8 +287,8 @@ def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in named)
 
 
-def _phase(primitive: str, place: _Place) -> str:
-    """What a collective is for, by the scopes of ``zerojax.collectives`` around it."""
+def _phase(place: _Place) -> str:
+    """What a collective is for, by the scopes of ``zerojax.collectives`` and the like around it."""
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"
@@ -300,7 +300,7 @@ def _phase(primitive: str, place: _Place) -> str:
         return "resync"
     if scopes & {"gather_node", "gather_local"}:
         return "weights backward" if "transpose" in scopes else "weights forward"
-    return "metrics" if primitive in _ALL_REDUCES else "other"
+    return "metrics" if "metrics" in scopes else "other"
 
 
 def _counted(key: Collective, count: int, world: World) -> Collective:
@@ -324,9 +324,11 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: World) -> 
     return ring * (1 - crossing), ring * crossing
 
 
-def _of_all_processes(x: Any) -> jax.ShapeDtypeStruct:
+def _of_all_processes(x: Any) -> Any:
     """A batch array's global shape: in several processes a host array is one process's part."""
     shape = tuple(np.shape(x))
+    if isinstance(x, NUMBER):
+        return x
     if isinstance(x, np.ndarray) and shape:
         shape = (shape[0] * jax.process_count(), *shape[1:])
     return jax.ShapeDtypeStruct(shape, x.dtype)

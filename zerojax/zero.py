@@ -6,11 +6,15 @@ can't work or would do nothing, before anything is compiled.
 
 import dataclasses
 import fnmatch
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from jax.typing import DTypeLike
+
 import pallas_kernels
 from zerojax.bounds import check_numbers
+from zerojax.dtypes import dtype_name
 from zerojax.errors import ZeroError
 
 RAW = ("fp32", "bf16")
@@ -27,15 +31,17 @@ class ZeroConfig:
     """How a model is sharded over the mesh and what crosses each axis.
 
     Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; None is the format of
-    ``compute_dtype``, which sends exactly what the model computes with.
+    ``compute_dtype``, which sends exactly what the model computes with. "float32" and ``jnp.bfloat16`` and
+    the like name the first two as well.
 
     Attributes:
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
             parameters (ZeRO, Rajbhandari et al.).
         units: module classes whose weights are gathered just before use and dropped after
             (``zerojax.Stack`` needs no mention). Without any, the whole model is one unit.
-        compute_dtype: "bfloat16" or "float32": what the gathered weights are in. Master weights and
-            optimizer state are always fp32.
+        compute_dtype: bfloat16 or float32, as a name ("bfloat16", "bf16") or a dtype (``jnp.bfloat16``); kept
+            as the long name. What the gathered weights are in: master weights and optimizer state are
+            always fp32.
         remat: what a unit's backward pass computes again: "full" everything, "attention" all but the
             attention's output, "none" only what fuses into its readers (element-wise operations, row
             sums, casts, layout changes): results of matmuls and kernels are kept.
@@ -69,7 +75,7 @@ class ZeroConfig:
 
     stage: int = 3
     units: tuple[type, ...] = ()
-    compute_dtype: str = "bfloat16"
+    compute_dtype: DTypeLike = "bfloat16"
     remat: Remat = "full"
     accumulate: int = 1
     accumulate_order: Literal["depth", "breadth"] = "depth"
@@ -94,6 +100,7 @@ class ZeroConfig:
         Raises:
             ZeroError: naming the field, its value and the way out.
         """
+        self._take_names()
         check_numbers(self, "ZeroConfig.{}".format)
         for field, allowed in _CHOICES.items():
             if (value := getattr(self, field)) not in allowed:
@@ -138,7 +145,7 @@ class ZeroConfig:
     @property
     def compute_format(self) -> str:
         """The wire format that carries ``compute_dtype`` unchanged."""
-        return COMPUTE_FORMAT[self.compute_dtype]
+        return COMPUTE_FORMAT[str(self.compute_dtype)]
 
     @property
     def weight_formats(self) -> tuple[str, str]:
@@ -173,6 +180,20 @@ class ZeroConfig:
             return max(wanted, self.compute_format, key=BITS.__getitem__)
         floors = [floor for pattern, floor in self.precise if fnmatch.fnmatch(path.lower(), pattern)]
         return max([wanted, *floors], key=BITS.__getitem__)
+
+    def _take_names(self) -> None:
+        """Put the one name of each dtype in the place of what was given."""
+        names: dict[str, Any] = {
+            "compute_dtype": dtype_name(
+                self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
+            ),
+            "weights": _format_name(self.weights),
+            "local_weights": _format_name(self.local_weights),
+            "grads": tuple(map(_format_name, self.grads)),
+            "precise": tuple((pattern, _format_name(floor)) for pattern, floor in self.precise),
+        }
+        for field, value in names.items():
+            object.__setattr__(self, field, value)  # frozen for everybody else
 
     def _check_formats(self) -> None:
         if len(self.grads) != 2:
@@ -244,7 +265,6 @@ class ZeroConfig:
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "accumulate_order": ("depth", "breadth"),
-    "compute_dtype": tuple(COMPUTE_FORMAT),
     "remat": ("full", "attention", "none"),
     "grads_hops": (1, 2),
     "grad_sync": ("micro", "step"),
@@ -267,6 +287,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "block_size": 128,
     },
 }
+
+
+def _format_name(given: Any) -> Any:
+    """A wire format's name, where a dtype stands for one; anything else as it is."""
+    with suppress(ZeroError):
+        return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
+    return given
 
 
 def _check_format(field: str, fmt: str | None) -> None:

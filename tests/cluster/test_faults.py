@@ -164,14 +164,14 @@ NAN = r"""
     from flax import nnx
     mesh = zerojax.make_mesh()
     model = lambda rngs: nnx.Linear(6, 3, rngs=rngs)
-    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2)
+    loss_fn = lambda model, batch: batch["a"] * batch["b"] * jnp.mean((model(batch["x"]) - 1) ** 2)
     zero = zerojax.ZeroConfig.preset("zero++", compute_dtype="float32")
     state = zerojax.TrainState.create(model, optax.adamw(1e-2), loss_fn, mesh=mesh, zero=zero)
     skipped = []
     for step in range(4):
         x = np.random.default_rng((step, rank)).normal(size=(4, 6)).astype("f4")
         if step == 2 and rank == 1: x[0, 0] = np.nan
-        state, metrics = zerojax.train_step(state, {"x": x})
+        state, metrics = zerojax.train_step(state, {"x": x, "a": 0.5, "b": np.float32(1 + step)})
         skipped.append(int(metrics["skipped"]))
     whole = jax.jit(lambda p: p, out_shardings=jax.NamedSharding(mesh, jax.P()))(state.params)
     digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(whole))).hexdigest()

@@ -101,8 +101,14 @@ def test_mesh_extents():
     with refused(r"local=-2 must be at least 1"):
         zerojax.make_mesh(2, -2)
     many = len(jax.devices()) + 1
-    with refused(rf"nodes={many} x local=1 does not fit .* smaller mesh.*force_host_platform_device_count"):
+    emulate = rf"smaller mesh.* --mesh\.emulate, .*force_host_platform_device_count={many}\."
+    with refused(rf"nodes={many} x local=1 does not fit .*{emulate}"):
         zerojax.make_mesh(many, 1)
+    with refused(rf"nodes={many} x local=0 does not fit .*{emulate}"):
+        zerojax.make_mesh(many)
+    gpus = [FakeDevice(0, i, "gpu") for i in range(4)]
+    with refused("or start more processes\\.$"):
+        zerojax.make_mesh(1, 5, devices=gpus)
     with refused(rf"local={many} does not fit"):
         zerojax.make_mesh(local=many)
 
@@ -113,6 +119,7 @@ class FakeDevice:
 
     process_index: int
     id: int
+    platform: str = "cpu"
 
 
 def test_a_mesh_that_leaves_a_process_out():
@@ -256,10 +263,20 @@ def test_batches_that_do_not_divide(rows):
 
 
 def test_a_batch_without_rows():
-    with refused("no leading axis"):
-        zerojax.train_step(create(), {"x": np.float32(1)})
+    for scalars in ({"x": np.float32(1)}, {"x": 1.0, "y": jnp.float32(2)}):
+        with refused("the batch has scalars alone"):
+            zerojax.train_step(create(), scalars)
+        with refused("the batch has scalars alone"):
+            zerojax.lower_train_step(create(), scalars)
     with refused(r"\(2,\) has 2 rows, not a positive multiple of 4 devices x accumulate=1"):
         zerojax.eval_step(create(accumulate=2), {"x": np.zeros(2, np.float32)})
+
+
+def test_an_abstract_state_has_no_values():
+    with refused("the state is abstract: make it by TrainState.create"):
+        zerojax.train_step(create(), BATCH)
+    with refused("the state is abstract"):
+        zerojax.gather_params(create())
 
 
 def test_a_stack_without_layers():

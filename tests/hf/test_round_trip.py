@@ -11,7 +11,7 @@ from hf.conftest import Imported
 from hf.hf_models import FIXTURES, copy_of, run_config, tensors
 
 from zerojax import gather_model
-from zerojax.huggingface import Dtype, Source, export_model, plan_export
+from zerojax.huggingface import Source, export_model, plan_export
 from zerojax.huggingface.load import check_tensors, load_params
 from zerojax.huggingface.safetensors_files import SafetensorFiles
 from zerojax.huggingface.save import each_tensor, tensor_specs
@@ -22,7 +22,7 @@ from zerojax.run_folder import RunFolder
 from zerojax.state import begin_with
 
 
-def export(run: Imported, out: Path, dtype: Dtype | None = None, largest_file: int = 10**9) -> None:
+def export(run: Imported, out: Path, dtype: str | None = None, largest_file: int = 10**9) -> None:
     state, config = run.trained.state, run.trained.config
     target = plan_export(state, config, run.folder, dtype)
     export_model(state, config, run.folder, target, out, None, largest_file)

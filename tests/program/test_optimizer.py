@@ -10,8 +10,8 @@ import optax
 import pytest
 from optax import contrib
 
-from zerojax.config import OptimizerSection
-from zerojax.optimizer import decay_mask, make_optimizer, make_schedule
+from zerojax.config import OptimizerSection, RunConfig, TrainSection
+from zerojax.optimizer import decay_mask, make_optimizer, make_schedule, rate_changes
 
 
 def curve(steps: int, **settings: Any) -> np.ndarray:
@@ -43,6 +43,39 @@ def test_linear() -> None:
 def test_constant_and_short_run() -> None:
     got = curve(4, schedule="constant", warmup_steps=100)
     np.testing.assert_allclose(got, [1.0, 1.5, 2.0, 2.0])
+
+
+def settings(steps: int, **optimizer: Any) -> RunConfig:
+    optimizer = {
+        "learning_rate": 2.0,
+        "schedule": "linear",
+        "warmup_steps": 0,
+        "final_fraction": 0.0,
+        **optimizer,
+    }
+    return RunConfig(train=TrainSection(steps=steps), optimizer=OptimizerSection(**optimizer))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "updates", "said"),
+    [
+        (settings(100), settings(200), 100, "200 steps: 1 for the next, instead of 0"),
+        (settings(100), settings(200), 50, "200 steps: 1.5 for the next, instead of 1"),
+        (settings(100), settings(100, learning_rate=4.0), 50, "100 steps: 2 for the next, instead of 1"),
+        (
+            settings(100, schedule="wsd"),
+            settings(200, schedule="wsd"),
+            50,
+            "200 steps: 2 for the next, as before",
+        ),
+        (settings(100, schedule="constant"), settings(200, schedule="constant"), 50, None),
+        (settings(100), settings(100), 50, None),
+        (settings(100), settings(100), 100, None),
+    ],
+)
+def test_what_becomes_of_the_rate_of_a_run_that_goes_on(before, now, updates, said) -> None:
+    wanted = [] if said is None else [f"the learning rate follows the schedule of {said}"]
+    assert rate_changes(before, now, updates) == wanted
 
 
 PARAMS = {

@@ -9,13 +9,14 @@ from zerojax.adapters.base import Adapter, Bound, LossFn, Other, Parameter, call
 from zerojax.adapters.from_linen import LinenAdapter
 from zerojax.adapters.from_nnx import NNXAdapter
 from zerojax.errors import ZeroError
+from zerojax.mesh import World
 
 Model = Callable[[nnx.Rngs], nnx.Module] | linen.Module
 
 __all__ = ["Adapter", "Bound", "LossFn", "Model", "Other", "Parameter", "adapt", "call_loss"]
 
 
-def adapt(model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: Any) -> Adapter:
+def adapt(model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: Any, world: World) -> Adapter:
     """The adapter for a model.
 
     Args:
@@ -23,6 +24,7 @@ def adapt(model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: 
         units: the classes that gather their own weights.
         loss_fn: how the model is called.
         sample_batch: a batch of the right shapes: Linen learns its parameters' shapes from it.
+        world: the mesh's extents.
 
     Raises:
         ZeroError: neither kind of model; a Linen module without a sample batch, or the reverse.
@@ -30,7 +32,7 @@ def adapt(model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: 
     if isinstance(model, linen.Module):
         if sample_batch is None:
             raise ZeroError("a Linen module has no parameters before it is called: pass sample_batch=.")
-        return LinenAdapter(model, units, loss_fn, sample_batch)
+        return LinenAdapter(model, units, loss_fn, sample_batch, world)
     if isinstance(model, nnx.Module) or not callable(model):
         raise ZeroError(
             f"model is a {type(model).__name__}: pass a callable that takes nnx.Rngs and returns the "

@@ -4,11 +4,11 @@
 reads the parameters alone, and the seal. docs/checkpoints.md says what a user may rely on.
 """
 
-from zerojax.checkpoints.choose import Choice, damage_line, find, newest_sound, sealed
+from zerojax.checkpoints.choose import Choice, damage_line, find, newest_sound, sealed, set_damaged_aside
 from zerojax.checkpoints.clock import TrainingClock
-from zerojax.checkpoints.names import move_aside
 from zerojax.checkpoints.quiet import quiet_orbax
 from zerojax.checkpoints.restore import restore, restore_weights
+from zerojax.checkpoints.resume import Resumed, resume
 from zerojax.checkpoints.retention import Retention
 from zerojax.checkpoints.seal import DamagedError, Record, Seal, read_seal, verify
 from zerojax.checkpoints.store import Checkpoints
@@ -21,17 +21,19 @@ __all__ = [
     "Choice",
     "DamagedError",
     "Record",
+    "Resumed",
     "Retention",
     "Seal",
     "TrainingClock",
     "damage_line",
     "find",
-    "move_aside",
     "newest_sound",
     "read_seal",
     "reserve_host_memory",
     "restore",
     "restore_weights",
+    "resume",
     "sealed",
+    "set_damaged_aside",
     "verify",
 ]

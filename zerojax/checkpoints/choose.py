@@ -45,6 +45,14 @@ def newest_sound(folder: Path, *, checksums: bool = True) -> Choice:
     return Choice(None, {})
 
 
+def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
+    """Move damaged checkpoints aside, so that their steps can be saved again; a line for each."""
+    return [
+        f"{damage_line(folder, step, why)}; it is now called {names.move_aside(folder, step).name}"
+        for step, why in choice.damaged.items()
+    ]
+
+
 def damage_line(folder: Path, step: int, why: str) -> str:
     """How a damaged checkpoint is named to people."""
     return f"checkpoint {folder / str(step)} is damaged: {why}"

@@ -18,7 +18,7 @@ from zerojax.checkpoints.seal import Record, write_seal
 from zerojax.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.errors import RunError
 from zerojax.natural import to_natural
-from zerojax.state import TrainState
+from zerojax.state import TrainState, check_there
 
 
 class Checkpoints:
@@ -74,7 +74,9 @@ class Checkpoints:
 
         Raises:
             RunError: this or the save before failed, on a full disk perhaps; older ones are intact.
+            ZeroError: the state was donated.
         """
+        check_there(state)
         if step == self._last:
             return
         self.wait()

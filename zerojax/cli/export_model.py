@@ -12,10 +12,11 @@ from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import TrainedRun, open_trained
 from zerojax.config import MeshSection, RunConfig, ZeroSection
+from zerojax.dtypes import dtype_name
 from zerojax.errors import ZeroError
 from zerojax.huggingface import (
+    EXPORT_DTYPES,
     Direction,
-    Dtype,
     Format,
     WeightFormat,
     check_quantizable,
@@ -46,7 +47,8 @@ class Options:
             take 128.
         along: "input" lays blocks along a layer's inputs, as vLLM reads them; "output" along its outputs,
             which are the very blocks that training sent, for transformers.
-        dtype: Of the tensors that are not quantized; by default as in the imported model, else float32.
+        dtype: Of the tensors that are not quantized: float32, float16 or bfloat16 (or fp32, fp16, bf16); by
+            default as in the imported model, else float32.
         shard_gb: Gigabytes of one file at most.
         ema: Take the average of the weights (optimizer.ema_decay) in their place.
         mesh: Devices to use; by default as in the run.
@@ -57,17 +59,19 @@ class Options:
     weights: Format | None = None
     block_size: int | None = None
     along: Direction = "input"
-    dtype: Dtype | None = None
+    dtype: str | None = None
     shard_gb: float = 5.0
     ema: bool = False
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        """Refuse a file size of nothing, and options that would do nothing.
+        """Refuse an unknown dtype, a file size of nothing, and options that would do nothing.
 
         Raises:
             ZeroError: naming the option.
         """
+        if self.dtype is not None:
+            dtype_name(self.dtype, "--dtype", tuple(EXPORT_DTYPES))
         if not self.shard_gb > 0:
             raise ZeroError(f"--shard-gb {self.shard_gb}: above 0")
         if self.weights is None and (self.block_size is not None or self.along != "input"):

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zerojax.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
+from zerojax.dtypes import dtype_name
 from zerojax.errors import ZeroError
 from zerojax.models.config import GPTConfig
-from zerojax.zero import ZeroConfig
+from zerojax.zero import COMPUTE_FORMAT, ZeroConfig
 
 _MOST_STEPS = 1 << 24  # fp32, which schedules are computed in, counts no further
 _MOST_TOKENS = 1 << 31  # of a step: int32 counts them
@@ -255,7 +256,7 @@ class ZeroSection:
     Attributes:
         preset: "zero3" is exact, "zero++" as published, "delta" sends less than either.
         stage: ZeRO stage 0, 1, 2 or 3.
-        compute_dtype: Dtype of the forward and backward pass, such as bfloat16 or float32.
+        compute_dtype: Dtype of the forward and backward pass: bfloat16 (bf16) or float32 (fp32).
         remat: What the backward pass computes again.
         accumulate_order: Micro-batches one by one through the whole model ("depth"), or all through each
             layer before the next ("breadth"): what is sent is sent once a step, beside compute, and
@@ -296,6 +297,16 @@ class ZeroSection:
     error_feedback: bool | None = None
     chunks: int | None = None
     precise: tuple[tuple[str, Wire], ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown dtype, and call the others by one name.
+
+        Raises:
+            ZeroError: naming the option.
+        """
+        if self.compute_dtype is not None:
+            name = dtype_name(self.compute_dtype, "zero.compute_dtype", tuple(COMPUTE_FORMAT))
+            object.__setattr__(self, "compute_dtype", name)
 
     def to_zero(self, **settings: Any) -> ZeroConfig:
         """The library's `ZeroConfig`: the preset, overridden by what is set here and `settings`.

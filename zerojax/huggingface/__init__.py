@@ -1,7 +1,7 @@
 """Models of Hugging Face: their files into runs, and runs into such files."""
 
 from zerojax.huggingface.exporting import (
-    Dtype,
+    EXPORT_DTYPES,
     check_quantizable,
     export_model,
     plan_export,
@@ -13,9 +13,9 @@ from zerojax.huggingface.quantized import Direction, Format, WeightFormat
 from zerojax.huggingface.source import Source, model_section
 
 __all__ = [
+    "EXPORT_DTYPES",
     "FAMILIES",
     "Direction",
-    "Dtype",
     "Format",
     "Source",
     "WeightFormat",

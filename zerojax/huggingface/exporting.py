@@ -4,11 +4,14 @@ import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from jax.typing import DTypeLike
 
 from zerojax.agreement import from_first
 from zerojax.config import RunConfig
 from zerojax.data import open_tokenizer
+from zerojax.dtypes import dtype_name
 from zerojax.errors import ZeroError
 from zerojax.huggingface.families import Family, describe_model, read_model
 from zerojax.huggingface.importing import TENSORS
@@ -23,9 +26,8 @@ from zerojax.parts import is_first
 from zerojax.run_folder import RunFolder
 from zerojax.state import TrainState
 
-Dtype = Literal["float32", "float16", "bfloat16"]
-
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What may be written, and what a file of safetensors calls it."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,20 @@ class Target:
     imported: Path | None
 
 
-def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: Dtype | None) -> Target:
+def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: DTypeLike | None) -> Target:
     """Find the family, the names and the dtypes of a run's model.
 
     Args:
         state: of the model, filled or abstract.
         config: of the run.
         folder: of the run.
-        dtype: of all tensors; None keeps those of the model that was imported, and is float32 elsewhere.
+        dtype: of all tensors, float32, float16 or bfloat16; None keeps those of the model that was imported,
+            and is float32 elsewhere.
 
     Raises:
-        ZeroError: no family has this model; says why.
+        ZeroError: no family has this model, and says why; or another dtype.
     """
+    wanted = None if dtype is None else dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))
     dtypes: dict[str, str] = {}
     imported = folder.huggingface if folder.huggingface.is_dir() else None
     if imported is None:
@@ -71,12 +75,12 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
             raise ZeroError(f"{imported} describes another model than {folder.config}")
         dtypes = json.loads((imported / TENSORS).read_text(encoding="utf-8"))
         prefix = family.prefix_in(dtypes)
-    if dtype is not None or imported is None:
-        named = dtype or "float32"
-        dtypes = dict.fromkeys(dtypes, _DTYPES[named])
+    named = wanted or "float32"
+    if wanted is not None or imported is None:
+        dtypes = dict.fromkeys(dtypes, EXPORT_DTYPES[named])
         values = values | {"dtype" if "dtype" in values else "torch_dtype": named}
     parts = family.parts(config.model, prefix)
-    specs = tensor_specs(state.program, parts, dtypes, _DTYPES[dtype or "float32"])
+    specs = tensor_specs(state.program, parts, dtypes, EXPORT_DTYPES[named])
     return Target(family, values, parts, specs, imported)
 
 

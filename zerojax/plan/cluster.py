@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from typing import cast
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
 
 from zerojax.bounds import MOST_DEVICES
+from zerojax.dtypes import dtype_name
 from zerojax.errors import ZeroError
 from zerojax.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.layout import make_leaf
 from zerojax.mesh import AXES, World
 from zerojax.program import Group, Program, check_options
 from zerojax.route import Route
-from zerojax.zero import ZeroConfig
+from zerojax.zero import COMPUTE_FORMAT, ZeroConfig
 
 NETWORK_EFFICIENCY = 0.94
 """What Ethernet, IP and TCP headers leave of a link's rate at frames of 1500 bytes: 1448 / 1538."""
@@ -91,9 +93,10 @@ class Cluster:
         """Bytes/s that a GPU's kernels move, as reached."""
         return self.gpu.memory_rate * MEMORY_EFFICIENCY
 
-    def flops(self, dtype: str) -> float:
-        """FLOP/s of matmuls in "bfloat16", or in "float32" (TF32: half), as reached."""
-        return self.gpu.flops * self.efficiency / (2 if dtype == "float32" else 1)
+    def flops(self, dtype: DTypeLike) -> float:
+        """FLOP/s of matmuls in bfloat16, or in float32 (TF32: half), as reached."""
+        name = dtype_name(dtype, "dtype", tuple(COMPUTE_FORMAT))
+        return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
 
 
 def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:

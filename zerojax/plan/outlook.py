@@ -125,7 +125,7 @@ def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences:
     def try_out(zero: ZeroConfig, world: World, sequences: int) -> tuple[Program, Work, Memory]:
         there = on_world(program, world, zero)
         work = decoder_work(
-            config, remat=zero.remat, dtype=zero.compute_dtype, sequences=sequences, length=length
+            config, remat=zero.remat, dtype=str(zero.compute_dtype), sequences=sequences, length=length
         )
         memory = predict_memory(
             there, work, workspace=cluster.gpu.workspace, held=held_elsewhere(held, program, there)

@@ -8,9 +8,13 @@ in any case, so a tracker that fails while a run is under way is dropped with a 
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, Self
 
-from zerojax.config import RunConfig
+import jax
+
+from zerojax.config import RunConfig, config_to_dict
 from zerojax.errors import ZeroError
 from zerojax.run_folder import RunFolder
 
@@ -25,12 +29,15 @@ _TRACKERS = {
 class Tracker(Protocol):
     """One run, as a tracker has it."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, *, start: int, known: str | None) -> None:
+    def __init__(
+        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
+    ) -> None:
         """Begin a run, or go on with the one that is `known` by this name.
 
         Args:
             folder: of the run; its last part is the run's name.
-            config: the settings, `log.project` among them.
+            project: that the run belongs to.
+            settings: to be shown with it, perhaps nested; plain values.
             start: steps done so far.
             known: what `identity` was in an earlier process of this run.
         """
@@ -63,8 +70,21 @@ class Trackers:
         self._open = dict(trackers)
         self._say = say
 
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End all; the run has failed if there is an error."""
+        self.close(failed=error is not None)
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell all about a step."""
+        """Tell all about a step.
+
+        Args:
+            step: steps done.
+            values: numbers by name, perhaps not finite.
+        """
         for name, tracker in list(self._open.items()):
             try:
                 tracker.write(step, values)
@@ -111,13 +131,59 @@ def open_trackers(
     Raises:
         ZeroError: a tracker cannot be reached, or does not let us in.
     """
+    return _open(folder, config.log.trackers, config.log.project, config_to_dict(config), start, say)
+
+
+def track(
+    folder: Path | str,
+    trackers: Sequence[str] = ("tensorboard",),
+    *,
+    project: str = "zerojax",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    start: int = 0,
+    say: Callable[[str], None] = print,
+) -> Trackers:
+    """Open trackers for a training loop of one's own; a run that goes on goes on in them, too.
+
+    In several processes all call, and the first one alone tells. Close it, or use it in a ``with`` statement.
+
+    Args:
+        folder: of the run, made if need be; its last part is the run's name. `run.json` notes there what the
+            trackers call it.
+        trackers: "tensorboard" (events in ``folder/tensorboard``), "wandb", "mlflow".
+        project: of Weights & Biases; experiment of MLflow.
+        settings: to be shown with the run, perhaps nested; plain values.
+        start: steps done so far.
+        say: prints a message.
+
+    Raises:
+        ZeroError: the folder cannot be written to; a tracker is unknown, not installed or cannot be reached.
+    """
+    if unknown := [name for name in trackers if name not in _TRACKERS]:
+        raise ZeroError(f"no tracker {unknown[0]!r}: there are {', '.join(map(repr, _TRACKERS))}")
+    check_trackers(trackers)
+    if jax.process_index() != 0:
+        return Trackers({}, say)
+    place = RunFolder(Path(folder))
+    place.create()
+    return _open(place, trackers, project, settings, start, say)
+
+
+def _open(
+    folder: RunFolder,
+    names: Sequence[str],
+    project: str,
+    settings: Mapping[str, Any],
+    start: int,
+    say: Callable[[str], None],
+) -> Trackers:
     known = dict(folder.read_summary().get("trackers", {}))
     trackers: dict[str, Tracker] = {}
-    for name in config.log.trackers:
+    for name in names:
         module, _, kind = _TRACKERS[name][0].partition(":")
         make = getattr(importlib.import_module(module), kind)
         try:
-            trackers[name] = make(folder, config, start=start, known=known.get(name))
+            trackers[name] = make(folder, project, settings, start=start, known=known.get(name))
         except Exception as error:  # each client has its own kinds
             raise ZeroError(f"log.trackers: {name} cannot start: {error}") from error
         known[name] = trackers[name].identity

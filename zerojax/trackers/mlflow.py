@@ -4,19 +4,22 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+from flax import traverse_util
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from zerojax.config import RunConfig, config_to_dict
 from zerojax.run_folder import RunFolder
 
 
 class MLflow:
     """One run there, the same in all processes of this run; its metrics are sent by a thread of its own."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, *, start: int, known: str | None) -> None:
-        """Begin the run in the experiment `log.project`, or go on with it; arguments as `Tracker`."""
+    def __init__(
+        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
+    ) -> None:
+        """Begin the run in the experiment `project`, or go on with it; arguments as `Tracker`."""
         del start
         self._client = MlflowClient()
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
@@ -25,21 +28,14 @@ class MLflow:
             self._client.update_run(known, status="RUNNING")
             self._run_id = known
             return
-        experiment = self._client.get_experiment_by_name(config.log.project)
-        number = (
-            self._client.create_experiment(config.log.project)
-            if experiment is None
-            else experiment.experiment_id
-        )
+        experiment = self._client.get_experiment_by_name(project)
+        number = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
         run = self._client.create_run(number, run_name=folder.path.absolute().name)
         self._run_id = run.info.run_id
-        settings = [
-            Param(f"{section}.{key}", str(value))
-            for section, values in config_to_dict(config).items()
-            for key, value in values.items()
-        ]
-        for first in range(0, len(settings), 100):  # the most that a server takes at once
-            self._client.log_batch(self._run_id, params=settings[first : first + 100])
+        flat = traverse_util.flatten_dict(dict(settings), sep=".")
+        params = [Param(name, str(value)) for name, value in flat.items()]
+        for first in range(0, len(params), 100):  # the most that a server takes at once
+            self._client.log_batch(self._run_id, params=params[first : first + 100])
 
     @property
     def identity(self) -> str:

@@ -1,19 +1,21 @@
 """TensorBoard: event files in `RUN/tensorboard`, written by tensorboardX."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from tensorboardX import SummaryWriter
 
-from zerojax.config import RunConfig
 from zerojax.run_folder import RunFolder
 
 
 class TensorBoard:
     """Event files; a run that goes on adds another, which hides the steps that are done again."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, *, start: int, known: str | None) -> None:
+    def __init__(
+        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
+    ) -> None:
         """Open a new event file; arguments as `Tracker`."""
-        del config, known
+        del project, settings, known
         # Files are named by the second: the suffix keeps a quick restart from writing over the last one.
         self._writer = SummaryWriter(
             str(folder.path / self.identity), purge_step=start + 1, filename_suffix=f".from-{start}"

@@ -1,26 +1,28 @@
 """Weights & Biases, where it is installed; `WANDB_MODE=offline` writes to `RUN/wandb` for `wandb sync`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import wandb
 
-from zerojax.config import RunConfig, config_to_dict
 from zerojax.run_folder import RunFolder
 
 
 class Wandb:
     """One run there, of the same id in all processes of this run."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, *, start: int, known: str | None) -> None:
+    def __init__(
+        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
+    ) -> None:
         """Begin or resume the run; arguments as `Tracker`."""
         del start
         self._run = wandb.init(
-            project=config.log.project,
+            project=project,
             name=folder.path.absolute().name,
             id=known,
             resume=None if known is None else "allow",
             dir=str(folder.path),
-            config=config_to_dict(config),
+            config=dict(settings),
             reinit="create_new",
             settings=wandb.Settings(console="off", quiet=True),
         )

@@ -1,0 +1,92 @@
+"""A dtype may be given as a name, short or long, or as a dtype of JAX or numpy, wherever one is asked for."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from core_models import CASES
+
+import zerojax
+from zerojax.cli.export_model import Options
+from zerojax.config import config_from_dict, dump_config
+from zerojax.dtypes import dtype_name
+from zerojax.gpus import find_gpu
+from zerojax.plan import Cluster
+
+BFLOAT16 = [
+    "bfloat16",
+    "bf16",
+    "BF16",
+    "jnp.bfloat16",
+    jnp.bfloat16,
+    ml_dtypes.bfloat16,
+    jnp.dtype("bfloat16"),
+]
+FLOAT32 = ["float32", "fp32", "f32", "torch.float32", "single", jnp.float32, np.float32, np.dtype("f4")]
+BOTH = [(given, "bfloat16") for given in BFLOAT16] + [(given, "float32") for given in FLOAT32]
+
+
+@pytest.mark.parametrize(("given", "name"), BOTH, ids=str)
+def test_every_way_to_say_it(given, name):
+    assert dtype_name(given, "dtype", ("float32", "bfloat16")) == name
+    zero = zerojax.ZeroConfig(compute_dtype=given)
+    assert zero == zerojax.ZeroConfig(compute_dtype=name)
+    assert hash(zero) == hash(zerojax.ZeroConfig(compute_dtype=name))
+    assert (type(zero.compute_dtype), zero.compute_dtype) == (str, name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["float16", jnp.float16, "float", float, int, None, "", "bfloat", 3, [], {}, object(), "f4,f4", "f4,,("],
+    ids=str,
+)
+def test_what_is_none_of_them(given):
+    with pytest.raises(zerojax.ZeroError, match=r"^compute=.* is not one of 'float32', 'bfloat16'\.$"):
+        dtype_name(given, "compute", ("float32", "bfloat16"))
+    with pytest.raises(
+        zerojax.ZeroError, match=r"ZeroConfig.compute_dtype=.* is not one of 'float32', 'bfloat16'"
+    ):
+        zerojax.ZeroConfig(compute_dtype=given)
+
+
+def test_wire_formats_that_are_dtypes():
+    given: Any = {"weights": jnp.bfloat16, "local_weights": "float32", "grads": [np.float32, "bfloat16"]}
+    zero = zerojax.ZeroConfig(**given, precise=(("*embed*", cast(str, jnp.float32)),))
+    assert (zero.weight_formats, zero.grad_formats) == (("bf16", "fp32"), ("fp32", "bf16"))
+    assert zero.precise == (("*embed*", "fp32"),)
+    with pytest.raises(zerojax.ZeroError, match=r"weights: .*float16.* is not one of fp32, bf16, fp8"):
+        zerojax.ZeroConfig(weights=cast(str, jnp.float16))
+
+
+def test_a_state_computes_in_the_dtype_however_it_is_given():
+    """Weights travel in it: fp32 ones are not rounded on their way."""
+    sent = {}
+    for given in (jnp.float32, jnp.bfloat16):
+        state = CASES["nnx"].create(optax.sgd(0.1), nodes=2, local=2, compute_dtype=given)
+        report = zerojax.comm_report(state, CASES["nnx"].batches(4, 1)[0])
+        sent[given] = {c.dtype for c in report.collectives if c.phase.startswith("weights")}
+    assert sent == {jnp.float32: {"float32"}, jnp.bfloat16: {"bfloat16"}}
+
+
+def test_settings_files_and_options():
+    config = config_from_dict({"zero": {"compute_dtype": "bf16"}})
+    assert config == config_from_dict({"zero": {"compute_dtype": "bfloat16"}})
+    assert 'compute_dtype = "bfloat16"' in dump_config(config)
+    with pytest.raises(
+        zerojax.ZeroError, match=r"zero\.compute_dtype='fp16' is not one of 'float32', 'bfloat16'"
+    ):
+        config_from_dict({"zero": {"compute_dtype": "fp16"}})
+    Options(Path("run"), Path("out"), dtype="bf16")
+    with pytest.raises(
+        zerojax.ZeroError, match="--dtype='int8' is not one of 'float32', 'float16', 'bfloat16'"
+    ):
+        Options(Path("run"), Path("out"), dtype="int8")
+
+
+def test_a_plan_knows_them_too():
+    cluster = Cluster(nodes=1, local=1, gpu=find_gpu("h100"), bandwidth=1e9)
+    assert cluster.flops(jnp.float32) == cluster.flops("fp32") == cluster.flops("bf16") / 2

@@ -1,0 +1,115 @@
+"""Scalars in a batch: every device and micro-batch is given them as they are."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import CASES, Case, squared_error
+from plain_loop import Plain, PlainLinen, distance, masters
+
+import zerojax
+
+ROWS, STEPS = 24, 3
+
+
+def weighted(model: Any, batch: Any) -> Any:
+    """A loss whose weight comes with the batch, and what it saw of it."""
+    assert jnp.shape(batch["weight"]) == ()
+    loss = batch["weight"] * squared_error(model, batch)
+    return loss, {"weight": batch["weight"], "calls": jnp.asarray(batch["more"]["count"], jnp.float32)}
+
+
+def with_weight(batch: Any, weight: Any, count: Any) -> Any:
+    return {**batch, "weight": weight, "more": {"count": count}}
+
+
+AS = {
+    "Python": (float, int),
+    "numpy": (np.float32, np.int64),
+    "0-d": (np.asarray, np.asarray),
+    "JAX": (jnp.asarray, jnp.asarray),
+}
+
+
+@pytest.mark.parametrize(
+    ("style", "kind", "mesh", "options"),
+    [
+        ("nnx", "Python", (2, 2), {}),
+        ("nnx", "numpy", (2, 2), {"accumulate": 3}),
+        ("stack", "0-d", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
+        ("linen", "JAX", (1, 2), {"stage": 1, "accumulate": 2}),
+        ("linen-scan", "Python", (2, 1), {"accumulate": 2, "accumulate_order": "breadth"}),
+        ("stack", "JAX", (1, 1), {}),
+    ],
+    ids=str,
+)
+def test_a_weight_that_changes_from_step_to_step(style, kind, mesh, options):
+    known = CASES[style]
+    number, integer = AS[kind]
+    case = Case(known.model, weighted, known.units, known.batch, linen=known.linen)
+    batches = [
+        with_weight(batch, number(1 / (i + 1)), integer(i))
+        for i, batch in enumerate(known.batches(ROWS, STEPS))
+    ]
+    tx = optax.sgd(0.02, momentum=0.9)
+    given = zerojax.TrainState.create(
+        case.model,
+        tx,
+        weighted,
+        mesh=zerojax.make_mesh(*mesh),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", units=case.units, **options),
+        sample_batch=batches[0] if case.linen else None,
+    )
+    plain = PlainLinen(case, zerojax.gather_params(given)) if case.linen else Plain(case)
+    weights, memory = plain.weights, tx.init(plain.weights)
+    state, wanted = given, jax.jit(jax.value_and_grad(plain.loss))
+    for i, batch in enumerate(batches):
+        evaluated = zerojax.eval_step(state, batch)
+        state, metrics = zerojax.train_step(state, batch)
+        loss, grads = wanted(weights, batch)
+        updates, memory = tx.update(grads, memory, weights)
+        weights = optax.apply_updates(weights, updates)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(evaluated["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose([metrics["weight"], metrics["calls"]], [1 / (i + 1), i], rtol=1e-6)
+    assert distance(masters(state), weights) < 1e-5
+
+
+def seen(model: Any, batch: Any, *, dtypes: list[Any]) -> Any:
+    dtypes.append(jnp.result_type(jnp.bfloat16(1) * batch["weight"]))
+    return squared_error(model, batch)
+
+
+@pytest.mark.parametrize("order", ["depth", "breadth"])
+def test_a_number_of_pythons_has_no_dtype_of_its_own(order):
+    """As anywhere in JAX: what it is multiplied with keeps its dtype."""
+    known, dtypes = CASES["nnx"], []
+    case = Case(known.model, functools.partial(seen, dtypes=dtypes), known.units, known.batch)
+    state = case.create(optax.sgd(0.1), nodes=1, local=2, accumulate=2, accumulate_order=order)
+    batch = known.batches(ROWS, 1)[0]
+    zerojax.lower_train_step(state, {**batch, "weight": 0.5})
+    assert set(dtypes) == {jnp.dtype("bfloat16")}
+    dtypes.clear()
+    zerojax.lower_train_step(state, {**batch, "weight": np.float32(0.5)})
+    assert set(dtypes) == {jnp.dtype("float32")}
+
+
+def test_lowering_and_reports_take_them():
+    known = CASES["stack"]
+    case = Case(known.model, weighted, known.units, known.batch)
+    state = case.create(optax.sgd(0.1), nodes=2, local=2)
+    batch = known.batches(ROWS, 1)[0]
+    own = with_weight(batch, 0.5, np.int32(3))
+    assert (
+        zerojax.comm_report(state, own).node_bytes
+        == zerojax.comm_report(
+            state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), own)
+        ).node_bytes
+    )
+    before = zerojax.lower_train_step(state, own).as_text()
+    assert "tensor<f32>" in before
+    jax.block_until_ready(zerojax.train_step(state, own))

@@ -1,0 +1,35 @@
+"""What a user may call a dtype."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.errors import ZeroError
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
+def dtype_name(value: Any, option: str, allowed: Sequence[str]) -> str:
+    """The name of a dtype, however it is given.
+
+    Args:
+        value: a name ("bfloat16", "bf16", "BF16", "torch.bfloat16"), a dtype, or a scalar type of JAX or
+            numpy (``jnp.bfloat16``).
+        option: what it was given for, for the message.
+        allowed: names as numpy has them, such as "float32".
+
+    Raises:
+        ZeroError: it is none of them.
+    """
+    name = value
+    if isinstance(value, str):
+        last = value.lower().rpartition(".")[2]
+        name = _SHORT.get(last, last)
+    if name is not None:  # which numpy takes for float64
+        with suppress(TypeError, ValueError, SyntaxError):  # what numpy says of other things
+            name = jnp.dtype(name).name
+    if not isinstance(name, str) or name not in allowed:
+        raise ZeroError(f"{option}={value!r} is not one of {', '.join(map(repr, allowed))}.")
+    return name
