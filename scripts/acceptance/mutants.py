@@ -3,7 +3,7 @@
 
     scripts/acceptance/mutants.py --check       # do the lists still fit the code? runs no test
     scripts/acceptance/mutants.py --jobs 2      # all; what an interrupted run has found is kept
-    scripts/acceptance/mutants.py --only "pipeline: " --fresh
+    scripts/acceptance/mutants.py --only pipeline belt --fresh
 
 Each list in `scripts/acceptance/mutants/` names a source file, the tests that should notice a change of it,
 cheapest first (each line is what pytest is given), and the mutants: a text that occurs exactly once in the
@@ -282,7 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the mutants to run")
+    parser.add_argument("--only", nargs="+", default=[""], help="how the names of the mutants to run begin")
     parser.add_argument("--jobs", type=int, default=1, help="how many to run at a time (default: 1)")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have found")
     parser.add_argument("--check", action="store_true", help="only see whether the lists fit the code")
@@ -294,7 +294,7 @@ def main() -> int:
     root = options.root.resolve()
     try:
         mutants = read_lists(root)
-        chosen = [mutant for mutant in mutants if any(part in mutant.name for part in options.only)]
+        chosen = [mutant for mutant in mutants if mutant.name.startswith(tuple(options.only))]
         print(f"{len(mutants)} mutants fit the code, {len(chosen)} are chosen", flush=True)
         if options.check or not chosen:
             return 0 if chosen else 2
