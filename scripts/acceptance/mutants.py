@@ -45,6 +45,9 @@ MISSPELT = re.compile(r"NameError: name '\w+' is not defined")
 ALLOWANCE = (60, 4)
 """A test hangs when it takes so many seconds more than so many times as long as without a mutant."""
 
+running: set[int] = set()
+"""The sessions of tests that are running."""
+
 
 class StaleError(Exception):
     """A list does not fit the code."""
@@ -70,8 +73,8 @@ class Mutant:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when a result of this mutant no longer says anything."""
-        return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
+        """Of the changed file: a kill of another text says nothing about this one."""
+        return hashlib.sha256(f"{self.file}\n{self.text}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -159,16 +162,23 @@ def run_tests(tree: Path, tests: str, compiled: Path, limit: float | None = None
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        running.add(process.pid)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end(process.pid)
             process.wait()
+            running.remove(process.pid)
         written.seek(0)
         return status, written.read().decode(errors="replace")
+
+
+def end(session: int) -> None:
+    """End what is left of a session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
 
 
 def judge(mutant: Mutant, root: Path, compiled: Path, usual: dict[str, float]) -> Result:
@@ -234,8 +244,11 @@ def each[T, R](jobs: int, work: Callable[[T], R], items: Iterable[T]) -> Iterato
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # whatever it is, do not wait for what is at work
+            pool.shutdown(wait=False, cancel_futures=True)
+            for session in list(running):
+                end(session)
+            raise
 
 
 def run_unchanged(root: Path, tests: list[str], compiled: Path, jobs: int) -> dict[str, float]:
@@ -291,6 +304,7 @@ def main() -> int:
         "--folder", type=Path, help="for results and compiled programs (default: runs/mutants in the root)"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     root = options.root.resolve()
     try:
         mutants = read_lists(root)
