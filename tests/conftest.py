@@ -5,6 +5,7 @@ Tests run on twelve CPU devices (enough for a 4 x 3 mesh) unless another platfor
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,9 @@ prepare()
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is compiled twice is compiled once; pytest clears the folder away."""
-    share_compiled(tmp_path_factory.mktemp("compiled"))
+    """What is compiled twice is compiled once; pytest clears the folder away, unless JAX was told of one."""
+    told = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    share_compiled(Path(told) if told else tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import WIDTH, Block, Case, regression_batch, squared_error
-from flax import nnx
+from core_models import WIDTH, Block, Case, LinenBlock, regression_batch, squared_error
+from flax import linen, nnx
 
 import zerojax
 from zerojax.breadth import one_after_another
@@ -175,7 +175,19 @@ def test_it_learns_what_one_micro_batch_would(layer, run, units):
     assert states[0].program.zero.passes == 1
 
 
+class Mapped(linen.Module):
+    """Two units side by side, as one that is mapped over its weights."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        both = linen.vmap(LinenBlock, in_axes=None, axis_size=2, **axes)()
+        return linen.Dense(1)(both(x).sum(0))
+
+
 def test_a_unit_mapped_over_its_own_weights_is_refused():
     refuse_mapped([{"w": False}, (False,)])
+    made = Case(Mapped(), squared_error, (LinenBlock,), regression_batch, linen=True)
+    state = made.create(optax.sgd(0.1), nodes=2, local=1, **BREADTH)
     with pytest.raises(ZeroError, match=r'over its own weights.*set accumulate_order="depth"'):
-        refuse_mapped([{"w": False}, (True,)])
+        zerojax.train_step(state, made.batches(2 * MICRO, 1)[0])

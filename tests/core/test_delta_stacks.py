@@ -92,7 +92,8 @@ def all_at_once(state: Any) -> dict[Any, np.ndarray]:
 )
 def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, order):
     case = Case(functools.partial(make, run, layers), squared_error, (), regression_batch)
-    state = case.create(optax.adam(1e-2), nodes=2, local=2, **DELTA, **order)
+    # With weight decay, so that weights change of stacks, too, that the model does not call.
+    state = case.create(optax.adamw(1e-2, weight_decay=0.1), nodes=2, local=2, **DELTA, **order)
     names = {group.unit for group in state.program.updating}
     assert names == {"first/block", "second/block"}
     for batch in case.batches(8, 3):

@@ -62,6 +62,8 @@ def test_delta_sends_once_however_many_micro_batches():
     for phase in ("delta", "gradients"):
         assert one.phases()[phase][1] == four.phases()[phase][1] == P / 8 * (0.5 + 2 / 64)
     assert four.phases()["gradients"][0] == 4 * one.phases()["gradients"][0]
+    for phase in ("weights forward", "weights backward"):
+        assert one.phases()[phase][1] == four.phases()[phase][1] == 0, "the copies are there"
     by_micro = report_of(accumulate=4)
     assert by_micro.phases()["gradients"][1] == 4 * report_of().phases()["gradients"][1]
 
@@ -70,6 +72,16 @@ def test_one_hop_sends_its_whole_gradient_from_every_device():
     report = report_of(grads=("bf16", "bf16"), grads_hops=1)
     assert report.phases()["gradients"] == (3 / 8 * 2 * P, 4 / 8 * 2 * P)
     assert {c.axes for c in report.collectives if c.phase == "gradients"} == {("node", "local")}
+
+
+def test_chunks_are_as_many_collectives():
+    one, two = (report_of(grads=("int8", "int4"), chunks=chunks) for chunks in (1, 2))
+    for axis in ("local", "node"):
+        counts = [
+            sum(c.count for c in report.collectives if c.phase == "gradients" and c.axes == (axis,))
+            for report in (one, two)
+        ]
+        assert counts[1] == 2 * counts[0] > 0
 
 
 def test_the_resync_is_shown_and_not_counted():
@@ -105,6 +117,16 @@ def test_a_model_s_own_collectives():
         "a ring; every fourth link leaves"
     )
     assert one.local_bytes == pytest.approx(3 * one.node_bytes)
+
+
+def test_a_model_s_own_reduce_scatter():
+    def loss(model, batch):
+        y = model(batch["x"]).reshape(4, -1)
+        return jnp.mean(jax.lax.psum_scatter(jax.lax.stop_gradient(y), "local")) + jnp.mean(y)
+
+    (own,) = [c for c in report_of(loss).collectives if c.primitive == "reduce_scatter"]
+    assert (own.axes, own.elements, own.node_bytes) == (("local",), 32, 0)
+    assert own.local_bytes == own.count * 3 / 4 * 32 * 4
 
 
 def test_what_cannot_be_counted_is_refused():

@@ -1,0 +1,61 @@
+"""Error feedback in training: what the node hop's rounding loses in one step, later steps make up for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import Case
+from flax import nnx
+
+import zerojax
+
+SIZE, STEPS = 64, 24
+
+
+class Layer(nnx.Module):
+    """Its gradient is a given vector, whatever its weights."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        del rngs
+        self.w = nnx.Param(jnp.zeros((1, SIZE)))
+
+    def __call__(self, x: jax.Array, slope: jax.Array) -> jax.Array:
+        return x + slope @ self.w[0]
+
+
+class Model(nnx.Module):
+    """The layer on its own, and in a stack."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.one = Layer(rngs=rngs)
+        self.stack = zerojax.Stack(Layer, 2, rngs=rngs)
+
+    def __call__(self, slope: jax.Array) -> jax.Array:
+        x = self.one(jnp.zeros(len(slope)), slope)
+        return self.stack(x, slope)
+
+
+def slopes(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
+    return {"slope": rng.standard_normal((rows, SIZE)).astype(np.float32)}
+
+
+CASE = Case(Model, lambda model, batch: model(batch["slope"]).mean(), (Layer,), slopes)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_errors_do_not_add_up(feedback):
+    """The sum of equal steps is off by one step's rounding; without feedback by as many as there were."""
+    zero = {"grads": ("fp32", "int2"), "grad_sync": "step", "error_feedback": feedback, "block_size": 64}
+    state = CASE.create(optax.sgd(1.0), nodes=2, local=1, **zero)
+    (batch,) = CASE.batches(2, 1)
+    exact = batch["slope"].mean(0)
+    errors = []
+    for step in range(1, STEPS + 1):
+        state, _ = zerojax.train_step(state, batch)
+        weights = [x.reshape(-1, SIZE) for x in jax.tree.leaves(zerojax.gather_params(state))]
+        moved = -np.concatenate(weights)
+        errors.append(np.abs(moved - step * exact).max())
+    assert moved.shape == (3, SIZE)
+    one_rounding = np.abs(batch["slope"]).max()  # int2 has no code between zero and a block's largest value
+    assert (max(errors) < 2 * one_rounding) == feedback, errors

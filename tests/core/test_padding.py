@@ -1,0 +1,58 @@
+"""Behind a leaf's end are zeros, and only there: a rotation spreads what rounding lost over 32 neighbours."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import Case, regression_batch
+from flax import nnx
+
+import zerojax
+from zerojax.step import gradients
+
+SIZE = 150
+ROTATED = {"grads": ("int8", "int4"), "rotation": 32, "block_size": 64}
+
+
+class Slope(nnx.Module):
+    """A unit whose gradient is a given vector."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        del rngs
+        self.w = nnx.Param(jnp.zeros((1, SIZE)))
+
+    def __call__(self, slope: jax.Array) -> jax.Array:
+        return slope @ self.w[0]
+
+
+def created(**options: Any) -> zerojax.TrainState:
+    case = Case(Slope, lambda model, batch: model(batch["slope"]).mean(), (Slope,), regression_batch)
+    return case.create(optax.sgd(0.1), nodes=2, local=2, **ROTATED, **options)
+
+
+def batch() -> dict[str, np.ndarray]:
+    return {"slope": np.random.default_rng(0).standard_normal((8, SIZE)).astype(np.float32)}
+
+
+def check(values: Any, state: zerojax.TrainState) -> None:
+    (leaf,), (x,) = state.program.leaves, jax.tree.leaves(values)
+    rows = np.asarray(x).reshape(-1, leaf.padded)
+    assert leaf.padded > SIZE
+    assert not rows[:, SIZE:].any()
+    assert np.count_nonzero(rows[:, :SIZE]) > 0.8 * rows[:, :SIZE].size
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stage": 1}, {"grad_sync": "step", "accumulate": 2}], ids=["units", "stage 1", "once"]
+)
+def test_gradients(options):
+    state = created(**options)
+    check(gradients(state, batch()), state)
+
+
+def test_what_error_feedback_remembers():
+    state, _ = zerojax.train_step(created(grad_sync="step", error_feedback=True), batch())
+    check(state.residual, state)

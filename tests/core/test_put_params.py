@@ -1,0 +1,23 @@
+"""Weights put into a state: everything that a step reads of them is theirs."""
+
+import jax
+import numpy as np
+import optax
+from core_models import CASES
+from plain_loop import by_path, plain_model
+
+import zerojax
+
+DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
+
+
+def test_secondary_copies_are_of_the_weights_that_were_put():
+    """Copies of other weights would be brought up to date in the difference's few bits only."""
+    case, given = CASES["stack"], plain_model("stack").weights
+    state = case.start(optax.sgd(0.1), given, nodes=2, local=2, local_weights="bf16", **DELTA)
+    state = zerojax.put_params(state, jax.tree.map(lambda x: -100 * x, given))
+    params, copies = by_path(state.params), by_path(state.secondary)
+    assert params.keys() == copies.keys()
+    for path, copy in copies.items():
+        master = np.asarray(params[path]).reshape(copy.shape).astype(copy.dtype)
+        np.testing.assert_array_equal(np.asarray(copy), master, err_msg=str(path))
