@@ -54,9 +54,7 @@ def eval_step(state: TrainState, batch: Any) -> Metrics:
 
     Arguments and errors as ``train_step``, but for ``accumulate``, which does not matter here.
     """
-    program = state.program
-    step = program.once("eval", lambda: jax.jit(_evaluate, compiler_options=compiler_options(program.mesh)))
-    return step(state, place(program, batch, 1))
+    return _compiled_eval(state.program)(state, place(state.program, batch, 1))
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
@@ -82,6 +80,11 @@ def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
     return _compiled(state.program).lower(state, abstract_batch(state.program, batch))
+
+
+def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+    """The lowered evaluation; arguments as ``lower_train_step``."""
+    return _compiled_eval(state.program).lower(state, abstract_batch(state.program, batch))
 
 
 def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
@@ -139,6 +142,10 @@ def _compiled(program: Program) -> Any:
         )
 
     return program.once("train", make)
+
+
+def _compiled_eval(program: Program) -> Any:
+    return program.once("eval", lambda: jax.jit(_evaluate, compiler_options=compiler_options(program.mesh)))
 
 
 def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
