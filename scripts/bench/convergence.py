@@ -97,7 +97,7 @@ class Options(on_config.Options):
 
 
 def main() -> None:
-    """Prepare the text while the variants compile, train what is missing, print the table."""
+    """Read the command line and do what it asks for."""
     begun = time.monotonic()
     try:
         run(on_config.parse(Options, "convergence", sys.argv[1:]), begun)
@@ -106,28 +106,42 @@ def main() -> None:
 
 
 def run(options: Options, begun: float) -> None:
-    """Do what the options ask for.
+    """Train what is missing, print the table, draw the picture.
 
     Raises:
         ZeroError: a variant that is not there, settings that contradict each other, a file of other runs.
     """
-    config = options.settings
-    if unknown := [name for name in options.variants if name not in VARIANTS]:
-        raise ZeroError(f"no variant {unknown[0]!r}: there are {', '.join(VARIANTS)}")
-    if options.text:
-        source = str(options.folder / "text.jsonl")
-        config = replace(config, data=replace(config.data, source=source))
-    emulate_devices(config.mesh)
-    check_settings(config)
-    results = Results(options.json, config)
+    for name in options.variants:
+        with_variant(options.settings, name)
+    results = Results(options.json, options.settings)
     missing = [(name, seed) for seed in options.seeds for name in options.variants]
     missing = [run for run in missing if run not in results.done]
+    broken = train_all(missing, results, options, begun) if missing else {}
+    runs = results.content["runs"]
+    print("\n".join(table(runs, EXACT)))
+    if options.picture:
+        draw(runs, EXACT, options.picture)
+    for name, error in broken.items():
+        raise RuntimeError(f"{name} does not compile") from error
+
+
+def train_all(
+    missing: list[tuple[str, int]], results: "Results", options: Options, begun: float
+) -> dict[str, BaseException]:
+    """Prepare the text while the variants compile, then train one run after another while there is time.
+
+    Returns:
+        Which variants do not compile, and why; the others are trained.
+    """
+    config = options.settings
+    emulate_devices(config.mesh)
+    check_settings(config)
     names = list(dict.fromkeys([EXACT, *(name for name, _ in missing)]))
     spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
     with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor() as threads:
         text = process.submit(prepare_text, config, options.folder, options.text)
-        trainees = {name: Trainee(config, name, threads) for name in names if missing}
-        described = text.result()
+        trainees = {name: Trainee(config, name, threads) for name in names}
+        config, described = text.result()
         data = open_dataset(config.data, options.folder / "tokens")
         results.set_data(described, data)
         say(begun, data.describe())
@@ -142,12 +156,7 @@ def run(options: Options, begun: float) -> None:
         if {name, EXACT}.isdisjoint(broken):
             results.add(train(trainees[name], seed, data, trainees[EXACT]))
             longest = max(longest, time.monotonic() - now)
-    runs = results.content["runs"]
-    print("\n".join(table(runs, EXACT)))
-    if options.picture:
-        draw(runs, EXACT, options.picture)
-    for name, error in broken.items():
-        raise RuntimeError(f"{name} does not compile") from error
+    return broken
 
 
 def say(begun: float, what: str) -> None:
@@ -155,19 +164,33 @@ def say(begun: float, what: str) -> None:
     print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
 
 
-def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> dict[str, Any]:
-    """Collect the text if asked to, and write tokens; what is there already stays.
+def with_variant(config: RunConfig, name: str) -> RunConfig:
+    """The settings of a variant.
+
+    Raises:
+        ZeroError: there is none of that name.
+    """
+    if name not in VARIANTS:
+        raise ZeroError(f"no variant {name!r}: there are {', '.join(VARIANTS)}")
+    return replace(config, zero=replace(config.zero, **VARIANTS[name]))
+
+
+def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> tuple[RunConfig, dict[str, Any]]:
+    """Collect this machine's text if asked to, and write tokens; what is there already stays.
 
     Returns:
-        What the text is, as `machine_text.collect` says; nothing of text that was given.
+        The settings with the text as their source, and what it is, as `machine_text.collect` says; of text
+        that was given, the settings as they are and nothing.
     """
-    described = folder / "text.json"
+    text, described = folder / "text.jsonl", folder / "text.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if megabytes and not described.exists():
-        found = machine_text.collect(folder / "text.jsonl", machine_text.default_roots(), megabytes)
-        described.write_text(json.dumps(found, indent=1) + "\n")
+    if megabytes:
+        config = replace(config, data=replace(config.data, source=str(text)))
+        if not described.exists():
+            found = machine_text.collect(text, machine_text.default_roots(), megabytes)
+            described.write_text(json.dumps(found, indent=1) + "\n")
     prepare(config.data, folder / "tokens")
-    return json.loads(described.read_text()) if megabytes else {}
+    return config, json.loads(described.read_text()) if megabytes else {}
 
 
 class Results:
@@ -247,7 +270,7 @@ class Trainee:
     def __init__(self, config: RunConfig, name: str, threads: Executor) -> None:
         """Lower what a run of it needs, and have it compiled by ``threads``."""
         self.name = name
-        self.config = replace(config, zero=replace(config.zero, **VARIANTS[name]))
+        self.config = with_variant(config, name)
         self.state = abstract_state(self.config)
         self.init = initializer(self.state)
         batch = abstract_batch(self.config)
@@ -304,15 +327,21 @@ def measure(state: zerojax.TrainState, validation: list[Batch]) -> dict[str, jax
 
 def with_weights_of(state: zerojax.TrainState, exact: zerojax.TrainState) -> zerojax.TrainState:
     """A run's weights as an exact run's, to evaluate them as they would be exported."""
-    pairs = list(zip(state.program.leaves, exact.program.leaves, strict=True))
+    params = moved(state.params, state, exact)
+    return exact.replace(params=params, step=state.step, seed=state.seed, other=state.other)
 
-    def move(params: Any) -> Any:
-        stored = from_tree(params)
+
+def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> Any:
+    """Parameters or gradients of a run, laid out as another run of the same model has them."""
+    pairs = list(zip(state.program.leaves, other.program.leaves, strict=True))
+
+    def move(values: Any) -> Any:
+        stored = from_tree(values)
         return to_tree({b.path: to_stored(from_stored(stored[a.path], a), b) for a, b in pairs})
 
-    shardings = shardings_of(exact.params)
-    params = state.program.once("to exact", lambda: jax.jit(move, out_shardings=shardings))(state.params)
-    return exact.replace(params=params, step=state.step, seed=state.seed, other=state.other)
+    shardings = shardings_of(other.params)
+    name = f"moved to {id(other.program)}"
+    return state.program.once(name, lambda: jax.jit(move, out_shardings=shardings))(values)
 
 
 def means(values: list[float]) -> list[float]:

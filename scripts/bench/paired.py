@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy.stats
+
 Run = dict[str, Any]
 """A record as `convergence.py` writes it."""
 
@@ -44,12 +47,51 @@ def differences(runs: Sequence[Run], exact: str, of: str = "loss") -> dict[str, 
     return found
 
 
+@dataclass(frozen=True)
+class Chance:
+    """What seeds alone do, by the analysis of variance of log(loss) = variant + seed + chance.
+
+    Attributes:
+        deviation: of one paired difference, relative, if the two variants are equally good; pooled over all.
+        freedom: how many degrees of freedom it is estimated from.
+        probability: of variants that differ as much as these do, if all are equally good (F test).
+    """
+
+    deviation: float
+    freedom: int
+    probability: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "Chance | None":
+        """What runs tell; None where there are too few."""
+        losses = np.log([run["loss"] for run in runs])
+        seeds = _indicators([run["seed"] for run in runs])
+        free, left = _residual(losses, np.hstack([seeds, _indicators([run["variant"] for run in runs])]))
+        all_free, all_left = _residual(losses, seeds)
+        if free == 0 or all_free == free:
+            return None
+        ratio = (all_left - left) / (all_free - free) / (left / free)
+        probability = float(scipy.stats.f.sf(ratio, all_free - free, free))
+        return cls(float((2 * left / free) ** 0.5), free, probability)
+
+
+def _indicators(labels: Sequence[Any]) -> np.ndarray:
+    """A column for each label, 1 where it stands."""
+    return np.asarray([[label == other for other in dict.fromkeys(labels)] for label in labels], float)
+
+
+def _residual(values: np.ndarray, columns: np.ndarray) -> tuple[int, float]:
+    """Degrees of freedom and sum of squares that a least-squares fit by columns leaves."""
+    fit, _, rank, _ = np.linalg.lstsq(columns, values)
+    return len(values) - int(rank), float(np.sum((values - columns @ fit) ** 2))
+
+
 def table(runs: Sequence[Run], exact: str) -> list[str]:
     """A row for each variant, as Markdown; of the variants in the order of their first run.
 
     Columns: the mean loss over seeds and one run's standard deviation; the mean of the paired differences
     and its standard error; by how much the loss falls if the same weights are evaluated without their wire
-    formats; bytes that a node sends in a step, per parameter.
+    formats; what a node sends in a step. Below, what chance does (`Chance`).
     """
     lines = [
         f"| variant | seeds | validation loss | spread | from {exact} | weights as they are | sent |",
@@ -70,6 +112,13 @@ def table(runs: Sequence[Run], exact: str) -> list[str]:
             f"| {name} | {len(own)} | {loss.mean:.4f} | {spread} | {apart} "
             f"| {bare:+.2%} | {own[0]['between_nodes'] / 1e6:.1f} MB |"
         )
+    if chance := Chance.of(runs):
+        lines += [
+            "",
+            f"By chance alone a paired difference scatters by {chance.deviation:.2%} (standard deviation, "
+            f"{chance.freedom} degrees of freedom); that all variants are equally good has p = "
+            f"{chance.probability:.2f}.",
+        ]
     return lines
 
 
@@ -102,6 +151,10 @@ def draw(runs: Sequence[Run], exact: str, path: Path) -> None:
     left.set(xlabel="step", ylabel=f"validation loss from {exact}'s, %, mean of the seeds")
     left.legend(fontsize=8)
     right.axvline(0, color="black", linewidth=0.8)
+    if chance := Chance.of(runs):
+        reach = 100 * chance.deviation
+        right.axvspan(-reach, reach, color="black", alpha=0.07, linewidth=0, label="one pair, by chance")
+        right.legend(fontsize=8)
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
     right.set(xlabel="at the end, %: each seed; the mean and its standard error")
