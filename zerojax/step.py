@@ -76,13 +76,9 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
         ZeroError: as ``train_step``.
     """
     program = state.program
-    step = program.once(
-        "eval",
-        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(program.mesh)),
-    )
     placed = place(program, batch, 1)
     check_there(state)
-    return step(state, placed, loss_fn or program.loss_fn)
+    return _compiled_eval(program)(state, placed, loss_fn or program.loss_fn)
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
@@ -114,6 +110,12 @@ def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
     return _compiled(state.program).lower(state, abstract_batch(state.program, batch))
+
+
+def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+    """The lowered evaluation; arguments as ``lower_train_step``."""
+    program = state.program
+    return _compiled_eval(program).lower(state, abstract_batch(program, batch), program.loss_fn)
 
 
 def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
@@ -194,6 +196,13 @@ def _compiled(program: Program) -> Any:
         )
 
     return program.once("train", make)
+
+
+def _compiled_eval(program: Program) -> Any:
+    return program.once(
+        "eval",
+        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(program.mesh)),
+    )
 
 
 def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

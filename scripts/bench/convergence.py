@@ -1,0 +1,369 @@
+#!/usr/bin/env python3
+"""Train a model under several wire formats with several seeds, and say how far each ends from the exact run.
+
+    scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 1 2 --minutes 30 --json runs.json
+
+Runs of one seed begin with the same weights and see the same data in the same order, so that what differs
+between them is the format. A run's difference from the exact one ("zero3") of its seed is what counts; seeds
+say how much of it is chance. The first seed of all variants is trained before the second of any.
+
+The JSON file gets each run when it is done. Started again with the same file, the command trains what is not
+in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
+"""
+
+import datetime
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import machine_text
+import numpy as np
+from paired import draw, table
+
+import zerojax
+from zerojax import ZeroError, cli
+from zerojax.cli import on_config
+from zerojax.cli.cluster import emulate_devices
+from zerojax.config import RunConfig, config_to_dict
+from zerojax.data import Batch, Dataset, open_dataset, prepare
+from zerojax.layout import from_stored, to_stored
+from zerojax.metrics.queue import MetricsQueue
+from zerojax.models import parameter_count
+from zerojax.parts import abstract_batch, abstract_state, check_settings, evaluate, make_batches
+from zerojax.paths import from_tree, to_tree
+from zerojax.state import initializer, shardings_of
+from zerojax.step import lower_eval_step
+from zerojax.wire import comm_report
+
+EXACT = "zero3"
+DELTA: dict[str, Any] = {
+    "preset": "delta",
+    "weights": "int4",
+    "grads": ("int8", "int4"),
+    "block_size": 128,
+    "rotation": 32,
+    "rounding": "nearest",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    EXACT: {"preset": "zero3"},
+    "delta-stochastic": {**DELTA, "rounding": "stochastic"},
+    "delta-nearest": DELTA,
+    "zero++-256": {"preset": "zero++", "block_size": 256},
+    "zero++-128": {"preset": "zero++", "block_size": 128},
+    "delta-nearest-unrotated": {**DELTA, "rotation": 0},
+    "delta-stochastic-unrotated": {**DELTA, "rounding": "stochastic", "rotation": 0},
+    "delta-nearest-feedback": {**DELTA, "error_feedback": True},
+    "delta-stochastic-int8": {**DELTA, "rounding": "stochastic", "grads": ("int8", "int8")},
+    "delta-stochastic-weights-int8": {**DELTA, "rounding": "stochastic", "weights": "int8"},
+    "delta-nearest-256": {**DELTA, "block_size": 256},
+    "delta-exact-gradients": {**DELTA, "grads": ("compute", "compute"), "rotation": 0},
+    "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
+}
+"""By name, what they set of ``ZeroSection``: what presets may come to set otherwise, too."""
+
+_CURVE_POINTS = 50
+
+
+@dataclass(frozen=True)
+class Options(on_config.Options):
+    """Train variants x seeds and compare them; each setting of the config can be overridden.
+
+    Attributes:
+        json: The file of results, to begin or to go on with.
+        variants: Which, in this order; the first seed of all of them comes first.
+        seeds: Of the weights, the data order and the random bits.
+        minutes: Begin no run that would end later than so many minutes after the start; 0 runs all.
+        text: Megabytes of this machine's text to train on; 0 reads data.source as it is.
+        folder: Where text and tokens are kept.
+        picture: A PNG to draw.
+    """
+
+    json: Path = Path("build/convergence/runs.json")
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    minutes: float = 0
+    text: float = 300
+    folder: Path = Path("build/convergence")
+    picture: Path | None = None
+
+
+def main() -> None:
+    """Read the command line and do what it asks for."""
+    begun = time.monotonic()
+    try:
+        run(on_config.parse(Options, "convergence", sys.argv[1:]), begun)
+    except ZeroError as error:
+        raise SystemExit(cli.report(error)[0]) from error
+
+
+def run(options: Options, begun: float) -> None:
+    """Train what is missing, print the table, draw the picture.
+
+    Raises:
+        ZeroError: a variant that is not there, settings that contradict each other, a file of other runs.
+    """
+    for name in options.variants:
+        with_variant(options.settings, name)
+    results = Results(options.json, options.settings)
+    missing = [(name, seed) for seed in options.seeds for name in options.variants]
+    missing = [run for run in missing if run not in results.done]
+    broken = train_all(missing, results, options, begun) if missing else {}
+    runs = results.content["runs"]
+    print("\n".join(table(runs, EXACT)))
+    if options.picture:
+        draw(runs, EXACT, options.picture)
+    for name, error in broken.items():
+        raise RuntimeError(f"{name} does not compile") from error
+
+
+def train_all(
+    missing: list[tuple[str, int]], results: "Results", options: Options, begun: float
+) -> dict[str, BaseException]:
+    """Prepare the text while the variants compile, then train one run after another while there is time.
+
+    Returns:
+        Which variants do not compile, and why; the others are trained.
+    """
+    config = options.settings
+    emulate_devices(config.mesh)
+    check_settings(config)
+    names = list(dict.fromkeys([EXACT, *(name for name, _ in missing)]))
+    spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
+    with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor() as threads:
+        text = process.submit(prepare_text, config, options.folder, options.text)
+        trainees = {name: Trainee(config, name, threads) for name in names}
+        config, described = text.result()
+        data = open_dataset(config.data, options.folder / "tokens")
+        results.set_data(described, data)
+        say(begun, data.describe())
+    # All is compiled here: beside training, either would slow the other.
+    broken = {name: error for name, trainee in trainees.items() if (error := trainee.error())}
+    say(begun, f"compiled {', '.join(name for name in trainees if name not in broken)}")
+    longest = 0.0
+    for name, seed in missing:
+        now = time.monotonic()
+        if options.minutes and now + longest > begun + 60 * options.minutes:
+            break
+        if {name, EXACT}.isdisjoint(broken):
+            results.add(train(trainees[name], seed, data, trainees[EXACT]))
+            longest = max(longest, time.monotonic() - now)
+    return broken
+
+
+def say(begun: float, what: str) -> None:
+    """Print a line with the time since the start."""
+    print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
+
+
+def with_variant(config: RunConfig, name: str) -> RunConfig:
+    """The settings of a variant.
+
+    Raises:
+        ZeroError: there is none of that name.
+    """
+    if name not in VARIANTS:
+        raise ZeroError(f"no variant {name!r}: there are {', '.join(VARIANTS)}")
+    return replace(config, zero=replace(config.zero, **VARIANTS[name]))
+
+
+def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> tuple[RunConfig, dict[str, Any]]:
+    """Collect this machine's text if asked to, and write tokens; what is there already stays.
+
+    Returns:
+        The settings with the text as their source, and what it is, as `machine_text.collect` says; of text
+        that was given, the settings as they are and nothing.
+    """
+    text, described = folder / "text.jsonl", folder / "text.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if megabytes:
+        config = replace(config, data=replace(config.data, source=str(text)))
+        if not described.exists():
+            found = machine_text.collect(text, machine_text.default_roots(), megabytes)
+            described.write_text(json.dumps(found, indent=1) + "\n")
+    prepare(config.data, folder / "tokens")
+    return config, json.loads(described.read_text()) if megabytes else {}
+
+
+class Results:
+    """The JSON file: settings and data, which all runs share, and the runs."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        """Read the file, if there is one.
+
+        Raises:
+            ZeroError: its runs had other settings.
+        """
+        self._path = path
+        settings = config_to_dict(config)
+        del settings["train"]["seed"], settings["data"]["source"]
+        unrelated = ("cluster", "checkpoint", "log")
+        settings = {section: values for section, values in settings.items() if section not in unrelated}
+        self.content: dict[str, Any] = {"settings": settings, "parameters": parameter_count(config.model)}
+        self.content["runs"] = []
+        if path.exists():
+            self.content = json.loads(path.read_text())
+            self._check("settings", json.loads(json.dumps(settings)))
+
+    @property
+    def done(self) -> set[tuple[str, int]]:
+        """Variant and seed of the runs that are there."""
+        return {(run["variant"], run["seed"]) for run in self.content["runs"]}
+
+    def set_data(self, text: dict[str, Any], data: Dataset) -> None:
+        """Say what runs learn from.
+
+        Raises:
+            ZeroError: the runs that are there learned from something else.
+        """
+        self.data = data
+        part = data.parts[0]
+        tokens = {"train": part.train.header.tokens, "validation": part.validation.header.tokens}
+        tokens |= {"crc32": part.train.header.crc32, "bytes_per_token": data.bytes_per_token}
+        described = {"text": text, "tokens": tokens}
+        if "data" in self.content:
+            self._check("data", described)
+        self.content["data"] = described
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a run to the file, which is whole at any time."""
+        self.content["runs"].append(record)
+        shared = {key: value for key, value in self.content.items() if key != "runs"}
+        runs = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line each
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_name(self._path.name + ".unfinished")
+        draft.write_text(f'{json.dumps(shared, indent=1)[:-2]},\n "runs": [\n{runs}\n]}}\n')
+        draft.rename(self._path)
+        print(
+            f"{record['variant']:32} seed {record['seed']}  loss {record['loss']:.4f}  "
+            f"{record['tokens_per_second'] / 1e3:.0f}k tokens/s  {record['seconds']:.0f} s",
+            flush=True,
+        )
+
+    def _check(self, what: str, now: Any) -> None:
+        if self.content[what] != now:
+            raise ZeroError(
+                f"{self._path} holds runs of other {what} ({difference(self.content[what], now)}): "
+                "name another --json"
+            )
+
+
+def difference(before: Any, now: Any, path: str = "") -> str:
+    """Where two trees of settings differ, and how."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return f"{path[1:]} was {before!r} and is {now!r}"
+    keys = [key for key in before | now if before.get(key) != now.get(key)]
+    return ", ".join(difference(before.get(key), now.get(key), f"{path}.{key}") for key in keys)
+
+
+class Trainee:
+    """A variant, compiled once for all seeds."""
+
+    def __init__(self, config: RunConfig, name: str, threads: Executor) -> None:
+        """Lower what a run of it needs, and have it compiled by ``threads``."""
+        self.name = name
+        self.config = with_variant(config, name)
+        self.state = abstract_state(self.config)
+        self.init = initializer(self.state)
+        batch = abstract_batch(self.config)
+        lowered = (
+            self.init.lower(np.uint32(0)),
+            zerojax.lower_train_step(self.state, batch),
+            lower_eval_step(self.state, batch),
+        )
+        self._compiled = [threads.submit(one.compile) for one in lowered]
+        self.between_nodes = comm_report(self.state, batch).between_nodes
+
+    def error(self) -> BaseException | None:
+        """Why it does not compile; waits until that is known."""
+        return next((error for one in self._compiled if (error := one.exception())), None)
+
+
+def train(trainee: Trainee, seed: int, data: Dataset, exact: Trainee) -> dict[str, Any]:
+    """One run, as a record for the JSON file."""
+    begun = time.monotonic()
+    config = replace(trainee.config, train=replace(trainee.config.train, seed=seed))
+    batches, validation = make_batches(config, data)
+    state = trainee.state.replace(**trainee.init(np.uint32(seed)))
+    queue, steps = MetricsQueue(), []
+    for step in range(1, config.train.steps + 1):
+        state, metrics = zerojax.train_step(state, next(batches))
+        due = step % config.train.eval_every == 0 or step == config.train.steps
+        steps += queue.push(step, metrics, partial(measure, state, validation) if due else None)
+    batches.close()
+    curve = [(one.step, one.values["validation_loss"]) for one in steps if "validation_loss" in one.values]
+    size = config.train.batch_size * config.train.sequence_length
+    return {
+        "variant": trainee.name,
+        "seed": seed,
+        "zero": {key: value for key, value in vars(state.program.zero).items() if key != "units"},
+        "steps": config.train.steps,
+        "tokens": config.train.steps * size,
+        "loss": curve[-1][1],
+        "loss_exact": float(evaluate(with_weights_of(state, exact.state), validation)),
+        "curve": curve,
+        "train_loss": means([one.values["loss"] for one in steps]),
+        "grad_norm": means([one.values["grad_norm"] for one in steps]),
+        "skipped": sum(one.values["skipped"] for one in steps),
+        "between_nodes": trainee.between_nodes,
+        "tokens_per_second": size / statistics.median(one.seconds for one in steps),
+        "seconds": time.monotonic() - begun,
+        **environment(),
+    }
+
+
+def measure(state: zerojax.TrainState, validation: list[Batch]) -> dict[str, jax.Array]:
+    """The validation loss, for the queue."""
+    return {"validation_loss": evaluate(state, validation)}
+
+
+def with_weights_of(state: zerojax.TrainState, exact: zerojax.TrainState) -> zerojax.TrainState:
+    """A run's weights as an exact run's, to evaluate them as they would be exported."""
+    params = moved(state.params, state, exact)
+    return exact.replace(params=params, step=state.step, seed=state.seed, other=state.other)
+
+
+def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> Any:
+    """Parameters or gradients of a run, laid out as another run of the same model has them."""
+    pairs = list(zip(state.program.leaves, other.program.leaves, strict=True))
+
+    def move(values: Any) -> Any:
+        stored = from_tree(values)
+        return to_tree({b.path: to_stored(from_stored(stored[a.path], a), b) for a, b in pairs})
+
+    shardings = shardings_of(other.params)
+    name = f"moved to {id(other.program)}"
+    return state.program.once(name, lambda: jax.jit(move, out_shardings=shardings))(values)
+
+
+def means(values: list[float]) -> list[float]:
+    """The means of 50 equal stretches of a curve, or the values where there are fewer."""
+    return [float(np.mean(some)) for some in np.array_split(values, min(_CURVE_POINTS, len(values)))]
+
+
+def environment() -> dict[str, str]:
+    """On what, when and by which version of the code a run was made."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        commit = said.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "jax": jax.__version__,
+        "commit": commit,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Text to train on from the files of this machine: source code, headers and documentation, each once.
+
+Language models need text, and every machine that can train one has some: the sources of its Python packages,
+the headers of its C and C++ libraries, their documentation. Files are taken in the order of a hash of their
+paths, so that a limit on the size cuts all kinds alike, and the same machine gives the same text again.
+"""
+
+import hashlib
+import json
+import os
+import string
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "Python": (".py", ".pyi"),
+    "C and C++": (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hh", ".hpp", ".inl"),
+    "documentation": (".md", ".rst", ".txt"),
+}
+KIND_OF = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
+SMALLEST, LARGEST = 256, 1 << 20
+"""Bytes of a document. Smaller ones say nothing; larger ones are mostly tables or generated."""
+
+LONGEST_LINE = 1000
+LEAST_LETTERS = 0.6
+"""Of a document's bytes, ASCII letters and white space: tables of numbers have fewer."""
+
+_LETTERS = (string.ascii_letters + string.whitespace).encode()
+_TELLING_LINE = 16
+_THREADS = 32
+_BATCH = 2048
+
+
+def default_roots() -> list[Path]:
+    """Where the machine keeps such files: the running Python's library and packages, and /usr."""
+    own = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    return [*own, Path("/usr/include"), Path("/usr/local"), Path("/usr/share")]
+
+
+def collect(path: Path, roots: Iterable[Path], megabytes: float) -> dict[str, Any]:
+    """Write documents as JSON lines, ``{"text": ...}``, until there are so many megabytes of them.
+
+    A document is left out if another has the same text, or if more than half of its lines (those of 16
+    characters and more, without indentation) stand in documents that were taken before: a copy that was
+    edited, or one licence and little else.
+
+    Args:
+        path: where to; it appears when it is complete.
+        roots: folders to look through. Links to folders are not followed.
+        megabytes: of text, 10^6 bytes each.
+
+    Returns:
+        What the text is: its documents, bytes, bytes of each kind, SHA-256 in the order of the file, and
+        how many documents were left out as duplicates.
+    """
+    seen: set[bytes] = set()
+    lines: set[int] = set()
+    found: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    total = hashlib.sha256()
+    draft = path.with_name(path.name + ".unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with draft.open("w", encoding="utf-8") as out:
+        for file, text in _texts(_files(roots)):
+            raw = text.encode()
+            digest = hashlib.blake2b(raw, digest_size=16).digest()
+            if digest in seen:
+                found["duplicates"] += 1
+                continue
+            seen.add(digest)
+            own = {hash(line) for each in text.splitlines() if len(line := each.strip()) >= _TELLING_LINE}
+            if len(own & lines) > len(own) / 2:
+                found["near_duplicates"] += 1
+                continue
+            lines |= own
+            out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            total.update(raw)
+            kinds[KIND_OF[file.suffix]] += len(raw)
+            found["documents"] += 1
+            if kinds.total() >= megabytes * 1e6:
+                break
+    draft.rename(path)
+    return {"bytes": kinds.total(), "sha256": total.hexdigest(), "kinds": dict(kinds), **found}
+
+
+def _files(roots: Iterable[Path]) -> list[Path]:
+    """The files of the kinds above, in the order of their paths' hashes."""
+    files = {
+        Path(folder, name)
+        for root in roots
+        for folder, _, names in os.walk(root)
+        for name in names
+        if os.path.splitext(name)[1] in KIND_OF
+    }
+    return sorted(files, key=lambda file: hashlib.blake2b(os.fsencode(file), digest_size=8).digest())
+
+
+def _texts(files: list[Path]) -> Iterator[tuple[Path, str]]:
+    """What is in the files that hold text, read side by side, a few at a time."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for some in batched(files, _BATCH):
+            for file, text in zip(some, pool.map(_read, some), strict=True):
+                if text is not None:
+                    yield file, text
+
+
+def _read(file: Path) -> str | None:
+    """A file's text, or None where there is none to learn from."""
+    try:
+        if not SMALLEST <= file.stat().st_size <= LARGEST:
+            return None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if "\0" in text or max(map(len, text.splitlines()), default=0) > LONGEST_LINE:
+        return None
+    raw = text.encode()
+    return text if len(raw.translate(None, _LETTERS)) <= (1 - LEAST_LETTERS) * len(raw) else None

@@ -1,0 +1,162 @@
+"""What runs of several variants and seeds say: how far each ends from the exact run of its seed."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+Run = dict[str, Any]
+"""A record as `convergence.py` writes it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean of a few numbers and how sure it is.
+
+    Attributes:
+        mean: of all.
+        deviation: of one of them (n - 1 in the denominator); None of a single one.
+        error: the standard error of the mean; None likewise.
+        count: how many there are.
+    """
+
+    mean: float
+    deviation: float | None
+    error: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The spread of one number or more."""
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        error = None if deviation is None else deviation / len(values) ** 0.5
+        return cls(statistics.fmean(values), deviation, error, len(values))
+
+
+def differences(runs: Sequence[Run], exact: str, of: str = "loss") -> dict[str, dict[int, float]]:
+    """Per variant and seed, the relative distance of a run's ``of`` from the exact run's of that seed."""
+    base = {run["seed"]: run[of] for run in runs if run["variant"] == exact}
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run["seed"] in base:
+            found.setdefault(run["variant"], {})[run["seed"]] = run[of] / base[run["seed"]] - 1
+    return found
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What seeds alone do, by the analysis of variance of log(loss) = variant + seed + chance.
+
+    Attributes:
+        deviation: of one paired difference, relative, if the two variants are equally good; pooled over all.
+        freedom: how many degrees of freedom it is estimated from.
+        probability: of variants that differ as much as these do, if all are equally good (F test).
+    """
+
+    deviation: float
+    freedom: int
+    probability: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "Chance | None":
+        """What runs tell; None where there are too few."""
+        losses = np.log([run["loss"] for run in runs])
+        seeds = _indicators([run["seed"] for run in runs])
+        free, left = _residual(losses, np.hstack([seeds, _indicators([run["variant"] for run in runs])]))
+        all_free, all_left = _residual(losses, seeds)
+        if free == 0 or all_free == free:
+            return None
+        ratio = (all_left - left) / (all_free - free) / (left / free)
+        probability = float(scipy.stats.f.sf(ratio, all_free - free, free))
+        return cls(float((2 * left / free) ** 0.5), free, probability)
+
+
+def _indicators(labels: Sequence[Any]) -> np.ndarray:
+    """A column for each label, 1 where it stands."""
+    return np.asarray([[label == other for other in dict.fromkeys(labels)] for label in labels], float)
+
+
+def _residual(values: np.ndarray, columns: np.ndarray) -> tuple[int, float]:
+    """Degrees of freedom and sum of squares that a least-squares fit by columns leaves."""
+    fit, _, rank, _ = np.linalg.lstsq(columns, values)
+    return len(values) - int(rank), float(np.sum((values - columns @ fit) ** 2))
+
+
+def table(runs: Sequence[Run], exact: str) -> list[str]:
+    """A row for each variant, as Markdown; of the variants in the order of their first run.
+
+    Columns: the mean loss over seeds and one run's standard deviation; the mean of the paired differences
+    and its standard error; by how much the loss falls if the same weights are evaluated without their wire
+    formats; what a node sends in a step. Below, what chance does (`Chance`).
+    """
+    lines = [
+        f"| variant | seeds | validation loss | spread | from {exact} | weights as they are | sent |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    paired = differences(runs, exact)
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        own = [run for run in runs if run["variant"] == name]
+        loss = Spread.of([run["loss"] for run in own])
+        spread = "" if loss.deviation is None else f"{loss.deviation:.4f}"
+        apart = ""
+        if name != exact and paired.get(name):
+            distance = Spread.of(list(paired[name].values()))
+            error = "" if distance.error is None else f" ± {distance.error:.2%}"
+            apart = f"{distance.mean:+.2%}{error}"
+        bare = statistics.fmean(run["loss_exact"] / run["loss"] - 1 for run in own)
+        lines.append(
+            f"| {name} | {len(own)} | {loss.mean:.4f} | {spread} | {apart} "
+            f"| {bare:+.2%} | {own[0]['between_nodes'] / 1e6:.1f} MB |"
+        )
+    if chance := Chance.of(runs):
+        lines += [
+            "",
+            f"By chance alone a paired difference scatters by {chance.deviation:.2%} (standard deviation, "
+            f"{chance.freedom} degrees of freedom); that all variants are equally good has p = "
+            f"{chance.probability:.2f}.",
+        ]
+    return lines
+
+
+def draw(runs: Sequence[Run], exact: str, path: Path) -> None:
+    """Two panels in a PNG: the distance from the exact run as training goes on, and at the end, per seed."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in dict.fromkeys(run["variant"] for run in runs) if name != exact]
+    figure = Figure(figsize=(11, 1.5 + 0.35 * max(8, len(names))), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    paired = differences(runs, exact)
+    curves = {(run["variant"], run["seed"]): dict(run["curve"]) for run in runs}
+    for place, name in enumerate(names):
+        seeds = list(paired.get(name, {}))
+        if not seeds:
+            continue
+        color = f"C{place % 10}"
+        points = {
+            step: 100 * statistics.fmean(curves[name, s][step] / curves[exact, s][step] - 1 for s in seeds)
+            for step in curves[name, seeds[0]]
+        }
+        left.plot(list(points), list(points.values()), "o-", color=color, markersize=3, label=name)
+        ends = [100 * paired[name][seed] for seed in seeds]
+        spread = Spread.of(ends)
+        right.plot(ends, [place] * len(ends), "o", color=color, markersize=4, alpha=0.6)
+        right.errorbar(spread.mean, place, xerr=spread.error, fmt="|", color=color, markersize=14, capsize=4)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.axhline(0, color="black", linewidth=0.8)
+    left.set(xlabel="step", ylabel=f"validation loss from {exact}'s, %, mean of the seeds")
+    left.legend(fontsize=8)
+    right.axvline(0, color="black", linewidth=0.8)
+    if chance := Chance.of(runs):
+        reach = 100 * chance.deviation
+        right.axvspan(-reach, reach, color="black", alpha=0.07, linewidth=0, label="one pair, by chance")
+        right.legend(fontsize=8)
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.invert_yaxis()
+    right.set(xlabel="at the end, %: each seed; the mean and its standard error")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,194 @@
+"""The grid of formats x seeds at toy size, what it makes of its runs, and the text that it collects."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment import for_programs
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "bench"
+sys.path.append(str(FOLDER))
+
+import machine_text  # noqa: E402
+import paired  # noqa: E402
+
+TOY = {
+    "mesh.local": 1,
+    "train.batch-size": 4,
+    "train.sequence-length": 16,
+    "train.steps": 3,
+    "train.eval-every": 2,
+    "train.eval-batches": 1,
+    "model.d-model": 32,
+    "model.max-seq-len": 16,
+    "data.validation": 0.2,
+    "optimizer.learning-rate": 1e-3,
+}
+
+
+def convergence(*arguments: object) -> subprocess.CompletedProcess[str]:
+    toy = [word for name, value in TOY.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, str(FOLDER / "convergence.py"), "gpt-tiny", *toy, *map(str, arguments)]
+    return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)
+
+
+def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
+    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0)
+    where += ("--data.source", text, "--variants", "zero3", "delta-nearest")
+    done = convergence(*where, "--seeds", 0)
+    assert done.returncode == 0, done.stderr
+    first = json.loads((tmp_path / "runs.json").read_text())
+    assert [(run["variant"], run["seed"]) for run in first["runs"]] == [("zero3", 0), ("delta-nearest", 0)]
+    exact, delta = first["runs"]
+    assert exact["train_loss"][0] == pytest.approx(delta["train_loss"][0], abs=1e-4)  # same weights and data
+    assert exact["train_loss"][2] != delta["train_loss"][2]
+    assert exact["loss_exact"] == exact["loss"] == exact["curve"][-1][1]
+    assert delta["loss_exact"] != delta["loss"]
+    assert delta["loss_exact"] == pytest.approx(delta["loss"], rel=0.01)
+    assert [step for step, _ in exact["curve"]] == [2, 3]
+    assert delta["between_nodes"] < exact["between_nodes"] / 3
+    assert exact["tokens"] == 3 * 4 * 16
+
+    picture = tmp_path / "picture.png"
+    done = convergence(*where, "--seeds", 0, 1, "--picture", picture)
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "runs.json").read_text())
+    assert again["runs"][:2] == first["runs"]
+    assert [(run["variant"], run["seed"]) for run in again["runs"][2:]] == [
+        ("zero3", 1),
+        ("delta-nearest", 1),
+    ]
+    assert again["runs"][2]["train_loss"][0] != pytest.approx(exact["train_loss"][0], abs=1e-6)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[1:]] == ["| zero3", "| delta-nearest"]
+
+    done = convergence(*where, "--seeds", 0, 1, 2, "--minutes", 1e-9)  # no time is left for a run
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs.json").read_text()) == again
+
+    done = convergence(*where, "--train.steps", 4)
+    assert done.returncode == 2
+    assert "train.steps was 3 and is 4" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_variants_are_refused():
+    done = convergence("--variants", "zero4")
+    assert done.returncode == 2
+    assert done.stderr.startswith("zerojax: no variant 'zero4': there are zero3, ")
+
+
+def run(variant: str, seed: int, loss: float) -> dict[str, Any]:
+    curve = [[1, 2 * loss], [2, loss]]
+    return {
+        "variant": variant,
+        "seed": seed,
+        "loss": loss,
+        "loss_exact": 0.99 * loss,
+        "curve": curve,
+        "between_nodes": 3e6,
+    }
+
+
+RUNS = [
+    run("zero3", 0, 2.0),
+    run("zero3", 1, 4.0),
+    run("delta", 0, 2.02),
+    run("delta", 1, 4.12),
+    run("delta", 2, 9.0),  # has no exact run to compare with
+    run("int8", 1, 3.96),
+]
+
+
+def test_differences_are_paired_by_seed():
+    found = paired.differences(RUNS, "zero3")
+    assert found["delta"] == pytest.approx({0: 0.01, 1: 0.03})
+    assert found["int8"] == pytest.approx({1: -0.01})
+
+
+def test_table_has_means_and_standard_errors():
+    exact, delta, int8 = paired.table(RUNS[:4] + RUNS[5:], "zero3")[2:5]
+    assert exact == "| zero3 | 2 | 3.0000 | 1.4142 |  | -1.00% | 3.0 MB |"
+    assert delta == "| delta | 2 | 3.0700 | 1.4849 | +2.00% ± 1.00% | -1.00% | 3.0 MB |"
+    assert int8 == "| int8 | 1 | 3.9600 |  | -1.00% | -1.00% | 3.0 MB |"
+
+
+def test_chance_is_what_variants_and_seeds_leave():
+    # Two seeds of three variants: log losses are 1, 2 by seed and 0, 0, 3e by variant, and +-e is chance.
+    e, losses = 0.001, {}
+    for seed, level in ((0, 1.0), (1, 2.0)):
+        sign = 1 if seed else -1
+        losses |= {("a", seed): level + sign * e, ("b", seed): level - sign * e, ("c", seed): level + 3 * e}
+    chance = paired.Chance.of([run(*key, loss=math.exp(log)) for key, log in losses.items()])
+    assert chance is not None
+    # Residuals are e, e and 0 in each seed: 4 e^2 in 6 - 4 degrees of freedom. Variants' means are 0, 0 and
+    # 3 e: 12 e^2 in 2 degrees. F(2, 2) = 6 / 2, beyond which lies 1 / (1 + 3).
+    assert chance.freedom == 2
+    assert chance.deviation == pytest.approx(2 * e)
+    assert chance.probability == pytest.approx(1 / 4)
+
+
+def test_chance_needs_more_runs_than_variants_and_seeds():
+    assert paired.Chance.of(RUNS[:1]) is None
+    assert paired.Chance.of([RUNS[0], RUNS[2]]) is None
+
+
+def test_page_has_the_measured_table():
+    root = FOLDER.parents[1]
+    runs = json.loads((root / "docs" / "measured" / "quality-2x1.json").read_text())["runs"]
+    page = (root / "docs" / "quality.md").read_text()
+    cells = [row.split(" | ")[1:6] for row in paired.table(runs, "zero3")[2:] if row.startswith("| ")]
+    assert len(cells) == 7
+    for row in cells:
+        assert " | ".join(row) in page
+
+
+def test_picture_of_runs_without_a_pair(tmp_path):
+    paired.draw(RUNS, "zero3", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def lines(first: int, last: int) -> str:
+    return "".join(f"    some words about the number {i}\n" for i in range(first, last))
+
+
+def collected(path: Path, roots: list[Path], megabytes: float) -> tuple[dict[str, Any], list[str]]:
+    found = machine_text.collect(path, roots, megabytes)
+    return found, [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def test_text_has_each_document_once(tmp_path):
+    root = tmp_path / "root"
+    (root / "deep").mkdir(parents=True)
+    (root / "a.py").write_text(lines(0, 20))
+    (root / "deep" / "same.py").write_text(lines(0, 20))
+    (root / "deep" / "b.md").write_text(lines(100, 120))
+    (root / "moved.h").write_text("\n\n" + lines(112, 120) + lines(100, 112).replace("    ", "\t"))
+    (root / "half.rst").write_text(lines(200, 220) + lines(100, 110))
+    (root / "short.py").write_text("x = 1\n")
+    (root / "numbers.txt").write_text("0.12345 0.54321\n" * 40)
+    (root / "wide.py").write_text("x" * 2000)
+    (root / "latin.txt").write_bytes(lines(300, 320).encode() + b"\xe9")
+    (root / "picture.png").write_text(lines(400, 420))
+    found, texts = collected(tmp_path / "text.jsonl", [root, root / "deep"], 1)
+    # Of copies the one whose path's hash comes first is taken.
+    assert len(texts) == found["documents"] == 3
+    assert found["duplicates"] == 1
+    assert found["near_duplicates"] == 1
+    assert lines(0, 20) in texts
+    assert sum(map(len, texts)) == found["bytes"]
+    assert found["kinds"].keys() <= machine_text.KINDS.keys()
+    assert found == collected(tmp_path / "again.jsonl", [root], 1)[0]
+
+
+def test_text_ends_at_its_size(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(lines(100 * i, 100 * i + 30))  # about 1 kB each
+    found, texts = collected(tmp_path / "out" / "text.jsonl", [tmp_path], 0.005)
+    assert 5000 <= found["bytes"] < 6500
+    assert len(texts) < 20
