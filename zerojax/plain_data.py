@@ -13,7 +13,7 @@ DEEPEST = 64
 """Tables and lists inside each other; a settings file has four or five."""
 LONGEST_SETTINGS = 1 << 20
 """Characters of a settings file."""
-_MOST_DOTS = 1000
+_MOST_DOTS = 200  # in a line
 _MOST_DIGITS = 300  # so that every whole number is a float, too; transformers writes one of 31
 _TOO_LONG = f"a whole number of more than {_MOST_DIGITS} digits"
 _TOO_DEEP = f"nested too deeply: more than {DEEPEST} tables and lists inside each other"
@@ -45,7 +45,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(f"{len(text):,} characters, more than the {LONGEST_SETTINGS:,} of any settings file")
     # tomllib takes a time that grows with the square of a dotted key's parts.
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
-        raise ValueError(_TOO_DEEP)
+        raise ValueError(f"nested too deeply, or a line to be broken: it has more than {_MOST_DOTS} dots")
     try:
         data = tomllib.loads(text)
     except RecursionError:

@@ -34,7 +34,7 @@ SHAPE: dict[str, dict[str, Any]] = {
 }
 """Keys that transformers always writes, and without which nothing is imported."""
 
-SAME = {"vocab_size": 100, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 32}
+SAME: dict[str, Any] = {"vocab_size": 100, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 32}
 MODELS = {
     "gpt2": GPTConfig(
         **SAME, ffn=None, norm="layer", positions="learned", position_offset=0, mlp="gelu", tied=True,

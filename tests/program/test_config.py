@@ -98,6 +98,16 @@ def test_round_trip(tmp_path: Path) -> None:
         ('[data]\nsource = ""', r"data\.source is empty"),
         ("[train\nsteps = 5", r"not valid TOML"),
         ("\x00", r"not valid TOML"),
+        ("a = " + "[" * 5000, r"not valid TOML: nested too deeply"),
+        ("a = " + "{a = " * 5000, r"not valid TOML: nested too deeply"),
+        (".".join("a" * 5000) + " = 1", r"not valid TOML: nested too deeply"),
+        ("train.steps" + ".a" * 100 + " = 1", r"not valid TOML: nested too deeply"),
+        ("x = 1\n" * 200_000, r"1,200,000 characters, more than"),
+        ("[train]\nsteps = " + "9" * 5000, r"not valid TOML"),
+        ("[train]\nsteps = 0x" + "f" * 5000, r"a whole number of more than 300 digits"),
+        ("[optimizer]\nlearning_rate = 1e400", r"inf is no finite number"),
+        ("[[data.mixture]]\nsource = 'a'\nweight = true", r"data\.mixture\.weight = true should be a number"),
+        ('"\\u001b[1m\\n" = 1', r"unknown key \\x1b\[1m\\n$"),
     ],
 )
 def test_errors_name_file_key_and_way_out(tmp_path: Path, text: str, message: str) -> None:

@@ -183,7 +183,7 @@ def test_safetensors_index(tmp_path: Path):
     folder.mkdir()
     for file in (FIXTURES / "llama2").glob("*.safetensors"):
         shutil.copy(file, folder)
-    shutil.copy(file, tmp_path / "outside.safetensors")
+    shutil.copy(folder / "model-00001-of-00005.safetensors", tmp_path / "outside.safetensors")
     values = json.loads((FIXTURES / "llama2" / INDEX).read_text())
 
     def read(path: Path) -> None:

@@ -30,11 +30,13 @@ def read_options[Options: "DataclassInstance"](
         ZeroError: a value that a setting cannot have.
         SystemExit: wrong options (code 2), or after --help (code 0).
     """
-    given = {} if default is None else {"default": default}
-    said = io.StringIO()
+    program, said = f"zerojax {command}", io.StringIO()
     try:
         with redirect_stderr(said):
-            read = tyro.cli(options, args=arguments, prog=f"zerojax {command}", **given)
+            if default is None:
+                read = tyro.cli(options, args=arguments, prog=program)
+            else:
+                read = tyro.cli(options, default=default, args=arguments, prog=program)
     except SystemExit as end:
         if (refusal := _refusal_behind(end)) is not None:
             raise refusal from None

@@ -101,12 +101,16 @@ def _check_table(cls: type, data: Any, origin: str, path: tuple[str, ...]) -> No
         dotted = ".".join((*path, key))
         if key not in types:
             raise ConfigError(f"{origin}: unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
-        if dataclasses.is_dataclass(types[key]):
-            _check_table(types[key], value, origin, (*path, key))
-        elif isinstance(value, bool) and bool not in (types[key], *typing.get_args(types[key])):
+        kind = types[key]
+        parts = typing.get_args(kind)
+        if dataclasses.is_dataclass(kind):
+            _check_table(typing.cast(type, kind), value, origin, (*path, key))
+        elif parts and dataclasses.is_dataclass(parts[0]) and isinstance(value, list):
+            for table in value:
+                _check_table(parts[0], table, origin, (*path, key))
+        elif isinstance(value, bool) and bool not in (kind, *parts):
             # Python's bool is an int; a TOML `true` where a number belongs is a mistake.
-            kind = _type_name(types[key])
-            raise ConfigError(f"{origin}: {dotted} = {str(value).lower()} should be {kind}")
+            raise ConfigError(f"{origin}: {dotted} = {str(value).lower()} should be {_type_name(kind)}")
 
 
 def _suggest_key(dotted: str) -> str:

@@ -102,5 +102,6 @@ def _bytes_as_bpe() -> tokenizers.Tokenizer:
 def _named(tokenizer: tokenizers.Tokenizer, ids: Any) -> str | None:
     """The token of an id, or of the first of several."""
     number = ids[0] if isinstance(ids, list) and ids else ids
-    known = type(number) is int and 0 <= number < tokenizer.get_vocab_size()
-    return tokenizer.id_to_token(number) if known else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        return None
+    return tokenizer.id_to_token(number) if 0 <= number < tokenizer.get_vocab_size() else None
