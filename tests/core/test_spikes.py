@@ -1,4 +1,4 @@
-"""A loss that is a spike skips its step, by a rule that numpy agrees with, on every mesh and over a resume."""
+"""A loss that is a spike skips its step, by a rule that numpy agrees with; on any mesh, over a resume."""
 
 from pathlib import Path
 from typing import Any

@@ -315,7 +315,7 @@ class CheckpointSection:
     Attributes:
         every: Steps between checkpoints; 0 saves at the end only, or by `minutes`.
         minutes: Also save when the last checkpoint is so many minutes old; 0 does not.
-        keep: How many checkpoints to keep, the newest.
+        keep: How many checkpoints to keep, the newest; 2 at least.
         keep_every: Keep also those at multiples of so many steps; 0 keeps none for that.
         keep_best: Keep also so many with the lowest validation loss, of those saved at a step that
             measured it.
