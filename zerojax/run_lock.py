@@ -100,6 +100,7 @@ def _holder(file: TextIO) -> str:
     file.seek(0)
     try:
         found = json.loads(file.read())
-        return f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
-    except (ValueError, TypeError, KeyError):
+        line = f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
+        return "".join(x if x.isprintable() else "?" for x in line)
+    except (ValueError, TypeError, KeyError, RecursionError):
         return "another process"

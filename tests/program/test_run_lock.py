@@ -2,8 +2,10 @@
 
 import errno
 import fcntl
+import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -81,12 +83,23 @@ def test_the_lock_of_a_dead_process_is_none(tmp_path: Path) -> None:
         assert f'"pid": {os.getpid()}' in folder.lock.read_text()
 
 
-@pytest.mark.parametrize("said", ["", "[1, 2]", "\x00\xff nonsense"])
-def test_whatever_the_file_says(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "who"),
+    [
+        (b"", "another process"),
+        (b"[1, 2]", "another process"),
+        (b"\x00\xff nonsense", "another process"),
+        (
+            json.dumps({"pid": 1, "host": "a\x1b[2J", "since": "now", "command": "b\n\u202e"}).encode(),
+            "process 1 on a?[2J since now (b??)",
+        ),
+    ],
+)
+def test_whatever_the_file_says_it_is_one_line(said: bytes, who: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with RunLock(folder):
-        folder.lock.write_text(said)
-        with pytest.raises(ZeroError, match="in use by another process: wait"):
+        folder.lock.write_bytes(said)
+        with pytest.raises(ZeroError, match=f"in use by {re.escape(who)}: wait"):
             RunLock(folder).take()
 
 
