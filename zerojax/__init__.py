@@ -5,6 +5,7 @@ from zerojax.errors import ZeroError
 from zerojax.mesh import make_mesh
 from zerojax.muon import scale_by_muon
 from zerojax.shardable import chain
+from zerojax.spikes import SpikeRule
 from zerojax.stack import Stack
 from zerojax.state import TrainState, gather_model, gather_params, put_params
 from zerojax.step import eval_step, lower_train_step, train_step
@@ -14,6 +15,7 @@ from zerojax.zero import ZeroConfig
 
 __all__ = [
     "CommReport",
+    "SpikeRule",
     "Stack",
     "TrainState",
     "ZeroConfig",

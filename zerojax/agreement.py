@@ -58,6 +58,10 @@ class Wishes:
     save: bool = False
     stop: bool = False
 
+    def __or__(self, other: "Wishes") -> "Wishes":
+        """What either wants."""
+        return Wishes(self.save or other.save, self.stop or other.stop)
+
 
 class Agreement:
     """Lets all processes know what any of them wants, at the same step.

@@ -5,9 +5,13 @@ import traceback
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
+EXIT_DIVERGED = 3
 EXIT_PEER_LOST = 4  # because another process of the run ended: `zerojax launch` looks for the cause there
 EXIT_STOPPED = 75  # sysexits.h calls it EX_TEMPFAIL: the same command, given again, goes on
 EXIT_INTERRUPTED = 130
+
+NO_RESTART = (EXIT_WRONG_USE, EXIT_DIVERGED)
+"""Codes of a process that would end in the same way if it were started again."""
 
 
 class ZeroError(ValueError):
@@ -16,6 +20,19 @@ class ZeroError(ValueError):
 
 class RunError(Exception):
     """A run that began well and cannot go on; the message says where it began to go wrong."""
+
+
+class DivergedError(RunError):
+    """Training has broken the weights, so that starting it again would end in the same way.
+
+    Attributes:
+        good: the last step whose weights are known to be good, because a later step could use them.
+    """
+
+    def __init__(self, message: str, good: int) -> None:
+        """Say what was seen, and which step was good."""
+        super().__init__(message)
+        self.good = good
 
 
 class Stopped(Exception):

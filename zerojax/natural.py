@@ -27,6 +27,8 @@ from zerojax.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
+MADE_ANEW = ("secondary", "residual", "average", "losses")
+"""Kinds that a program makes afresh when a checkpoint has none that fits it."""
 
 
 def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
@@ -41,8 +43,8 @@ def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
         Copies: none shares memory with the state, which may be donated. A nested dict: "counters",
         "params", "optimizer" (moments of parameters in their shapes), "other", where the optimizer
         averages weights "average" ("count", and "params" in their shapes), and where the state has them
-        "secondary" (natural shapes) and "residual" (as stored: it belongs to its mesh). Arrays without
-        elements are left out, as there is nothing to keep.
+        "secondary" (natural shapes), "residual" (as stored: it belongs to its mesh) and "losses". Arrays
+        without elements are left out, as there is nothing to keep.
     """
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
@@ -68,8 +70,8 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
 
     Args:
         state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
-        tree: natural arrays. An average of weights begins anew where the tree has none. Delta's
-            secondary copies are made afresh from the parameters where the tree
+        tree: natural arrays. An average of weights, and the losses that spikes are told by, begin anew where
+            the tree has none. Delta's secondary copies are made afresh from the parameters where the tree
             has none, and residuals start at zero where the tree has none of this mesh.
 
     Raises:
@@ -77,7 +79,7 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    made_anew = tuple(f"{kind}/" for kind in ("secondary", "residual", "average") if kind not in tree)
+    made_anew = tuple(f"{kind}/" for kind in MADE_ANEW if kind not in tree)
     lacking = sorted(n for n in entries if n not in given and not n.startswith(made_anew))
     if lacking:
         raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
@@ -133,6 +135,7 @@ def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
     entries |= {f"other/{name}": (None, x) for name, x in state.other.items()}
     for path, x in from_tree(state.residual).items():
         entries["/".join(("residual", *path))] = (None, x)
+    entries |= {f"losses/{name}": (None, x) for name, x in state.losses.items()}
     return {
         name: (leaf, x) for name, (leaf, x) in entries.items() if (leaf.count if leaf is not None else x.size)
     }
@@ -169,6 +172,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         other=fill("other", state.other),
         secondary=fill("secondary", state.secondary),
         residual=fill("residual", state.residual),
+        losses=fill("losses", state.losses),
     )
 
 

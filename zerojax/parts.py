@@ -59,12 +59,14 @@ def initial_state(config: RunConfig) -> zerojax.TrainState:
 
 def _state_arguments(config: RunConfig, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
     units = () if config.model.scan else (Block,)
+    deviations = config.train.spike_deviations
     return {
         "model": lambda rngs: GPT(config.model, rngs=rngs),
         "tx": tx or make_optimizer(config.optimizer, config.train.steps),
         "loss_fn": lm_loss,
         "mesh": zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
         "zero": config.zero.to_zero(units=units, accumulate=config.train.accumulate),
+        "spikes": zerojax.SpikeRule(deviations, config.train.spike_window) if deviations else None,
     }
 
 

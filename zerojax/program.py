@@ -17,6 +17,7 @@ from zerojax.mesh import AXES, LOCAL, NODE, World
 from zerojax.paths import Path
 from zerojax.route import Route
 from zerojax.shardable import OnLayout, Optimizer, check_shardable
+from zerojax.spikes import SpikeRule
 from zerojax.zero import ZeroConfig
 
 
@@ -50,6 +51,7 @@ class Program:
     leaves: tuple[Leaf, ...]
     groups: tuple[Group, ...]
     route: Route
+    spikes: SpikeRule | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -118,6 +120,7 @@ def build(
     mesh: Mesh,
     zero: ZeroConfig,
     sample_batch: Any,
+    spikes: SpikeRule | None = None,
 ) -> Program:
     """Fit a model, an optimizer, a loss, a mesh and a config to each other; no device is touched.
 
@@ -152,7 +155,7 @@ def build(
         tx = tx.make(mesh, leaves, zero)
     else:
         check_shardable(tx, leaves)
-    return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero))
+    return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero), spikes)
 
 
 def check_options(zero: ZeroConfig, world: World) -> None:

@@ -3,6 +3,7 @@
 ```
 RUN/config.toml      the settings, complete; `zerojax train RUN/config.toml` repeats the run
 RUN/run.json         what became of it: status, steps, final losses, versions
+RUN/lock             which process writes here, or was the last to
 RUN/data/            tokens and tokenizer
 RUN/huggingface/     config.json and other files of the model that was imported, to be written back
 RUN/tokenizer/       its tokenizer
@@ -53,6 +54,11 @@ class RunFolder:
     def summary(self) -> Path:
         """What became of the run."""
         return self.path / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        """Which process writes here, or was the last to; see `zerojax.run_lock`."""
+        return self.path / "lock"
 
     @property
     def data(self) -> Path:

@@ -18,12 +18,23 @@ from zerojax.layout import from_stored, to_stored
 from zerojax.paths import from_tree, to_tree
 from zerojax.program import Program, abstract, build
 from zerojax.shardable import Optimizer, state_specs
+from zerojax.spikes import Losses, SpikeRule
 from zerojax.zero import ZeroConfig
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "skipped_in_row", "seed", "params", "opt_state", "other", "secondary", "residual"],
+    data_fields=[
+        "step",
+        "skipped_in_row",
+        "seed",
+        "params",
+        "opt_state",
+        "other",
+        "secondary",
+        "residual",
+        "losses",
+    ],
     meta_fields=["program"],
 )
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class TrainState:
         other: non-parameter state by name, replicated.
         secondary: with ``weights_delta``, the node-local copies, nested by path; else empty.
         residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
+        losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
         program: what never changes.
     """
 
@@ -50,6 +62,7 @@ class TrainState:
     other: Other
     secondary: PyTree
     residual: PyTree
+    losses: Losses
     program: Program
 
     @classmethod
@@ -63,6 +76,7 @@ class TrainState:
         zero: ZeroConfig | None = None,
         seed: int = 0,
         sample_batch: Any = None,
+        spikes: SpikeRule | None = None,
     ) -> "TrainState":
         """Make a model and its optimizer state, sharded from birth: no device ever holds all of it.
 
@@ -75,11 +89,14 @@ class TrainState:
             zero: by default exact ZeRO-3.
             seed: of the parameters and of everything random later.
             sample_batch: for a Linen module, arrays of a batch's shapes and dtypes.
+            spikes: also skip steps whose loss is a spike; by default none is.
 
         Raises:
             ZeroError: something does not fit; before any device is touched.
         """
-        state = cls.abstract(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch)
+        state = cls.abstract(
+            model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes
+        )
         return state.replace(**initializer(state)(np.uint32(seed)))
 
     @classmethod
@@ -92,12 +109,14 @@ class TrainState:
         mesh: Mesh,
         zero: ZeroConfig | None = None,
         sample_batch: Any = None,
+        spikes: SpikeRule | None = None,
     ) -> "TrainState":
         """The state's shapes, dtypes and shardings, without its values: for ahead-of-time compiles.
 
         The mesh may be of devices that are not there. Arguments and errors as ``create``.
         """
-        program = build(model, tx, loss_fn, mesh=mesh, zero=zero or ZeroConfig(), sample_batch=sample_batch)
+        zero = zero or ZeroConfig()
+        program = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes)
         return cls(**abstract_fields(program), program=program)
 
     def replace(self, **changes: Any) -> Self:
@@ -143,6 +162,10 @@ def abstract_fields(program: Program) -> dict[str, Any]:
         },
         "secondary": to_tree(secondary) if zero.weights_delta else {},
         "residual": to_tree(residual) if zero.error_feedback else {},
+        "losses": {
+            name: abstract(x.shape, x.dtype, everyone)
+            for name, x in (jax.eval_shape(program.spikes.start) if program.spikes else {}).items()
+        },
     }
 
 
@@ -304,6 +327,7 @@ def _first_values(state: TrainState, seed: Array, stored: PyTree, other: Other) 
         "other": other,
         "secondary": secondary_of(program, stored) if program.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.residual),
+        "losses": program.spikes.start() if program.spikes else {},
     }
 
 

@@ -33,7 +33,8 @@ NUMBER = (bool, int, float, complex)
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
-    A step whose loss or gradient is not finite changes nothing but the counters.
+    A step whose loss or gradient is not finite changes nothing but the counters; nor does one whose loss is a
+    spike, where the state has a ``SpikeRule``.
 
     The state that is passed in is donated: the next one takes its memory, so that there never are two.
     Write ``state, metrics = train_step(state, batch)`` and don't touch the old one, or a part of it, again.
@@ -51,7 +52,8 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     Returns:
         The next state, and the metrics as scalar arrays that are still being computed: "loss" and what
         else the loss function measured (means over the world), "grad_norm", "skipped" (0 or 1),
-        "skipped_in_row".
+        "skipped_in_row"; with a ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that
+        would have been none.
 
     Raises:
         ZeroError: the batch does not divide, or the state was donated before.
@@ -209,7 +211,13 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     program = state.program
     grads, other, secondary, residual, metrics = _gradients(program, state, batch)
     grad_norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+    ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
+    if program.spikes is not None:
+        limit = program.spikes.limit(losses)
+        spike = metrics["loss"] > limit
+        ok &= ~spike
+        losses = program.spikes.add(losses, metrics["loss"], ok)
+        metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
     with jax.named_scope("optimizer"):
         updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -222,6 +230,7 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         other=keep(other, state.other),
         secondary=secondary,
         residual=keep(residual, state.residual),
+        losses=losses,
     )
     metrics |= {
         "grad_norm": grad_norm,

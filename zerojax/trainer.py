@@ -2,6 +2,8 @@
 
 import errno
 import functools
+import math
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,13 +20,14 @@ from zerojax.checkpoints import (
     Retention,
     TrainingClock,
     find,
+    names,
     reserve_host_memory,
     restore,
     restore_weights,
 )
 from zerojax.config import RunConfig, config_from_dict, config_to_dict
 from zerojax.data import Batch, Dataset, TrainBatches
-from zerojax.errors import RunError, Stopped
+from zerojax.errors import DivergedError, RunError, Stopped
 from zerojax.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.models import parameter_count
 from zerojax.optimizer import rate_changes
@@ -45,10 +48,19 @@ from zerojax.peers import Peers
 from zerojax.plan import describe
 from zerojax.profile import StepProfile
 from zerojax.run_folder import Resume, RunFolder, check_same_model, check_same_run
+from zerojax.run_lock import RunLock
 from zerojax.stop import StopRequest
 from zerojax.watchdog import Watchdog
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+_DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
 
 
 @dataclass
@@ -66,6 +78,7 @@ class Trainer:
         log: metrics, files, progress line.
         watchdog: ends the run when a step takes far too long.
         profile: traces the steps that it was asked to.
+        lock: keeps other runs out of the folder.
         state: the model and its optimizer.
         step: optimizer steps done.
     """
@@ -80,6 +93,7 @@ class Trainer:
     log: RunLog
     watchdog: Watchdog
     profile: StepProfile
+    lock: RunLock
     state: zerojax.TrainState
     step: int
 
@@ -105,12 +119,36 @@ class Trainer:
             profile: steps to trace.
 
         Raises:
-            ZeroError: settings or data that cannot work, or `resume` or `init_from` cannot be had.
+            ZeroError: settings or data that cannot work, `resume` or `init_from` cannot be had, or another
+                process trains in the folder.
+            RunError: the disk is full.
         """
         check_settings(config)
+        lock = RunLock(folder)
+        try:
+            with told_of_disk_errors(folder):
+                return cls._open(config, folder, resume, init_from, peers, profile, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def _open(
+        cls,
+        config: RunConfig,
+        folder: RunFolder,
+        resume: Resume,
+        init_from: Path | None,
+        peers: Peers | None,
+        profile: range | None,
+        lock: RunLock,
+    ) -> Self:
+        unlocked = from_first(lock.take)
         data = prepare_data(config, folder)
         batches, validation = make_batches(config, data)
         seal, notes = choose_checkpoint(config, folder, resume)
+        if unlocked is not None:
+            notes.append(unlocked)
         imported = seal is not None and not seal.record.position  # weights alone: no step was taken
         if seal is not None and not imported:
             before = config_from_dict(seal.record.config)
@@ -145,11 +183,13 @@ class Trainer:
                 folder.checkpoints,
                 Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
                 start=None if seal is None else step,
+                say=log.say,
             ),
             clock=TrainingClock(record.seconds, minutes=saving.minutes),
             log=log,
             watchdog=make_watchdog(config, folder, peers),
             profile=StepProfile(folder.profile, profile, log.say, done=step, planned=config.train.steps),
+            lock=lock,
             state=state,
             step=step,
         )
@@ -164,27 +204,31 @@ class Trainer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finish what is being written, whether or not the run did; note why it did not."""
-        self.watchdog.stop()
-        self.profile.close()
-        self.log.__exit__(kind, error, trace)
-        self.batches.close()
-        if error is not None and is_first():
-            status = "stopped" if isinstance(error, Stopped) else "failed"
-            with suppress(OSError):  # on a full disk, which is then what is being told
-                self.folder.update_summary(
-                    status=status, step=self.step, reason=f"{type(error).__name__}: {error}"
-                )
-        self.checkpoints.close()
+        self.watchdog.phase("the end of the run")
+        try:
+            self.profile.close()
+            self.log.__exit__(kind, error, trace)
+            self.batches.close()
+            if self.log.hangs:  # as would all that has to do with the disk
+                return
+            if error is not None and is_first():
+                self.note_end(error)
+            self.checkpoints.close()
+        finally:
+            self.watchdog.stop()
+            if not self.log.hangs:
+                self.lock.close()
 
     def train(self) -> None:
         """Train from where the run stands to its last step.
 
         Raises:
-            RunError: the loss or gradient was not finite too many times in a row, or the disk is full.
+            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
+            RunError: the disk is full.
             Stopped: a signal asked any process of the run to stop; it has saved.
         """
-        agreement = Agreement(self.state.program.mesh)
-        with StopRequest() as request, told_of_disk_errors(self.folder):
+        agreement, wanted = Agreement(self.state.program.mesh), Wishes()
+        with StopRequest() as request, told_of_disk_errors(self.folder), told_the_way_back(self):
             while self.step < self.config.train.steps:
                 self.watchdog.step(self.step + 1)
                 agreement.put(Wishes(save=self.clock.wants_save and is_first(), stop=request.received))
@@ -195,12 +239,12 @@ class Trainer:
                 self.step += 1
                 self.log.step(self.step, metrics, self.evaluation_if_due())
                 self.checkpoints.check()
-                wishes = agreement.get()
-                if wishes.save or wishes.stop or self.is_due(self.config.checkpoint.every):
-                    self.save()
+                wanted |= agreement.get() | Wishes(save=self.is_due(self.config.checkpoint.every))
+                if (wanted.save or wanted.stop) and self.save():
                     agreement.forget()
-                if wishes.stop and self.step < self.config.train.steps:
-                    self.stop()
+                    if wanted.stop and self.step < self.config.train.steps:
+                        self.stop()
+                    wanted = Wishes()
             self.finish()
 
     def evaluation_if_due(self) -> Callable[[], dict[str, jax.Array]] | None:
@@ -214,8 +258,8 @@ class Trainer:
         self.watchdog.phase(f"the evaluation after step {self.step}")
         return {"validation_loss": evaluate(self.state, self.validation)}
 
-    def save(self) -> None:
-        """Begin to save a checkpoint."""
+    def save(self) -> bool:
+        """Begin to save a checkpoint; False where that has to wait, as the step was skipped."""
         self.log.drain()
         self.watchdog.phase(f"the checkpoint at step {self.step}")
         mesh = self.state.program.mesh
@@ -227,9 +271,21 @@ class Trainer:
             mesh=(mesh.shape["node"], mesh.shape["local"]),
             metrics={name: x for name, x in self.log.last.items() if name in ("loss", "validation_loss")},
         )
-        self.checkpoints.save(self.step, self.state, record)
+        # After the last step there is no other one to save; but there is an evaluation, of these weights.
+        at_end = self.step == self.config.train.steps
+        good = at_end and math.isfinite(self.log.last.get("validation_loss", math.nan))
+        if not self.checkpoints.save(self.step, self.state, record, despite_skips=good):
+            return False
         self.clock.saved()
         self.log.restart_clock()
+        return True
+
+    def note_end(self, error: BaseException) -> None:
+        """Write down why the run did not finish, if the disk still takes it."""
+        status = "stopped" if isinstance(error, Stopped) else "failed"
+        reason = f"{type(error).__name__}: {error}"
+        with suppress(OSError):  # on a full disk, which is then what is being told
+            self.folder.update_summary(status=status, step=self.step, reason=reason)
 
     def stop(self) -> None:
         """End before the last step, because somebody asked for it.
@@ -271,6 +327,9 @@ class Trainer:
         loss = self.log.last.get("validation_loss")
         if loss is None:  # the run was complete already
             loss = float(evaluate(self.state, self.validation))
+        if not math.isfinite(loss):
+            skipped = int(self.log.last.get("skipped_in_row", 0))
+            raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
         per_byte = loss / self.data.bytes_per_token
         if is_first():
             draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
@@ -304,3 +363,36 @@ def told_of_disk_errors(folder: RunFolder) -> Iterator[None]:
             f"cannot write to {error.filename or folder.path}: {error.strerror or error}; "
             "checkpoints are intact"
         ) from error
+
+
+@contextmanager
+def told_the_way_back(trainer: Trainer) -> Iterator[None]:
+    """Where training broke the weights, the newest checkpoint from before, and how to go back to it.
+
+    Raises:
+        DivergedError: with that.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        with suppress(RunError):
+            trainer.checkpoints.wait()
+        raise DivergedError(
+            f"{error}. {_way_back(trainer.folder, error.good)}. Lower optimizer.learning_rate or "
+            "optimizer.clip_norm, set train.spike_deviations, look at the data, or raise train.max_skips: "
+            "the same command alone would end here again",
+            error.good,
+        ) from None
+
+
+def _way_back(folder: RunFolder, good: int) -> str:
+    if good < 0:
+        return "No step made an update"
+    broken = f"The update of step {good + 1} may have broken the weights"
+    steps = names.steps(folder.checkpoints)
+    if not (before := [step for step in steps if step <= good]):
+        return f"{broken}, and there is no checkpoint from before: begin again in another folder"
+    if before == steps:
+        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is from before"
+    command = f"zerojax checkpoints {shlex.quote(str(folder.path))} --rewind {before[-1]}"
+    return f"{broken}: `{command}` goes back to the newest checkpoint from before"

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from zerojax.background import attempt
 from zerojax.config import ClusterSection
 
 # Steps whose median says how long a step takes, and how many it takes to say so.
 _RECENT, _ENOUGH = 20, 4
 # Seconds between looks, and those after which a look was so late that this process itself had stood still.
 _LOOK, _LATE = 0.25, 5.0
+# Seconds in which the stacks have to be written: what the run is stuck in may be the disk.
+_DUMP = 5.0
 
 
 class Watchdog:
@@ -101,10 +104,15 @@ class Watchdog:
 
 def dump_stacks(path: Path) -> str:
     """Write what each thread of this process is doing; return the rest of a line that says where."""
-    try:
+
+    def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             faulthandler.dump_traceback(file)
+
+    try:
+        if not attempt(write, _DUMP):
+            return "; the stacks could not be written: the disk does not answer"
     except OSError as error:
         return f"; the stacks could not be written: {error.strerror}"
     return f"; what each thread was doing is in {path}"

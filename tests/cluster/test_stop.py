@@ -125,6 +125,36 @@ def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
     assert f"going on from step {step};" in out
 
 
+HANGING = """
+import atexit, sys, threading
+from zerojax.cli import main
+from zerojax.trackers import Trackers
+from zerojax.trackers.tensorboard import TensorBoard
+
+def hang(*_, **__):
+    threading.Event().wait()
+
+TensorBoard.write = TensorBoard.close = hang
+Trackers.__init__.__kwdefaults__["patience"] = 1.0
+atexit.register(hang)  # as clients do that want to send what is left
+sys.exit(main())
+"""
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_process(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(
+        "-c", HANGING, "train", config, "--run-dir", run, "--log.trackers", "tensorboard"
+    ) as process:
+        wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) > 5, process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, out + err
+    assert "log.trackers: tensorboard did not take its last steps within 1 s" in out
+    step = newest_sound(run / "checkpoints").step
+    assert f"stopped on request at step {step} of 100000" in err
+
+
 BUSY = """
 import hashlib
 from zerojax.stop import StopRequest

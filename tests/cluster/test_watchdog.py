@@ -1,11 +1,13 @@
 """When the watchdog barks, by a clock that stands still; and what it leaves behind."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
 
+from zerojax import watchdog
 from zerojax.config import ClusterSection
 from zerojax.watchdog import Watchdog, dump_stacks
 
@@ -136,3 +138,10 @@ sleep_for_ever()
 def test_stacks_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     assert "could not be written" in dump_stacks(tmp_path / "file" / "stacks")
+
+
+def test_stacks_on_a_disk_that_hangs(tmp_path, monkeypatch):
+    """A pipe that nobody reads lets nobody open it either."""
+    os.mkfifo(tmp_path / "stacks")
+    monkeypatch.setattr(watchdog, "_DUMP", 0.2)
+    assert dump_stacks(tmp_path / "stacks") == "; the stacks could not be written: the disk does not answer"

@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import CASES, Listed
+from core_models import (
+    CASES,
+    WIDTH,
+    Block,
+    Case,
+    LinenBlock,
+    Listed,
+    regression_batch,
+    squared_error,
+)
+from flax import linen, nnx
 from plain_loop import distance, masters, plain_loop, plain_model
 
 import zerojax
@@ -117,6 +127,61 @@ def test_a_bad_gradient_under_a_finite_loss_is_skipped(options):
     jax.tree.map(np.testing.assert_array_equal, before, bits(state))
     state, metrics = zerojax.train_step(state, batch)
     assert metrics["skipped"] == 0
+
+
+class Normed(nnx.Module):
+    """Statistics of batches, in a unit and outside."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.8, rngs=rngs)
+        self.block = Block(rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.block(self.norm(x))
+
+
+class LinenNormed(linen.Module):
+    """The same in Linen."""
+
+    @linen.compact
+    def __call__(self, x):
+        calls = self.variable("batch_stats", "calls", lambda: jnp.int32(0))
+        calls.value += 1
+        return LinenBlock()(linen.BatchNorm(use_running_average=False, momentum=0.8)(x))
+
+
+NORMED = {
+    "nnx": Case(Normed, squared_error, (Block,), regression_batch),
+    "linen": Case(LinenNormed(), squared_error, (LinenBlock,), regression_batch, linen=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nnx", {"stage": 2, "accumulate": 3}),
+        ("nnx", {"accumulate": 2, "accumulate_order": "breadth"}),
+        ("linen", {}),
+    ],
+)
+def test_what_is_no_parameter_is_not_taken_from_a_skipped_step(name, options):
+    """A batch whose target is bad moves statistics to numbers that look right; one of NaN to NaN."""
+    case = NORMED[name]
+    state = case.create(optax.sgd(0.1), nodes=2, local=2, **options)
+    good = case.batches(ROWS, 3)
+    state, _ = zerojax.train_step(state, good[0])
+    before = jax.tree.map(np.asarray, state.other)
+    bad_target = {**good[1], "y": np.full(ROWS, np.inf, np.float32)}
+    for bad in (bad_target, with_bad_row(good[1], 3, np.nan)):
+        state, metrics = zerojax.train_step(state, bad)
+        assert metrics["skipped"] == 1
+        jax.tree.map(np.testing.assert_array_equal, before, state.other)
+    state, _ = zerojax.train_step(state, good[2])
+    moved = [not np.array_equal(x, before[key]) for key, x in state.other.items()]
+    assert len(moved) == 3
+    assert all(moved)
 
 
 def test_no_counted_token_at_all_is_no_step():

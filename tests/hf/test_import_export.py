@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from hf.hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
+from zerojax.run_folder import RunFolder
+from zerojax.run_lock import RunLock
 
 MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
 TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]
@@ -45,6 +48,14 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     changed = [np.abs(exported[n].astype(np.float32) - x).max() > 1e-3 for n, x in original.items()]
     assert all(changed)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_folder_in_use_is_not_imported_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    with RunLock(RunFolder(run)):
+        assert main(["import", str(FIXTURES / "llama2"), str(run), *MESH, *TRAINING]) == 2
+    assert f"{run} is in use by process {os.getpid()} " in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["lock"]
 
 
 def test_a_run_of_ones_own_is_exported_quantized(

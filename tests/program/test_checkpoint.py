@@ -1,5 +1,8 @@
 """Checkpoints: natural shapes, any mesh, complete or not there."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ from zerojax.checkpoints import (
     Checkpoints,
     Record,
     Retention,
+    names,
     newest_sound,
     read_seal,
     restore,
     restore_weights,
     transfer,
+    verify,
 )
 from zerojax.errors import RunError, ZeroError
 from zerojax.natural import abstract_natural, from_natural, to_natural
@@ -242,6 +247,53 @@ def test_weights_alone_on_another_mesh_under_another_optimizer(saved: Path, trai
     copies, params = host(to_natural(state)["secondary"]), host(zerojax.gather_params(state))
     assert copies.keys() <= params.keys()
     np.testing.assert_array_equal(copies["['first']['kernel']"], params["['first']['kernel']"].astype("f4"))
+
+
+@pytest.mark.parametrize("how", ["a link", "busy"])
+def test_an_old_one_that_cannot_be_deleted_is_said(
+    how: str, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And saving goes on: a link is deleted alone, and what the system holds on to goes at the next start."""
+    folder, lines = tmp_path / "checkpoints", list[str]()
+    with monkeypatch.context() as patch, Checkpoints(folder, Retention(2), say=lines.append) as checkpoints:
+        checkpoints.save(3, trained, RECORD)
+        checkpoints.wait()
+        if how == "a link":
+            (folder / "3").rename(tmp_path / "elsewhere")
+            (folder / "3").symlink_to(tmp_path / "elsewhere")
+        else:
+            (folder / "3.removed").mkdir()  # as an earlier attempt left it
+
+            def rmtree(path: Path, **_: Any) -> None:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), ".nfs0000000000012")
+
+            patch.setattr(shutil, "rmtree", rmtree)
+        for step in (6, 9, 12):
+            checkpoints.save(step, trained, RECORD)
+    assert names.steps(folder) == [9, 12]
+    if how == "a link":
+        assert lines == []
+        verify(tmp_path / "elsewhere", 3)
+        return
+    assert len(lines) == 2
+    assert lines[0].startswith(f"{folder / '3.removed-2'} cannot be deleted: Device or resource busy")
+    assert names.steps(folder) == [9, 12]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        Checkpoints(folder, say=lines.append).close()
+    assert len(lines) == 5
+    Checkpoints(folder).close()
+    assert sorted(path.name for path in folder.iterdir()) == ["12", "9"]
+
+
+def test_a_skipped_step_is_not_saved(trained: Any, tmp_path: Path) -> None:
+    skipped = trained.replace(skipped_in_row=trained.skipped_in_row + 1)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert not checkpoints.save(4, skipped, RECORD)
+        assert names.steps(tmp_path) == []
+        assert checkpoints.save(4, skipped, RECORD, despite_skips=True)
+        assert checkpoints.save(4, skipped, RECORD), "it is there already"
+    assert names.steps(tmp_path) == [4]
 
 
 def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path) -> None:

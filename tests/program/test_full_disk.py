@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from program.micro_run import micro_config
+from program.test_metrics import hang
 
 import zerojax
+from zerojax.background import is_stuck
 from zerojax.checkpoints import names, newest_sound
 from zerojax.errors import RunError, ZeroError
+from zerojax.metrics import MetricsFile
 from zerojax.run_folder import RunFolder
 from zerojax.trainer import Trainer
 
@@ -73,6 +76,42 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
     assert newest_sound(folder.checkpoints).step == 3
     (small_disk / "filler").unlink()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["3"]
+
+
+def test_full_at_the_start(small_disk: Path, text: Path) -> None:
+    folder = RunFolder(small_disk / "run")
+    with Trainer.open(micro_config(text), folder):
+        pass
+    left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    (small_disk / "filler").write_bytes(bytes(left))
+    with pytest.raises(RunError, match=r"cannot write to .*: No space left on device"):
+        Trainer.open(micro_config(text), folder)
+    (small_disk / "filler").unlink()
+    with Trainer.open(micro_config(text), folder) as trainer:
+        assert trainer.step == 0
+
+
+@pytest.mark.parametrize("most", [3, 1000])
+def test_a_disk_that_hangs(
+    most: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noticed by lines that pile up, or at the next checkpoint; nor does the run's end wait for the disk."""
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setitem(MetricsFile.__init__.__kwdefaults__, "patience", 0.5)
+    monkeypatch.setitem(MetricsFile.__init__.__kwdefaults__, "most", most)
+    config = micro_config(text, train={"steps": 30, "eval_every": 0}, checkpoint={"every": 8})
+    trainer = Trainer.open(config, folder)
+    files = trainer.log._file
+    assert files is not None
+    before_step(monkeypatch, 3, lambda: hang(files))
+    message = (
+        rf"cannot write to {folder.metrics}: the disk has not answered for 0\.5 s; checkpoints are intact"
+    )
+    with pytest.raises(RunError, match=message), trainer:
+        trainer.train()
+    assert trainer.step == 8 if most > 8 else trainer.step < 8
+    assert folder.read_summary()["status"] == "running", "what would hang is not written"
+    assert is_stuck()
 
 
 def test_files_may_grow_no_more(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

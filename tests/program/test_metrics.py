@@ -1,7 +1,10 @@
 """Metrics: fetched late, written whole, shown on one line."""
 
+import fcntl
 import io
 import json
+import os
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -85,6 +88,13 @@ class TestQueue:
         assert record.values == {"loss": 1.5, "skipped": 1.0}
 
 
+def hang(files: MetricsFile) -> None:
+    """Put a pipe that nobody reads, and that is full, in the place of a file."""
+    _, end = os.pipe()
+    os.write(end, bytes(fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)))
+    os.dup2(end, files._file)
+
+
 class TestFiles:
     def test_one_object_a_step(self, tmp_path: Path) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl")
@@ -112,6 +122,54 @@ class TestFiles:
         again.close()
         steps = read_metrics(tmp_path / "metrics.jsonl")
         assert [(s["step"], s["loss"]) for s in steps] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+    def test_what_is_there_is_replaced_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A process that dies while it takes the file over loses nothing."""
+        path = tmp_path / "metrics.jsonl"
+        before = "".join(f'{{"step": {step}}}\n' for step in range(1, 4))
+        path.write_text(before)
+
+        def dumps(values: object) -> str:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(json, "dumps", dumps)
+        with pytest.raises(KeyboardInterrupt):
+            MetricsFile(path, start=3)
+        assert path.read_text() == before
+
+    def test_a_full_disk_is_said_with_the_next_line(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl")
+        with Path("/dev/full").open("wb") as full:
+            os.dup2(full.fileno(), files._file)
+        files.write(1, {"loss": 1.0})
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left on device"):
+                files.flush()
+        with pytest.raises(OSError, match="No space left on device"):
+            files.write(2, {"loss": 1.0})
+        with pytest.raises(OSError, match="No space left on device"):
+            files.close()
+
+    def test_a_disk_that_hangs_holds_up_no_line_but_too_many(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl", most=5, patience=0.3)
+        hang(files)
+        begun = time.monotonic()
+        for step in range(1, 6):
+            files.write(step, {"loss": 1.0})
+        assert time.monotonic() - begun < 0.3
+        for do in (lambda: files.write(6, {"loss": 1.0}), files.flush, files.close):
+            with pytest.raises(OSError, match=r"has not answered for 0\.3 s.*metrics\.jsonl"):
+                do()
+        assert time.monotonic() - begun < 3
+
+    def test_a_disk_that_is_slow_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl", most=3, patience=0.3)
+        real = files._append
+        monkeypatch.setattr(files, "_append", lambda line: (time.sleep(0.1), real(line)))
+        for step in range(1, 9):
+            files.write(step, {"loss": 1.0})
+        files.close()
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
     def test_no_file(self, tmp_path: Path) -> None:
         assert read_metrics(tmp_path / "metrics.jsonl") == []

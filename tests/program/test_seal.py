@@ -112,7 +112,7 @@ def test_names(tmp_path: Path) -> None:
     (tmp_path / "300").touch()
     assert names.steps(tmp_path) == [0, 400]
     assert names.move_aside(tmp_path, 400).name == "400.damaged-2"
-    assert [path.name for path in names.damaged(tmp_path)] == ["400.damaged", "400.damaged-2"]
+    assert [path.name for path in names.aside(tmp_path)] == ["400.damaged", "400.damaged-2"]
     names.remove(tmp_path / "400.damaged")
     names.clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,8 @@ def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
     return folder, messages
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    folder, messages = die_and_go_on(tmp_path, "tensorboard")
+def events(folder: RunFolder) -> list[Any]:
+    """What the event files have, in the order in which they were written."""
     found: list[Any] = []
     for path in sorted((folder.path / "tensorboard").iterdir(), key=os.path.getmtime):
         raw = path.read_bytes()
@@ -44,10 +46,18 @@ def test_tensorboard(tmp_path: Path) -> None:
             size = int.from_bytes(raw[:8], "little")
             found.append(Event.FromString(raw[12 : 12 + size]))
             raw = raw[16 + size :]
-    scalars = [(e.step, v.simple_value) for e in found for v in e.summary.value if v.tag == "loss"]
-    assert scalars == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
+    return found
+
+
+def scalars(folder: RunFolder, tag: str) -> list[tuple[int, float]]:
+    return [(e.step, v.simple_value) for e in events(folder) for v in e.summary.value if v.tag == tag]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    folder, messages = die_and_go_on(tmp_path, "tensorboard")
+    assert scalars(folder, "loss") == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
     # A SessionLog of START at step 2 hides what was written of it before.
-    assert 2 in [e.step for e in found if e.HasField("session_log")]
+    assert 2 in [e.step for e in events(folder) if e.HasField("session_log")]
     assert messages == []
 
 
@@ -129,6 +139,27 @@ def test_a_server_that_does_not_answer_is_said_at_the_start(
         open_trackers(folder, config("mlflow"), start=0, say=print)
 
 
+def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than 24.8 days, which is the longest time that poll(2) takes."""
+    folder, now = RunFolder(tmp_path / "run"), time.time()
+    folder.create()
+
+    def train() -> None:
+        trackers = open_trackers(folder, config("tensorboard"), start=0, say=messages.append)
+        monkeypatch.setattr(time, "time", lambda: now - 25 * 86400)
+        for step in range(1, 101):
+            trackers.write(step, {"loss": 1.0, "mfu": 0.5})
+        trackers.close(failed=False)
+
+    messages: list[str] = []
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+    assert messages == []
+    assert [step for step, _ in scalars(folder, "loss")] == list(range(1, 101))
+
+
 class Failing:
     """A tracker whose server goes away."""
 
@@ -149,6 +180,66 @@ def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
         trackers.write(step, {"loss": 1.0})
     trackers.close(failed=False)
     assert messages == ["log.trackers: wandb failed at step 2 and is told no more: the server is gone"]
+
+
+class Hanging:
+    """A tracker whose server takes a connection and says nothing, from some step on."""
+
+    identity = "x"
+
+    def __init__(self, step: int) -> None:
+        self.step, self.told = step, list[int]()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.step:
+            threading.Event().wait()
+        self.told.append(step)
+
+    def close(self, *, failed: bool) -> None:
+        self.write(0, {})
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (3, "log.trackers: wandb has been stuck since step 3 and is told no more"),
+        (19, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
+        (0, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
+    ],
+)
+def test_a_tracker_that_hangs_holds_nothing_up(step: int, message: str) -> None:
+    messages: list[str] = []
+    hanging, sound = Hanging(step), Hanging(-1)
+    both: dict[str, Any] = {"wandb": hanging, "mlflow": sound}
+    trackers, begun = Trackers(both, messages.append, most=8, patience=0.5), time.monotonic()
+    for number in range(1, 21):
+        trackers.write(number, {"loss": 1.0})
+        time.sleep(0.01)  # the other one is not to lag behind
+    trackers.close(failed=False)
+    assert time.monotonic() - begun < 5
+    assert messages == [message]
+    assert hanging.told == list(range(1, step or 21))
+    assert sound.told == [*range(1, 21), 0]
+
+
+class Dying:
+    """A tracker that ends its thread, in as far as it can."""
+
+    identity = "x"
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        raise SystemExit("no more")
+
+    def close(self, *, failed: bool) -> None:
+        raise AssertionError("it was told no more")
+
+
+def test_a_tracker_whose_thread_dies() -> None:
+    messages: list[str] = []
+    trackers = Trackers({"wandb": Dying()}, messages.append)  # type: ignore[dict-item]  # opened already
+    trackers.write(1, {"loss": 1.0})
+    trackers.close(failed=True)
+    assert messages == ["log.trackers: wandb failed at step 1 and is told no more: no more"]
 
 
 def test_a_tracker_named_twice() -> None:

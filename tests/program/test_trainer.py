@@ -59,6 +59,7 @@ def test_a_run_learns_and_leaves_its_files(finished: RunFolder, text: Path) -> N
         "checkpoints",
         "config.toml",
         "data",
+        "lock",
         "loss.png",
         "metrics.jsonl",
         "run.json",

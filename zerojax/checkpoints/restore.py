@@ -10,11 +10,8 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ZeroError
-from zerojax.natural import abstract_natural, from_natural, with_weights
+from zerojax.natural import MADE_ANEW, abstract_natural, from_natural, with_weights
 from zerojax.state import TrainState
-
-# What a program can make afresh when a checkpoint has none that fits it.
-_OPTIONAL = ("secondary", "residual", "average")
 
 
 def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainState:
@@ -34,7 +31,7 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
     wanted = {
         kind: tree
         for kind, tree in abstract_natural(state).items()
-        if kind not in _OPTIONAL or not _differences(tree, saved.get(kind))
+        if kind not in MADE_ANEW or not _differences(tree, saved.get(kind))
     }
     if not average:
         return from_natural(state, _load(path, wanted, saved))

@@ -15,10 +15,13 @@ _orbax = ocp.training.preservation_policies
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; a checkpoint stays when any of these wants it, and the newest always does.
+    """What is kept; a checkpoint stays when any of these wants it, and the newest two always do.
+
+    The newest may have broken weights, which shows in the step after it only. That it could be saved shows
+    that the weights of the one before are good.
 
     Attributes:
-        newest: this many; None keeps all.
+        newest: this many, and two at least; None keeps all.
         every: those at multiples of so many steps; 0 none.
         best: this many with the lowest validation loss, of those saved at a step that measured it.
         minutes: those of the last minutes of training. Time between the starts of a run does not count,
@@ -48,7 +51,7 @@ class Retention:
         return [seal.step for seal, *keep in zip(seals, *wanted, strict=True) if not any(keep)]
 
     def _policies(self) -> list[Any]:
-        policies: list[Any] = [_orbax.LatestN(self.newest)]
+        policies: list[Any] = [_orbax.LatestN(self.newest and max(2, self.newest))]
         if self.every:
             policies.append(_orbax.EveryNSteps(self.every))
         if self.best:

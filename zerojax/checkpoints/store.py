@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.checkpoints import names
@@ -34,6 +35,7 @@ class Checkpoints:
         *,
         start: int | None = None,
         clock: Callable[[], float] = time.time,
+        say: Callable[[str], object] = print,
     ) -> None:
         """Take the folder over, and remove what a process that died there left half written.
 
@@ -42,16 +44,19 @@ class Checkpoints:
             retention: what is kept; all by default.
             start: the step that the run goes on from, which is saved already; None if it begins.
             clock: Unix time, noted for people.
+            say: told, perhaps in another thread, what could not be deleted; saving goes on.
         """
         self._folder = folder
         self._retention = retention or Retention()
         self._clock = clock
+        self._say = say
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
         self._last = start
         self._beside_training: bool | None = None
         if jax.process_index() == 0:
-            names.clear_leftovers(folder)
+            for line in names.clear_leftovers(folder):
+                say(line)
 
     def __enter__(self) -> Self:
         """Nothing more to do."""
@@ -61,16 +66,23 @@ class Checkpoints:
         """Finish what is being written."""
         self.close()
 
-    def save(self, step: int, state: TrainState, record: Record) -> None:
+    def save(self, step: int, state: TrainState, record: Record, *, despite_skips: bool = False) -> bool:
         """Begin to save; returns when the arrays are copied: on the devices, or to the hosts.
 
         They stay on the devices until they are written if, at the first save, there is room for that beside
         training. A step that was saved already is left as it is.
 
+        While steps are skipped nothing is saved: the update before the first of them may have broken the
+        weights, and the checkpoints from before it would have to make room. Save again after the next step.
+
         Args:
             step: names the checkpoint.
             state: what to save; may be donated as soon as this returns.
             record: what to note with it.
+            despite_skips: save all the same, as an evaluation has shown that the weights are good.
+
+        Returns:
+            Whether the step is saved, or was; False where it was skipped.
 
         Raises:
             RunError: this or the save before failed, on a full disk perhaps; older ones are intact.
@@ -78,7 +90,9 @@ class Checkpoints:
         """
         check_there(state)
         if step == self._last:
-            return
+            return True
+        if int(np.asarray(state.skipped_in_row)) and not despite_skips:
+            return False
         self.wait()
         draft = names.unfinished(self._folder, step)
         if self._beside_training is None:  # later on, the peak has these copies in it
@@ -92,6 +106,7 @@ class Checkpoints:
             raise self._failure(step, error) from error
         self._saving = step, self._worker.submit(self._finish, writing, step, record)
         self._last = step
+        return True
 
     def check(self) -> None:
         """Notice, without waiting, that the save under way has failed; errors as `save`."""
@@ -124,7 +139,8 @@ class Checkpoints:
         write_seal(draft, step, self._clock(), record)
         draft.rename(self._folder / str(step))
         for surplus in self._retention.surplus(sealed(self._folder)):
-            names.remove(self._folder / str(surplus))
+            if (line := names.remove(self._folder / str(surplus))) is not None:
+                self._say(line)
 
     def _failure(self, step: int, error: Exception) -> RunError:
         if jax.process_index() == 0:

@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zerojax.background import is_stuck
 from zerojax.errors import (
+    EXIT_DIVERGED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_STOPPED,
     EXIT_WRONG_USE,
+    DivergedError,
     JobError,
     RunError,
     Stopped,
@@ -40,6 +43,7 @@ COMMANDS = {
 # What is told in a line, without a traceback.
 _CODES: dict[type[BaseException], int] = {
     ZeroError: EXIT_WRONG_USE,
+    DivergedError: EXIT_DIVERGED,
     RunError: EXIT_FAILED,
     JobError: EXIT_FAILED,
     Stopped: EXIT_STOPPED,
@@ -54,13 +58,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0; 1 when a run failed; 2 for wrong use or settings; 4 when another process of the
-        run was lost (`zerojax.peers` ends this one then); 75 when a run was asked to
+        The exit code: 0; 1 when a run failed; 2 for wrong use or settings; 3 when a run diverged; 4 when
+        another process of the run was lost (`zerojax.peers` ends this one then); 75 when a run was asked to
         stop, saved, and can go on; 130 when interrupted without saving.
     """
-    if arguments is None:
-        _write_whole_lines()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _main(list(arguments))
+    _write_whole_lines()
+    try:
+        code = _main(sys.argv[1:])
+    except Exception as error:
+        if not is_stuck():
+            raise
+        code, _ = report(error)
+    if is_stuck():
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _main(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(_usage())
         return EXIT_OK if given else EXIT_WRONG_USE

@@ -1,5 +1,6 @@
 """`zerojax checkpoints RUN`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -9,11 +10,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zerojax.checkpoints import DamagedError, Seal, names, read_seal, verify
+from zerojax.checkpoints import DamagedError, Seal, damage_line, names, read_seal, verify
 from zerojax.cli.options import read_options
 from zerojax.errors import RunError, ZeroError
+from zerojax.metrics import move_later_lines
 from zerojax.report import size
 from zerojax.run_folder import RunFolder
+from zerojax.run_lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -25,28 +28,35 @@ class Options:
     Attributes:
         run: The run's folder.
         verify: Read every byte and compare checksums; without, only names and sizes of files.
+        rewind: Go back to this step first, so that the run goes on from there: later checkpoints are kept as
+            STEP.undone, what metrics.jsonl says about later steps as metrics.jsonl.undone.
         delete: Delete this one first: a step, or the name of one that was moved aside.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     verify: bool = True
+    rewind: int | None = None
     delete: str | None = None
 
 
 def run(arguments: list[str]) -> None:
-    """List, and verify.
+    """Rewind, delete, list, and verify.
 
     Raises:
-        RunError: a checkpoint is damaged.
+        RunError: a checkpoint is damaged, or cannot be deleted.
     """
     options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
     if not folder.path.is_dir():
         raise ZeroError(f"{folder.path} is no run's folder")
+    if options.rewind is not None:
+        with RunLock(folder):
+            _rewind(folder, options.rewind, checksums=options.verify)
     if options.delete is not None:
-        _delete(folder.checkpoints, options.delete)
+        with RunLock(folder):
+            _delete(folder.checkpoints, options.delete)
     paths = [folder.checkpoints / str(step) for step in names.steps(folder.checkpoints)]
-    paths += names.damaged(folder.checkpoints)
+    paths += names.aside(folder.checkpoints)
     if not paths:
         raise ZeroError(f"{folder.path} has no checkpoint yet")
     table = Table("name", "saved", "size", "metrics", "written on", "state", box=None, pad_edge=False)
@@ -85,8 +95,31 @@ def _facts(path: Path) -> tuple[str, str, str, str]:
     return f"{saved:%Y-%m-%d %H:%M:%S}", size(seal.size), metrics, f"{nodes} x {local}, {preset}"
 
 
+def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
+    steps = names.steps(folder.checkpoints)
+    if step not in steps:
+        raise ZeroError(f"{folder.path} has no checkpoint of step {step}; there are: {_listed(steps)}")
+    if why := _damage(folder.checkpoints / str(step), checksums=checksums):
+        raise ZeroError(damage_line(folder.checkpoints, step, why))
+    # The newest first: if this is interrupted, what is left still is a run that goes on from its newest.
+    undone = [
+        names.move_aside(folder.checkpoints, later, "undone") for later in reversed(steps) if later > step
+    ]
+    metrics = move_later_lines(folder.metrics, step)
+    print(f"{folder.path} goes on from step {step}")
+    if undone:
+        print(f"later checkpoints are kept as {_listed(path.name for path in reversed(undone))}")
+    if metrics is not None:
+        print(f"the metrics of later steps are kept in {metrics.name}")
+
+
 def _delete(folder: Path, name: str) -> None:
-    known = [str(step) for step in names.steps(folder)] + [path.name for path in names.damaged(folder)]
+    known = [str(step) for step in names.steps(folder)] + [path.name for path in names.aside(folder)]
     if name not in known:
-        raise ZeroError(f"{folder} has no checkpoint {name!r}; there are: {', '.join(known) or 'none'}")
-    names.remove(folder / name)
+        raise ZeroError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
+    if (line := names.remove(folder / name)) is not None:
+        raise RunError(line)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values)) or "none"

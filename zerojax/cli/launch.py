@@ -6,10 +6,10 @@ starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, with four devices each
 other; with ``doctor`` in the place of the config, ``zerojax doctor``. Several machines are started by what
 runs them: see ``scripts/slurm`` and ``scripts/k8s``.
 
-Exit codes: 0 all ended well; 2 wrong use or settings, by this command or by ``zerojax train``; 75 the run
-was asked to stop, and saved; else the highest code of a process that ended by itself, 128 + n for signal n,
-leaving out those that only ended because of another one (4). Restarts happen after every failure but wrong
-use, and not once somebody has asked for the end.
+Exit codes: 0 all ended well; 2 wrong use or settings, by this command or by ``zerojax train``; 3 the run
+diverged; 75 it was asked to stop, and saved; else the highest code of a process that ended by itself, 128 + n
+for signal n, leaving out those that only ended because of another one (4). Restarts happen after every
+failure but 2 and 3, and not once somebody has asked for the end.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from zerojax import supervise
 from zerojax.devices import Platform, share_devices
 from zerojax.distributed import free_port
-from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_WRONG_USE, ZeroError
+from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ZeroError
 from zerojax.peers.handshake import VARIABLE, new_token
 
 # On one machine, emulated ones included.
@@ -67,7 +67,7 @@ def launch(job: Job) -> int:
         result = supervise.run(
             _tasks(job, nodes), grace=job.grace, good=(EXIT_OK, EXIT_STOPPED), follows=EXIT_PEER_LOST
         )
-        if result.code in (EXIT_OK, EXIT_WRONG_USE, EXIT_STOPPED) or result.signals or left == 0:
+        if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
             return result.code
         if job.min_nodes is not None:
             nodes = max(job.min_nodes, nodes - len(result.failed))

@@ -39,7 +39,12 @@ class TrainSection:
         seed: Seed of the initial weights, the data order, dropout and stochastic rounding.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         eval_batches: Batches per evaluation, spread evenly over the validation split.
-        max_skips: Stop after this many steps in a row with a non-finite loss or gradient.
+        max_skips: Stop after this many skipped steps in a row: with a non-finite loss or gradient, or a
+            spike.
+        spike_deviations: A loss so many standard deviations above the mean of recent ones is a spike; 0 is
+            no such rule.
+        spike_window: How many losses are recent ones; until there are so many, nothing is a spike.
+        on_spike: Skip the update of a step whose loss is a spike, or stop the run.
     """
 
     steps: int = 1000
@@ -50,6 +55,9 @@ class TrainSection:
     eval_every: int = 100
     eval_batches: int = 8
     max_skips: int = 10
+    spike_deviations: float = 0.0
+    spike_window: int = 100
+    on_spike: Literal["skip", "stop"] = "skip"
 
     def __post_init__(self) -> None:
         """Refuse counts that cannot be.
@@ -62,6 +70,10 @@ class TrainSection:
             _require(getattr(self, name) >= 1, f"train.{name} must be at least 1")
         _require(self.eval_every >= 0, "train.eval_every must be 0 (at the end only) or more")
         _require(self.max_skips >= 1, "train.max_skips must be at least 1")
+        _require(
+            0 <= self.spike_deviations < float("inf"), "train.spike_deviations must be 0 (no rule) or more"
+        )
+        _require(self.spike_window >= 2, "train.spike_window must be at least 2: one loss has no deviation")
         _require(0 <= self.seed < 2**32, "train.seed must lie in 0 .. 2**32 - 1")
         _require(self.steps <= _MOST_STEPS, f"train.steps must be at most {_MOST_STEPS:,}")
         _require(
@@ -334,7 +346,7 @@ class CheckpointSection:
     Attributes:
         every: Steps between checkpoints; 0 saves at the end only, or by `minutes`.
         minutes: Also save when the last checkpoint is so many minutes old; 0 does not.
-        keep: How many checkpoints to keep, the newest.
+        keep: How many checkpoints to keep, the newest; 2 at least.
         keep_every: Keep also those at multiples of so many steps; 0 keeps none for that.
         keep_best: Keep also so many with the lowest validation loss, of those saved at a step that
             measured it.

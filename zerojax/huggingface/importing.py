@@ -1,6 +1,7 @@
 """A run that begins with the weights of a Hugging Face model."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 from zerojax.agreement import from_first
@@ -13,6 +14,7 @@ from zerojax.huggingface.source import FREE, Source, model_section
 from zerojax.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.parts import abstract_model
 from zerojax.run_folder import RunFolder
+from zerojax.run_lock import RunLock
 from zerojax.state import TrainState, begin_with
 
 TENSORS = "tensors.json"
@@ -46,19 +48,20 @@ def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainS
     state = abstract_model(replace(config, model=model, zero=plain))
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
     check_tensors(state.program, files, source.family, parts)
-    from_first(lambda: _write_files(source, files, folder))
-    state = begin_with(state, load_params(state.program, files, parts), config.train.seed)
-    mesh = state.program.mesh
-    record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        checkpoints.save(0, state, record)
-    from_first(lambda: _finish(source, config, folder))
+    with closing(RunLock(folder)) as lock:
+        from_first(lock.take)
+        from_first(lambda: _write_files(source, files, folder))
+        state = begin_with(state, load_params(state.program, files, parts), config.train.seed)
+        mesh = state.program.mesh
+        record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
+        with Checkpoints(folder.checkpoints) as checkpoints:
+            checkpoints.save(0, state, record)
+        from_first(lambda: _finish(source, config, folder))
     return state
 
 
 def _write_files(source: Source, files: SafetensorFiles, folder: RunFolder) -> None:
     """What an export needs to write the same model back, and the run's tokenizer."""
-    folder.create()
     if folder.config.exists() or folder.checkpoints.exists():
         raise ZeroError(f"{folder.path} holds a run already: choose another --run-dir")
     folder.huggingface.mkdir(exist_ok=True)

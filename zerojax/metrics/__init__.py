@@ -2,7 +2,7 @@
 
 from zerojax.metrics.curve import draw_loss_curve
 from zerojax.metrics.devices import memory_in_use, peak_flops
-from zerojax.metrics.files import MetricsFile, read_lines, read_metrics
+from zerojax.metrics.files import MetricsFile, move_later_lines, read_lines, read_metrics
 from zerojax.metrics.log import RunLog, StepCosts
 from zerojax.metrics.progress import Progress
 from zerojax.metrics.queue import MetricsQueue, Record
@@ -16,6 +16,7 @@ __all__ = [
     "StepCosts",
     "draw_loss_curve",
     "memory_in_use",
+    "move_later_lines",
     "peak_flops",
     "read_lines",
     "read_metrics",

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from zerojax.config import RunConfig
-from zerojax.errors import RunError
+from zerojax.errors import DivergedError
 from zerojax.metrics.devices import memory_in_use, peak_flops
 from zerojax.metrics.files import MetricsFile
 from zerojax.metrics.progress import Progress
@@ -81,10 +81,20 @@ class RunLog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files; what is still under way is lost, unless `drain` was called."""
         self._progress.__exit__(kind, error, trace)
-        if self._file is not None:
-            self._file.close()
-        if self._trackers is not None:
-            self._trackers.close(failed=error is not None)
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError:
+            if error is None:  # else that is what is being told, or comes second
+                raise
+        finally:
+            if self._trackers is not None:
+                self._trackers.close(failed=error is not None)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the disk has not answered for so long that the run was given up."""
+        return self._file is not None and self._file.hangs
 
     def say(self, message: str) -> None:
         """Print a line above the progress."""
@@ -94,19 +104,23 @@ class RunLog:
         """Take note of a step that was begun, and deal with those that are done.
 
         Raises:
-            RunError: too many steps in a row were skipped.
+            OSError: one that was done earlier could not be written down.
+            DivergedError: too many steps in a row were skipped, or a loss is a spike that shall stop the run.
         """
         for record in self._queue.push(step, metrics, evaluation):
             self._take(record)
 
     def drain(self) -> None:
-        """Deal with all steps that were begun.
+        """Deal with all steps that were begun, and wait until they are written down.
 
         Raises:
-            RunError: too many steps in a row were skipped.
+            OSError: they cannot be.
+            DivergedError: too many steps in a row were skipped, or a loss is a spike that shall stop the run.
         """
         for record in self._queue.drain():
             self._take(record)
+        if self._file is not None:
+            self._file.flush()
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what has passed since the last."""
@@ -120,13 +134,25 @@ class RunLog:
         if self._trackers is not None:
             self._trackers.write(record.step, values)
         self._progress.show(record.step, values)
-        in_row = int(values["skipped_in_row"])
-        if in_row >= self._settings.max_skips:
-            raise RunError(
-                f"the loss or gradient was not finite in {in_row} steps in a row, from step "
-                f"{record.step - in_row + 1} on; none of them changed the parameters. Look at the data "
-                "there, lower optimizer.learning_rate or optimizer.clip_norm, or raise train.max_skips"
+        if why := self._divergence(record.step, values):
+            # Of the steps that were not skipped the last but one: the last may have broken the weights.
+            raise DivergedError(why, good=record.step - int(values["skipped_in_row"]) - 1)
+
+    def _divergence(self, step: int, values: dict[str, float]) -> str | None:
+        """Why a run should go no further than this step; None where it should."""
+        settings, in_row = self._settings, int(values["skipped_in_row"])
+        if settings.on_spike == "stop" and values.get("spike"):
+            return (
+                f"the loss of step {step} is a spike: {values['loss']:.4g}, above {values['loss_limit']:.4g} "
+                "(train.spike_deviations); it did not change the parameters"
             )
+        if in_row < settings.max_skips:
+            return None
+        what = "not finite, or the loss a spike," if settings.spike_deviations else "not finite"
+        return (
+            f"the loss or gradient was {what} in {in_row} steps in a row, from step {step - in_row + 1} on; "
+            "none of them changed the parameters"
+        )
 
     def _complete(self, record: Record) -> dict[str, float]:
         """A step's record with what follows from its numbers and its time."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerojax.errors import EXIT_PEER_LOST, EXIT_WRONG_USE, JobError, ZeroError
+from zerojax.errors import EXIT_PEER_LOST, NO_RESTART, JobError, ZeroError
 from zerojax.peers.files import reserve_files
 from zerojax.peers.hub import Hub
 from zerojax.peers.member import Member
@@ -150,7 +150,7 @@ class Peers:
         last.start()
         last.join(2)
         os.write(2, f"zerojax: {verdict.why}{where}\n".encode())
-        os._exit(EXIT_WRONG_USE if verdict.code == EXIT_WRONG_USE else EXIT_PEER_LOST)
+        os._exit(verdict.code if verdict.code in NO_RESTART else EXIT_PEER_LOST)
 
     def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

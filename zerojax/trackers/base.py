@@ -2,11 +2,14 @@
 
 A tracker is a module of this package with a class that opens one run: a new one, or the one that this
 run's earlier processes wrote to, whose name there lies in `RUN/run.json`. `metrics.jsonl` has everything
-in any case, so a tracker that fails while a run is under way is dropped with a message, and the run goes on.
+in any case, so a tracker that fails or hangs while a run is under way is dropped with a message, and the run
+goes on. Each is told by a thread of its own, so that no step waits for it, and no process its end.
 """
 
+import functools
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +17,7 @@ from typing import Any, Protocol, Self
 
 import jax
 
+from zerojax.background import Worker
 from zerojax.config import RunConfig, config_to_dict
 from zerojax.errors import ZeroError
 from zerojax.run_folder import RunFolder
@@ -49,7 +53,7 @@ class Tracker(Protocol):
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step; must not wait for anybody. A value may be no finite number."""
+        """Add a step; may take its time, in a thread of its own. A value may be no finite number."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -57,17 +61,44 @@ class Tracker(Protocol):
         ...
 
 
+class _Line:
+    """A tracker, and the thread that tells it."""
+
+    def __init__(self, name: str, tracker: Tracker, most: int) -> None:
+        self.tracker = tracker
+        self.worker = Worker(name, most)
+        self.step: int | None = None  # that it is, or was last, told about
+
+    def tell(self, step: int, values: Mapping[str, float]) -> None:
+        self.step = step
+        self.tracker.write(step, values)
+
+    def end(self, *, failed: bool) -> None:
+        self.step = None
+        self.tracker.close(failed=failed)
+
+
 class Trackers:
     """All trackers of a run, told together."""
 
-    def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        trackers: Mapping[str, Tracker],
+        say: Callable[[str], None],
+        *,
+        most: int = 10_000,
+        patience: float = 30.0,
+    ) -> None:
         """Take over open trackers.
 
         Args:
             trackers: by name.
-            say: prints a message.
+            say: prints a message; called by the thread that calls `write` and `close`.
+            most: steps that a tracker may lag behind before it is dropped.
+            patience: seconds that all together get to send what is left, at the end.
         """
-        self._open = dict(trackers)
+        self._open = {name: _Line(name, tracker, most) for name, tracker in trackers.items()}
+        self._patience = patience
         self._say = say
 
     def __enter__(self) -> Self:
@@ -79,27 +110,44 @@ class Trackers:
         self.close(failed=error is not None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell all about a step.
+        """Tell all about a step; waits for none.
 
         Args:
             step: steps done.
             values: numbers by name, perhaps not finite.
         """
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.write(step, values)
-            except Exception as error:  # whatever a client raises when its server is away
-                del self._open[name]
-                self._say(f"log.trackers: {name} failed at step {step} and is told no more: {error}")
+        for name, line in list(self._open.items()):
+            if self._has_failed(name, line):
+                self._drop(name)
+            elif not line.worker.put(functools.partial(line.tell, step, values)):
+                self._say(f"log.trackers: {name} has been stuck since step {line.step} and is told no more")
+                self._drop(name)
 
     def close(self, *, failed: bool) -> None:
-        """End all; with whether the run failed."""
-        for name, tracker in self._open.items():
-            try:
-                tracker.close(failed=failed)
-            except Exception as error:  # as above: the last steps are in metrics.jsonl
-                self._say(f"log.trackers: {name} lost its last steps: {error}")
-        self._open.clear()
+        """End all, with whether the run failed; returns when they have, or when their time is up."""
+        for line in self._open.values():
+            line.worker.put(functools.partial(line.end, failed=failed))
+        limit = time.monotonic() + self._patience
+        for name, line in list(self._open.items()):
+            done = line.worker.wait(max(0.0, limit - time.monotonic()))
+            if not self._has_failed(name, line) and not done:
+                self._say(
+                    f"log.trackers: {name} did not take its last steps within {self._patience:g} s; they are "
+                    "in metrics.jsonl"
+                )
+            self._drop(name)
+
+    def _has_failed(self, name: str, line: _Line) -> bool:
+        if (error := line.worker.error) is None:
+            return False
+        if line.step is None:
+            self._say(f"log.trackers: {name} lost its last steps: {error}")
+        else:
+            self._say(f"log.trackers: {name} failed at step {line.step} and is told no more: {error}")
+        return True
+
+    def _drop(self, name: str) -> None:
+        self._open.pop(name).worker.close()
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -1,9 +1,7 @@
 """MLflow, where it is installed; `MLFLOW_TRACKING_URI` says which server or database."""
 
 import time
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from flax import traverse_util
@@ -14,7 +12,7 @@ from zerojax.run_folder import RunFolder
 
 
 class MLflow:
-    """One run there, the same in all processes of this run; its metrics are sent by a thread of its own."""
+    """One run there, the same in all processes of this run."""
 
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
@@ -22,8 +20,6 @@ class MLflow:
         """Begin the run in the experiment `project`, or go on with it; arguments as `Tracker`."""
         del start
         self._client = MlflowClient()
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        self._pending: deque[Future[object]] = deque()
         if known is not None:
             self._client.update_run(known, status="RUNNING")
             self._run_id = known
@@ -43,24 +39,20 @@ class MLflow:
         return self._run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values of a step.
+        """Send the values of a step.
 
         Raises:
-            MlflowException: an earlier step could not be sent.
+            MlflowException: they could not be sent.
         """
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in values.items()]
-        self._pending.append(self._sender.submit(self._client.log_batch, self._run_id, metrics))
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
+        self._client.log_batch(
+            self._run_id, [Metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def close(self, *, failed: bool) -> None:
-        """Wait until everything is sent, and end the run.
+        """End the run.
 
         Raises:
-            MlflowException: a step could not be sent.
+            MlflowException: the server cannot be reached.
         """
-        with self._sender:
-            while self._pending:
-                self._pending.popleft().result()
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
