@@ -48,7 +48,7 @@ def limits(losses: list[float]) -> list[float]:
     recent: list[float] = []
     found = []
     for loss in losses:
-        window = np.float64(recent[-RULE.window :])
+        window = np.array(recent[-RULE.window :])
         full = len(window) == RULE.window
         found.append(window.mean() + RULE.deviations * window.std() if full else np.inf)
         if np.isfinite(loss) and loss <= found[-1]:

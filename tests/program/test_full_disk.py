@@ -1,5 +1,6 @@
 """A disk that is full, or cannot be written to: one clear line, and what was saved stays."""
 
+import functools
 import os
 import resource
 import subprocess
@@ -15,7 +16,7 @@ import zerojax
 from zerojax.background import is_stuck
 from zerojax.checkpoints import names, newest_sound
 from zerojax.errors import RunError, ZeroError
-from zerojax.metrics import MetricsFile
+from zerojax.metrics import MetricsFile, log
 from zerojax.run_folder import RunFolder
 from zerojax.trainer import Trainer
 
@@ -97,8 +98,8 @@ def test_a_disk_that_hangs(
 ) -> None:
     """Noticed by lines that pile up, or at the next checkpoint; nor does the run's end wait for the disk."""
     folder = RunFolder(tmp_path / "run")
-    monkeypatch.setitem(MetricsFile.__init__.__kwdefaults__, "patience", 0.5)
-    monkeypatch.setitem(MetricsFile.__init__.__kwdefaults__, "most", most)
+    impatient = functools.partial(MetricsFile, most=most, patience=0.5)
+    monkeypatch.setattr(log, "MetricsFile", impatient)
     config = micro_config(text, train={"steps": 30, "eval_every": 0}, checkpoint={"every": 8})
     trainer = Trainer.open(config, folder)
     files = trainer.log._file

@@ -82,7 +82,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder, messages = die_and_go_on(tmp_path, "wandb")
+    assert messages == []
     files = sorted(folder.path.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
+    for _ in range(100):  # W&B's own process may write a little later than its client says
+        if all(path.stat().st_size > 7 for path in files):
+            break
+        time.sleep(0.1)
     rows: list[tuple[Any, Any]] = []
     identities, settings = set(), {}
     for path in files:
@@ -98,7 +103,6 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
     assert identities == {(folder.read_summary()["trackers"]["wandb"], "a project", "my run")}
     assert json.loads(settings["train"])["steps"] == 1000
-    assert messages == []
 
 
 def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
