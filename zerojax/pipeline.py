@@ -136,6 +136,7 @@ def _one_by_one(
     """
     if fresh is not None:
         route, sources = dataclasses.replace(route, source="secondary"), fresh
+    sources = lax.stop_gradient(sources)  # gradients go to the sinks, and kernels that encode have none
 
     def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
         x, state, shared = inputs

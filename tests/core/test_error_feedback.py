@@ -50,7 +50,7 @@ def test_errors_do_not_add_up(feedback):
     state = CASE.create(optax.sgd(1.0), nodes=2, local=1, **zero)
     (batch,) = CASE.batches(2, 1)
     exact = batch["slope"].mean(0)
-    errors = []
+    errors, moved = [], np.zeros(0)
     for step in range(1, STEPS + 1):
         state, _ = zerojax.train_step(state, batch)
         weights = [x.reshape(-1, SIZE) for x in jax.tree.leaves(zerojax.gather_params(state))]

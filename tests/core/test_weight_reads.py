@@ -1,5 +1,7 @@
 """A unit's weights read outside its calls: refused in words, whichever way a Flax user reads them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from core_models import WIDTH, Block
 from flax import linen, nnx
 
 import zerojax
+from zerojax.step import trace_train_step
 
 X = np.ones((16, WIDTH), np.float32)
 
@@ -44,12 +47,12 @@ def leaves(model):
     return jax.tree.leaves(params(model))
 
 
-def traced(loss, stage=3, model=Model, units=(Block,), **arguments):
+def traced(loss, stage=3, model: Any = Model, units=(Block,), **arguments):
     """Trace a step, as its first call does; nothing is compiled."""
     zero = zerojax.ZeroConfig(stage=stage, units=units)
     mesh = zerojax.make_mesh(2, 4)
     state = zerojax.TrainState.abstract(model, optax.sgd(0.1), loss, mesh=mesh, zero=zero, **arguments)
-    return zerojax.step.trace_train_step(state, X)
+    return trace_train_step(state, X)
 
 
 def mean_square(model, batch):

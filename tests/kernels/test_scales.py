@@ -7,6 +7,7 @@ import reference_codec as ref
 
 import pallas_kernels as pk
 from pallas_kernels import reference
+from pallas_kernels.formats import QMAX
 
 BLOCK = 64
 
@@ -23,7 +24,7 @@ def same_payload(peaks: np.ndarray, fmt: str, rounding: str = "nearest") -> np.n
 @pytest.mark.parametrize("fmt", pk.QUANTIZED)
 def test_a_scale_in_the_middle_of_two_is_rounded_to_the_even_one(fmt):
     peaks = np.float32(1) + np.arange(1 << 20, dtype=np.float32) * np.float32(2.0**-20)
-    bits = (peaks * np.float32(1 / pk.formats.QMAX[fmt])).view(np.uint32)
+    bits = (peaks * np.float32(1 / QMAX[fmt])).view(np.uint32)
     ties = peaks[bits & 0xFFFF == 0x8000]
     assert len(ties) >= 8
     assert len(np.unique(bits[bits & 0xFFFF == 0x8000] >> 16 & 1)) == 2, "down as well as up"
@@ -42,10 +43,10 @@ def test_a_scale_whose_reciprocal_could_be_subnormal_is_none(rounding):
 @pytest.mark.parametrize("fmt", pk.QUANTIZED)
 def test_stochastic_rounding_never_exceeds_the_format(fmt, rotation):
     """A peak of qmax times a scale, and its neighbours: the next code would wrap around to the other end."""
-    top = pk.formats.QMAX[fmt] * (np.sqrt(32) if rotation else 1)
+    top = QMAX[fmt] * (np.sqrt(32) if rotation else 1)
     scales = (np.float32(1) + np.arange(128, dtype=np.float32) / 128) * np.float32(3.0)
     exact = np.asarray(scales.astype(jnp.bfloat16), np.float64) * top
     bits = exact.astype(np.float32).view(np.int32)[:, None] + np.arange(-4, 5, dtype=np.int32)
     peaks = bits.view(np.float32).reshape(-1, 1)
     _, inverse = reference._scales(jnp.asarray(peaks), fmt, "stochastic", rotation)
-    assert (peaks[:, 0] * np.asarray(inverse) <= np.float32(pk.formats.QMAX[fmt])).all()
+    assert (peaks[:, 0] * np.asarray(inverse) <= np.float32(QMAX[fmt])).all()

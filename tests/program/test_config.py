@@ -171,7 +171,7 @@ def test_options_are_frozen_in() -> None:
         "optimizer": 12,
         "mesh": 3,
         "checkpoint": 7,
-        "cluster": 5,
+        "cluster": 6,
         "log": 3,
     }
 

@@ -27,7 +27,7 @@ def check(trial: Trial, *options: str) -> None:
     work = decoder_work(
         config.model,
         remat=zero.remat,
-        dtype=zero.compute_dtype,
+        dtype=str(zero.compute_dtype),
         sequences=train.batch_size // (8 * train.accumulate),
         length=train.sequence_length,
     )

@@ -131,7 +131,7 @@ class Savings:
         work = decoder_work(
             config.model,
             remat=zero.remat,
-            dtype=zero.compute_dtype,
+            dtype=str(zero.compute_dtype),
             sequences=max(1, train.batch_size // (world.size * train.accumulate)),
             length=train.sequence_length,
         )
