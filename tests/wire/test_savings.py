@@ -9,6 +9,8 @@ from zerojax.config import RunConfig
 from zerojax.plan import plan_state, predict_memory
 from zerojax.plan.work import decoder_work
 from zerojax.program import Program
+from zerojax.state import TrainState
+from zerojax.wire import CommReport, comm_report
 
 TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--model.loss-chunk", "256"]
 
@@ -60,6 +62,22 @@ def test_what_is_named_is_what_the_option_does(options: tuple[str, ...], sent: l
         check(trial, *options)
     assert all(trial.sent < savings.now.sent for trial in savings.sent())
     assert all(trial.held < savings.now.held for trial in savings.held())
+
+
+def test_the_count_of_the_traced_step_agrees():
+    """Also where the formulas leave something out: Muon's matrices cross the nodes as well."""
+
+    def counted(*options: str) -> tuple[RunConfig, TrainState, CommReport]:
+        config = parse(Options, "comm", [*TINY, "--optimizer.name", "muon", *options]).settings
+        state, batch = abstract_run(config)
+        return config, state, comm_report(state, batch)
+
+    config, state, report = counted()
+    savings = Savings(config, state.program, report)
+    assert savings.now.sent == round(report.between_nodes) > plan_state(state).between_nodes
+    least, same = savings.sent()
+    assert counted(*same.option.split())[2].between_nodes == pytest.approx(same.sent, abs=16)
+    assert counted(*least.option.split())[2].between_nodes == pytest.approx(least.sent, abs=16)
 
 
 def test_the_lines():

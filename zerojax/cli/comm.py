@@ -26,7 +26,8 @@ def run(arguments: list[str]) -> None:
     """Trace the step and print what it sends."""
     options = on_config.parse(Options, "comm", arguments)
     state, batch = abstract_run(options.settings)
-    report, savings = comm_report(state, batch), Savings(options.settings, state.program)
+    report = comm_report(state, batch)
+    savings = Savings(options.settings, state.program, report)
     if options.json:
         print(json.dumps({**report.to_dict(), "savings": savings.to_dict()}, indent=2))
     else:

@@ -16,6 +16,7 @@ from zerojax.plan.memory import held_bytes, held_elsewhere, predict_memory
 from zerojax.plan.work import decoder_work
 from zerojax.program import Program
 from zerojax.report import size
+from zerojax.wire import CommReport
 from zerojax.zero import ZeroConfig
 
 SAME = "in the same formats"
@@ -48,17 +49,24 @@ class Trial:
 class Savings:
     """The options of a config, tried one at a time."""
 
-    def __init__(self, config: RunConfig, program: Program) -> None:
+    def __init__(self, config: RunConfig, program: Program, report: CommReport | None = None) -> None:
         """Try the config as it is.
 
         Args:
             config: of the run.
             program: its model and optimizer on its mesh.
+            report: what was counted of it. What the formulas leave out (Muon's matrices, sums of losses)
+                stays the same under all of these options.
         """
         self._config, self._program = config, program
         self._held = held_bytes(program)
         self._nodes = program.world.nodes
+        self._besides = 0
         self.now = self._try("", config)
+        if report is not None:
+            counted = report.between_nodes if self._nodes > 1 else report.local_bytes
+            self._besides = round(counted) - self.now.sent
+            self.now = dataclasses.replace(self.now, sent=round(counted))
 
     def sent(self) -> list[Trial]:
         """What sends least, if less than now, and what sends least in the same formats."""
@@ -82,6 +90,8 @@ class Savings:
 
     def sent_line(self) -> str:
         """`sent` as a line."""
+        if not self.now.sent:
+            return "To send less: nothing is sent."
         where, whose = ("between nodes", "node") if self._nodes > 1 else ("within the node", "device")
         now = f"To send less than {size(self.now.sent)} {where}, per {whose} and step"
         ways = [
@@ -138,7 +148,7 @@ class Savings:
         local, node = usual_bytes(hops_of(there))
         return Trial(
             option,
-            node * world.local if self._nodes > 1 else local,
+            (node * world.local if self._nodes > 1 else local) + self._besides,
             predict_memory(there, work, held=held_elsewhere(self._held, self._program, there)).total,
             _price(self._program.zero, zero),
         )
