@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from zerojax.peers.handshake import VARIABLE
 from zerojax.peers.member import Member

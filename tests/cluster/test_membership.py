@@ -78,13 +78,17 @@ def frames(data):
     """The messages in some bytes."""
     while data:
         size = struct.unpack(">BII", data[:9])[2]
-        yield parse(data[9 : 9 + size])
+        message = parse(data[9 : 9 + size])
+        assert message is not None
+        yield message
         data = data[9 + size :]
 
 
 def receive_frame(stranger):
     size = struct.unpack(">BII", stranger.recv(9, socket.MSG_WAITALL))[2]
-    return parse(stranger.recv(size, socket.MSG_WAITALL))
+    message = parse(stranger.recv(size, socket.MSG_WAITALL))
+    assert message is not None
+    return message
 
 
 def answer_again(port, heard):

@@ -180,8 +180,8 @@ class Mapped(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        both = linen.vmap(LinenBlock, in_axes=None, axis_size=2, **axes)()
+        axes: Any = {"in_axes": None, "variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        both = linen.vmap(LinenBlock, axis_size=2, **axes)()
         return linen.Dense(1)(both(x).sum(0))
 
 

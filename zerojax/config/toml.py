@@ -107,7 +107,7 @@ def _check_table(cls: type, data: Any, origin: str, path: tuple[str, ...]) -> No
             _check_table(typing.cast(type, kind), value, origin, (*path, key))
         elif parts and dataclasses.is_dataclass(parts[0]) and isinstance(value, list):
             for table in value:
-                _check_table(parts[0], table, origin, (*path, key))
+                _check_table(typing.cast(type, parts[0]), table, origin, (*path, key))
         elif isinstance(value, bool) and bool not in (kind, *parts):
             # Python's bool is an int; a TOML `true` where a number belongs is a mistake.
             raise ConfigError(f"{origin}: {dotted} = {str(value).lower()} should be {_type_name(kind)}")
