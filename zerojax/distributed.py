@@ -187,7 +187,7 @@ def _only_this_host(host: str | None) -> bool:
 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A folder that only the user can open, of a short name, for a while.
+    """A folder for Unix sockets that only the user can open, of a short name, for a while.
 
     Raises:
         JobError: there is no place for one.
@@ -196,10 +196,10 @@ def _private_folder() -> Iterator[Path]:
         usual = tempfile.gettempdir()
         parent = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
         made = tempfile.TemporaryDirectory(prefix="zerojax-", dir=parent, ignore_cleanup_errors=True)
+        with socket.socket(socket.AF_UNIX) as probe:  # not every file system has them
+            probe.bind(f"{made.name}/probe")
     except OSError as error:
-        raise JobError(
-            f"a folder for sockets cannot be made ({error}): set TMPDIR to another place"
-        ) from error
+        raise JobError(f"no folder for sockets can be made ({error}): set TMPDIR to another place") from error
     with made as folder:
         yield Path(folder)
 

@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from zerojax import distributed
-from zerojax.errors import ZeroError
+from zerojax.errors import JobError, ZeroError
 
 NAMES = (
     "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_BIND_ADDRESS",
@@ -128,6 +128,12 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
     monkeypatch.setenv("ZEROJAX_INSECURE", "yes")
     with pytest.raises(ZeroError, match="ZEROJAX_INSECURE is 1 or 0, not 'yes'"):
         join("10.1.2.3:99", 0, 2)
+
+
+def test_no_place_for_sockets(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(JobError, match=r"No such file or directory.*set TMPDIR to another place"):
+        join("127.0.0.1:99", 0, 2)
 
 
 @pytest.mark.parametrize("name", ["short", "x" * 100])

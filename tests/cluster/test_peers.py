@@ -1,4 +1,4 @@
-"""The roll call, who is missed and when, and the way that JAX's connections take. Without JAX."""
+"""The roll call, and who is missed and when. Without JAX."""
 
 import socket
 import tempfile
