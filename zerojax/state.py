@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, UInt32
 
@@ -246,7 +247,7 @@ def check_there(state: TrainState) -> None:
         raise ZeroError(
             "the state is abstract: make it by TrainState.create, or restore a checkpoint into it."
         )
-    if not isinstance(state.step, jax.core.Tracer) and state.step.is_deleted():
+    if not isinstance(state.step, Tracer) and state.step.is_deleted():
         raise ZeroError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
             "go on with the state that train_step returned."

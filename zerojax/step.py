@@ -121,7 +121,7 @@ def abstract_batch(program: Program, batch: Any) -> Any:
     """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
     _check_batch(batch)
 
-    def place_one(x: Any) -> jax.ShapeDtypeStruct:
+    def place_one(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
         _check_rows(program, np.shape(x), program.world.size, program.zero.accumulate)
