@@ -65,7 +65,8 @@ def test_a_weight_that_changes_from_step_to_step(style, kind, mesh, options):
         sample_batch=batches[0] if case.linen else None,
     )
     plain = PlainLinen(case, zerojax.gather_params(given)) if case.linen else Plain(case)
-    weights, memory = plain.weights, tx.init(plain.weights)
+    weights: Any = plain.weights
+    memory = tx.init(weights)
     state, wanted = given, jax.jit(jax.value_and_grad(plain.loss))
     for i, batch in enumerate(batches):
         evaluated = zerojax.eval_step(state, batch)
