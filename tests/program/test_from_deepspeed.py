@@ -255,6 +255,8 @@ def test_what_an_auto_has_become_is_listed() -> None:
         "optimizer.params.betas": "optimizer.beta1 = 0.9, its default and "
         "optimizer.beta2 = 0.95, its default",
         "scheduler.params.warmup_num_steps": "optimizer.warmup_steps = 100, its default",
+        "optimizer.params.lr": "optimizer.learning_rate = 0.0003, its default",
+        "scheduler.params.warmup_max_lr": "optimizer.learning_rate = 0.0003, its default",
         "steps_per_print": "log.every = 10, its default",
         "train_batch_size": "train.batch_size = 32",
     }.items():

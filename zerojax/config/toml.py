@@ -93,7 +93,7 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(config_to_dict(config))
 
 
-def _check_table(cls: type, data: Any, origin: str, path: tuple[str, ...]) -> None:
+def _check_table(cls: Any, data: Any, origin: str, path: tuple[str, ...]) -> None:
     if not isinstance(data, dict):
         raise ConfigError(f"{origin}: {'.'.join(path)} should be a table, [{'.'.join(path)}]")
     types = typing.get_type_hints(cls)
@@ -104,7 +104,7 @@ def _check_table(cls: type, data: Any, origin: str, path: tuple[str, ...]) -> No
         kind = types[key]
         parts = typing.get_args(kind)
         if dataclasses.is_dataclass(kind):
-            _check_table(typing.cast(type, kind), value, origin, (*path, key))
+            _check_table(kind, value, origin, (*path, key))
         elif parts and dataclasses.is_dataclass(parts[0]) and isinstance(value, list):
             for table in value:
                 _check_table(typing.cast(type, parts[0]), table, origin, (*path, key))

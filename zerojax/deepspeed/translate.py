@@ -61,12 +61,12 @@ class _Draft:
     Attributes:
         reader: of the config.
         result: what there is so far.
-        origins: "section.key" of a setting -> the key's path.
+        origins: "section.key" of each setting, and the path of a key that it comes from.
     """
 
     reader: Reader
     result: Translation = field(default_factory=Translation)
-    origins: dict[str, str] = field(default_factory=dict)
+    origins: list[tuple[str, str]] = field(default_factory=list)
 
     def set(self, section: str, **values: Any) -> None:
         """Add settings."""
@@ -84,7 +84,7 @@ class _Draft:
         Returns:
             What was set; None where nothing was, as for "auto".
         """
-        self.origins[name] = path
+        self.origins.append((name, path))
         value = self.reader.take(path, kind, default)
         if value is not None:
             section, key = name.split(".")
@@ -107,7 +107,7 @@ class _Draft:
         except ZeroError as error:
             raise ZeroError(f"{self._quote_origins(str(error))}{error}") from error
         settings: dict[str, Any] = {}
-        for name, path in self.origins.items():
+        for name, path in self.origins:
             section, key = name.split(".")
             value = getattr(zero if section == "zero" else getattr(config, section), key)
             own = key not in self.result.sections.get(section, {})
@@ -123,7 +123,7 @@ class _Draft:
         """The keys behind the settings that a message names."""
         named = dict.fromkeys(
             path
-            for name, path in self.origins.items()
+            for name, path in self.origins
             if re.search(rf"\b({name}|ZeroConfig\.{name.partition('.')[2]})\b", message)
             and self.reader.given(path)
         )
@@ -156,7 +156,7 @@ def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | No
     local = local or (partition if partition > 1 else 0)
     batch, accumulate = batch_of(reader, nodes * local, batch_size)
     draft.set("train", batch_size=batch, accumulate=accumulate)
-    draft.origins |= {"train.batch_size": TRAIN, "train.accumulate": ACCUMULATE, "mesh.local": _HPZ}
+    draft.origins += [("train.batch_size", TRAIN), ("train.accumulate", ACCUMULATE), ("mesh.local", _HPZ)]
     if reader.is_auto(MICRO):
         reader.note(
             MICRO, f"{FILLED_IN}: here it follows from train.batch_size, train.accumulate and the mesh"
@@ -175,7 +175,7 @@ def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
     stage = reader.take(f"{_ZERO}.stage", int, 0, auto=3)
     weights = reader.take(f"{_ZERO}.zero_quantized_weights", bool, False)
     grads = reader.take(f"{_ZERO}.zero_quantized_gradients", bool, False)
-    draft.origins["zero.stage"] = f"{_ZERO}.stage"
+    draft.origins.append(("zero.stage", f"{_ZERO}.stage"))
     if stage < 3 and (weights or grads or hpz):
         raise ZeroError(f"{_ZERO}: ZeRO++'s options need stage 3, and stage is {stage}")
     if weights and grads and hpz:
@@ -252,7 +252,7 @@ def _optimizer(reader: Reader, draft: _Draft) -> None:
 def _betas(reader: Reader, draft: _Draft, name: str, at: str) -> None:
     momentum = name in ("sgd", "muon")
     betas = reader.take(f"{at}.betas", list, [0.9, 0.99] if name == "lion" else [0.9, 0.999])
-    draft.origins |= {"optimizer.beta1": f"{at}.betas", "optimizer.beta2": f"{at}.betas"}
+    draft.origins += [("optimizer.beta1", f"{at}.betas"), ("optimizer.beta2", f"{at}.betas")]
     if betas is not None:
         if len(betas) != 2 or any(type(beta) not in (int, float) for beta in betas):
             raise ZeroError(f"{at}.betas = {short(betas)} should be two numbers")
@@ -302,6 +302,6 @@ def _logs(reader: Reader, draft: _Draft) -> None:
         draft.set("log", trackers=[name for name, on in enabled.items() if on])
     if (project := reader.take("wandb.project", str)) is not None and enabled["wandb"]:
         draft.set("log", project=project)
-        draft.origins["log.project"] = "wandb.project"
+        draft.origins.append(("log.project", "wandb.project"))
     if "steps" not in draft.result.sections["train"]:
         draft.differs("no number of steps: the script decided it, and train.steps must say it now")
