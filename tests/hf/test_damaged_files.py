@@ -134,7 +134,8 @@ def shards(folder: Path, change: dict[str, Any]) -> Path:
         ({"a": 3}, "'a' is listed in 3"),
         ({"a": ["x.safetensors"]}, "'a' is listed in "),
         ({"a": "none.safetensors"}, "none.safetensors: No such file"),
-        ({"a": "x\0.safetensors"}, "no file of this folder"),
+        ({"a": "x\0.safetensors"}, r"'a' is listed in 'x\\x00"),
+        ({"a": "-" * 300 + ".safetensors"}, "'a' is listed in"),
         ({"a": "model-00001-of-00005.safetensors"}, "lists 'a', which model-00001-of-00005.*does not have"),
         (
             {"model.norm.weight": "model-00001-of-00005.safetensors"},
