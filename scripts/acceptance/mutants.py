@@ -44,6 +44,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 MISSPELT = re.compile(r"NameError: name '\w+' is not defined")
 ALLOWANCE = (60, 4)
 """A test hangs when it takes so many seconds more than so many times as long as without a mutant."""
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""Other signals come from outside: they say nothing about a mutant."""
 
 running: set[int] = set()
 """The sessions of tests that are running."""
@@ -151,7 +153,8 @@ def run_tests(tree: Path, tests: str, compiled: Path, limit: float | None = None
     """Run pytest in a tree up to the first failure; its exit status, None if it hung, and its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
     # Programs that one mutant's tests have compiled, the next one's find.
-    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     with tempfile.TemporaryFile() as written:
         # In a session of its own, so that what a test has started ends with it.
         process = subprocess.Popen(
@@ -206,7 +209,7 @@ def judge(mutant: Mutant, root: Path, compiled: Path, usual: dict[str, float]) -
                 continue
             if status is None:
                 return result("killed", f"{tests} hung")
-            if status < 0:
+            if -status in CRASHES:
                 return result("killed", f"{tests} crashed by {signal.Signals(-status).name}")
             if status != 1 or failed is None or MISSPELT.search(output):
                 return result("broken", f"{tests} ended with {status}: {output.strip().splitlines()[-1]}")
@@ -226,7 +229,9 @@ class Ledger:
     def known(self, mutant: Mutant) -> bool:
         """Whether nothing is left to find out; survivors get another chance, for tests change."""
         result = self.results.get(mutant.name)
-        return result is not None and result.good and result.fingerprint == mutant.fingerprint
+        if result is None or result.fingerprint != mutant.fingerprint:
+            return False
+        return result.verdict == ("equivalent" if mutant.equivalent else "killed")
 
     def add(self, name: str, result: Result) -> None:
         """Note a result."""
