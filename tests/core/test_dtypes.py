@@ -1,14 +1,16 @@
 """A dtype may be given as a name, short or long, or as a dtype of JAX or numpy, wherever one is asked for."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from core_models import CASES
+from core_models import CASES, WIDTH, squared_error
 
 import zerojax
 from zerojax.cli.export_model import Options
@@ -90,3 +92,30 @@ def test_settings_files_and_options():
 def test_a_plan_knows_them_too():
     cluster = Cluster(nodes=1, local=1, gpu=find_gpu("h100"), bandwidth=1e9)
     assert cluster.flops(jnp.float32) == cluster.flops("fp32") == cluster.flops("bf16") / 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loss_sees_weights_in_the_compute_dtype(stage):
+    """Those of units and those of none."""
+    case, seen = CASES["nnx"], {}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        seen["no unit"] = model.first.kernel[...].dtype
+        seen["unit"] = model.blocks[0](jnp.zeros((1, WIDTH), jnp.bfloat16)).dtype
+        return squared_error(model, batch)
+
+    case = dataclasses.replace(case, loss=loss)
+    state = case.create(optax.sgd(0.1), nodes=1, local=2, stage=stage, compute_dtype="bfloat16")
+    zerojax.lower_train_step(state, case.batches(2, 1)[0])
+    assert seen == {"no unit": jnp.bfloat16, "unit": jnp.bfloat16}
+
+
+def test_rounding_is_that_of_gradients():
+    """Weights are rounded to nearest whatever gradients are: a loss is the same with either."""
+    case = CASES["nnx"]
+    int8 = {"weights": "int8", "grads": ("int8", "int8"), "block_size": 64}
+    losses = []
+    for rounding in ("nearest", "stochastic"):
+        state = case.create(optax.sgd(0.1), nodes=2, local=1, rounding=rounding, **int8)
+        losses.append(zerojax.eval_step(state, case.batches(2, 1)[0])["loss"])
+    assert losses[0] == losses[1]

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from core_models import CASES, HALVES
+from flax import nnx
 from plain_loop import distance, masters, plain_loop, plain_model
 
 import zerojax
@@ -199,6 +200,10 @@ def test_metrics_are_means_over_tokens_and_the_global_norm():
     assert set(metrics) == {"loss", "grad_norm", "skipped", "skipped_in_row", "tokens", "offset"}
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    slices = case.model(nnx.Rngs(0))(batch["x"])[:, 0].reshape(12, -1), batch["counted"].reshape(12, -1)
+    offsets, counts = slices[0].mean(1), slices[1].sum(1)
+    assert len(set(counts)) > 1
+    np.testing.assert_allclose(metrics["offset"], (offsets * counts).sum() / counts.sum(), rtol=1e-5)
     assert metrics["skipped"] == metrics["skipped_in_row"] == 0
     assert int(state.step) == 1
 

@@ -1,5 +1,6 @@
 """A step whose loss or gradient is not finite changes nothing but the counters."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -127,6 +128,22 @@ def test_a_bad_gradient_under_a_finite_loss_is_skipped(options):
     jax.tree.map(np.testing.assert_array_equal, before, bits(state))
     state, metrics = zerojax.train_step(state, batch)
     assert metrics["skipped"] == 0
+
+
+def test_a_bad_loss_over_finite_gradients_is_skipped():
+    """A penalty without a gradient, say, that overflows."""
+    case = CASES["nnx"]
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return squared_error(model, batch) + jnp.where(jnp.any(batch["y"] == 100), jnp.inf, 0)
+
+    state = dataclasses.replace(case, loss=loss).create(optax.sgd(1e-4), nodes=2, local=1)
+    batch = case.batches(4, 1)[0]
+    before = bits(state)
+    state, metrics = zerojax.train_step(state, {**batch, "y": np.where(np.arange(4) == 3, 100, batch["y"])})
+    assert np.isfinite(metrics["grad_norm"])
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, bits(state))
 
 
 class Normed(nnx.Module):

@@ -68,6 +68,15 @@ def test_delta_sends_once_however_many_micro_batches():
     assert by_micro.phases()["gradients"][1] == 4 * report_of().phases()["gradients"][1]
 
 
+@pytest.mark.parametrize("style", ["stacked", "listed"])
+def test_delta_sends_the_differences_of_each_layer_once(style):
+    """A stack's layers bring their copies up to date as they are called; nothing does it again after them."""
+    state = abstract_state(style, zerojax.make_mesh(2, 4), zerojax.ZeroConfig.preset("delta", block_size=64))
+    sent = [c for c in zerojax.comm_report(state, batch_of(8)).collectives if c.phase == "delta"]
+    assert {c.axes for c in sent} == {("node",)}
+    assert sum(c.count for c in sent) == 3 + 1, "three layers, and what is no layer"
+
+
 def test_one_hop_sends_its_whole_gradient_from_every_device():
     report = report_of(grads=("bf16", "bf16"), grads_hops=1)
     assert report.phases()["gradients"] == (3 / 8 * 2 * P, 4 / 8 * 2 * P)
