@@ -10,7 +10,7 @@ import tomli_w
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from zerojax.config import RunConfig
+from zerojax.run.config import RunConfig
 
 _INTRODUCTION = """# Every config key
 

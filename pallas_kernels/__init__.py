@@ -5,8 +5,7 @@ nothing of zerojax. `pallas_kernels.reference` is the specification.
 """
 
 from pallas_kernels.backends import backend_report
-from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, nbytes
-from pallas_kernels.front import (
+from pallas_kernels.dispatch import (
     decode,
     decode_add,
     decode_sum,
@@ -15,6 +14,7 @@ from pallas_kernels.front import (
     encode_delta,
     encode_reordered,
 )
+from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, nbytes
 
 __all__ = [
     "BITS",

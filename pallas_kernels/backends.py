@@ -22,7 +22,7 @@ def _triton_module():
     """The module of Triton kernels, or None where they can't be lowered."""
     if util.find_spec("jax_triton") is None or util.find_spec("triton") is None or not _has_plugin():
         return None
-    return import_module("pallas_kernels.cuda.calls")
+    return import_module("pallas_kernels.triton.calls")
 
 
 def _pallas_module():

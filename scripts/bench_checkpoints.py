@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerojax.cli.cluster import emulate_devices
-from zerojax.config import find_config, load_config
-from zerojax.run_folder import RunFolder
+from zerojax.run.config import find_config, load_config
+from zerojax.run.run_dir import RunFolder
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def main() -> None:
     import jax
 
     import zerojax
-    from zerojax.trainer import Trainer
+    from zerojax.run.trainer import Trainer
 
     def stretch(trainer: Trainer, *, save: bool) -> Stretch:
         """Train, with the background work of a save or without a save."""

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.config import DataSection
-from zerojax.data import (
+from zerojax.models.attention import causal_attention
+from zerojax.run.config import DataSection
+from zerojax.run.data import (
     PackedRows,
     Part,
     TokenFile,
@@ -30,7 +31,6 @@ from zerojax.data import (
     open_source,
     prepare,
 )
-from zerojax.models.attention import causal_attention
 
 _MEAN_DOCUMENT = 2000
 

@@ -13,8 +13,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.remat import rematerialised
-from zerojax.zero import Remat
+from zerojax.schedule.remat import rematerialised
+from zerojax.zero_config import Remat
 
 AXES = ("node", "local")
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from zerojax.cluster import ClusterError, EmulatedCluster
-from zerojax.cluster.network import bytes_per_second
+from zerojax.testing.emulated_cluster import ClusterError, EmulatedCluster
+from zerojax.testing.emulated_cluster.network import bytes_per_second
 
 BENCH_TRAIN = Path(__file__).with_name("bench_train.py")
 MODELS = {

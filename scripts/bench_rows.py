@@ -93,7 +93,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def sent_so_far() -> int | None:
     """Bytes that this node has put on its link, by the interface's counter; None without such a link."""
     try:
-        from zerojax.cluster.network import ClusterError, link_bytes
+        from zerojax.testing.emulated_cluster.network import ClusterError, link_bytes
     except ImportError:  # where PyTorch's peers run alone
         return None
     try:

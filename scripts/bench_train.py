@@ -32,12 +32,12 @@ from bench_rows import Row, add_model_options, line, sent_so_far, speed_of, writ
 from flax import nnx
 
 import zerojax
-from zerojax.cluster import limit_link
-from zerojax.distributed import joined
+from zerojax.analysis.profile import measure_overlap, read_events, trace_files
+from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
 from zerojax.models.attention import RopeTable, rope_frequencies, rope_table
-from zerojax.profile import measure_overlap, read_events, trace_files
-from zerojax.xla import GPU_OPTIONS
+from zerojax.multihost.distributed import joined
+from zerojax.testing.emulated_cluster import limit_link
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero3": {"preset": "zero3"},
@@ -101,7 +101,7 @@ def main() -> None:
     traces.add_argument("--no-trace", action="store_true", help="do not trace: no overlap figures")
     parser.add_argument(
         "--xla", nargs="+", default=[], metavar="OPTION=VALUE",
-        help="tell the compiler so, in place of what zerojax.xla says (true, false or a number)",
+        help="tell the compiler so, in place of what zerojax.comm.xla_options says (true, false or a number)",
     )  # fmt: skip
     options = parser.parse_args()
     for name, _, value in (given.partition("=") for given in options.xla):

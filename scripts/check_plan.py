@@ -22,13 +22,13 @@ import numpy as np
 
 import zerojax
 from zerojax import aot, hlo
-from zerojax.config import RunConfig, find_config, load_config
-from zerojax.gpus import GPUS
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan import Plan, plan_state, predict_memory
+from zerojax.analysis.plan.work import decoder_work, flash_attention
 from zerojax.models import GPT, lm_loss
-from zerojax.optimizer import make_optimizer
-from zerojax.plan import Plan, plan_state, predict_memory
-from zerojax.plan.work import decoder_work, flash_attention
-from zerojax.zero import PRESETS, Remat
+from zerojax.run.config import RunConfig, find_config, load_config
+from zerojax.run.optimizers import make_optimizer
+from zerojax.zero_config import PRESETS, Remat
 
 ALLOWED = 0.15
 LAYERS_OF_A_BODY = 2

@@ -17,8 +17,8 @@ import optax
 
 import zerojax
 from zerojax import aot
-from zerojax.config import find_config, load_config
 from zerojax.models import GPT, lm_loss
+from zerojax.run.config import find_config, load_config
 
 
 def seconds(layers: int, preset: str, config: str) -> dict[str, float]:

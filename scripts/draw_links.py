@@ -25,16 +25,16 @@ from bench_rows import add_model_options
 from panels import Curve, draw_panels
 
 import zerojax
-from zerojax.cluster.network import bytes_per_second
-from zerojax.gpus import find_gpu
-from zerojax.mesh import World
+from zerojax.analysis.gpus import find_gpu
+from zerojax.analysis.plan.cluster import Cluster, on_world
+from zerojax.analysis.plan.hops import hops_of
+from zerojax.analysis.plan.memory import predict_memory
+from zerojax.analysis.plan.speed import predict_step
+from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPTConfig
-from zerojax.plan.cluster import Cluster, on_world
-from zerojax.plan.hops import hops_of
-from zerojax.plan.memory import predict_memory
-from zerojax.plan.speed import predict_step
-from zerojax.plan.work import decoder_work
-from zerojax.program import Program
+from zerojax.sharding.mesh import World
+from zerojax.testing.emulated_cluster.network import bytes_per_second
+from zerojax.train.spec import Program
 
 UNTHROTTLED = bytes_per_second("400gbit")
 Cells = dict[tuple[str, int, str, str], tuple[float, float | None]]

@@ -14,7 +14,7 @@ left behind, however the run ends. The exit code is the worst of the nodes' code
 import argparse
 import sys
 
-from zerojax.cluster import ClusterError, EmulatedCluster, LinkBytes
+from zerojax.testing.emulated_cluster import ClusterError, EmulatedCluster, LinkBytes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,13 +15,13 @@ from pathlib import Path
 from bench_links import TOKENS, in_sequences
 from panels import Curve, draw_panels
 
+from zerojax.analysis.gpus import find_gpu
+from zerojax.analysis.plan.cluster import Cluster
+from zerojax.analysis.plan.outlook import Outlook, foresee
 from zerojax.cli.untrained import abstract_run
-from zerojax.cluster.network import bytes_per_second
-from zerojax.config import MeshSection, find_config, load_config
-from zerojax.gpus import find_gpu
-from zerojax.plan.cluster import Cluster
-from zerojax.plan.outlook import Outlook, foresee
-from zerojax.zero import PRESETS
+from zerojax.run.config import MeshSection, find_config, load_config
+from zerojax.testing.emulated_cluster.network import bytes_per_second
+from zerojax.zero_config import PRESETS
 
 MODELS = ("gpt-350m", "gpt-1.3b", "llama-7b")
 GIGABITS = (10, 25, 40, 400)

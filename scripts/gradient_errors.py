@@ -33,15 +33,15 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 import zerojax
 from zerojax.cli.trained import open_trained
-from zerojax.collectives import Way, reduce_gradients
-from zerojax.config import MeshSection, ZeroSection
-from zerojax.data import TrainBatches, make_rows, open_dataset
-from zerojax.layout import Leaf, make_leaf, unflatten
-from zerojax.mesh import AXES, World
-from zerojax.paths import from_tree
-from zerojax.run_folder import RunFolder
-from zerojax.step import gradients
-from zerojax.zero import ZeroConfig
+from zerojax.comm.collectives import Way, reduce_gradients
+from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.data import TrainBatches, make_rows, open_dataset
+from zerojax.run.run_dir import RunFolder
+from zerojax.sharding.layout import Leaf, make_leaf, unflatten
+from zerojax.sharding.mesh import AXES, World
+from zerojax.sharding.param_tree import from_tree
+from zerojax.train.step import gradients
+from zerojax.zero_config import ZeroConfig
 
 NODES, LOCAL = 2, 4
 

@@ -26,13 +26,13 @@ from safetensors.numpy import load_file
 
 from zerojax.cli import main as zerojax
 from zerojax.cli.trained import open_trained
-from zerojax.config import MeshSection, ZeroSection
-from zerojax.huggingface import Direction, Format, WeightFormat
-from zerojax.huggingface.quantized import QuantizedFiles
-from zerojax.huggingface.safetensors_files import SafetensorFiles
-from zerojax.parts import evaluate, make_batches, prepare_data
-from zerojax.run_folder import RunFolder
-from zerojax.state import gather_model
+from zerojax.interop.huggingface import Direction, Format, WeightFormat
+from zerojax.interop.huggingface.quantized import QuantizedFiles
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.run.build import evaluate, make_batches, prepare_data
+from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import gather_model
 
 LOGITS_BOUND = 1e-4
 LOSS_BOUND = 1e-3

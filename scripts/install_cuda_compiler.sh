@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install XLA's CUDA compiler next to a CPU installation of JAX, for zerojax.aot. No GPU is needed.
+# Install XLA's CUDA compiler next to a CPU installation of JAX, for zerojax.analysis.aot. No GPU is needed.
 #
 #   scripts/install_cuda_compiler.sh [DIR]
 #

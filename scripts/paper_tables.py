@@ -13,16 +13,16 @@ import jax
 import optax
 
 import zerojax
-from zerojax.gpus import GPUS, MATMUL_EFFICIENCY
-from zerojax.mesh import World
+from zerojax.analysis.gpus import GPUS, MATMUL_EFFICIENCY
+from zerojax.analysis.plan import Cluster
+from zerojax.analysis.plan.cluster import on_world
+from zerojax.analysis.plan.hops import hops_of
+from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.speed import predict_step
+from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.plan import Cluster
-from zerojax.plan.cluster import on_world
-from zerojax.plan.hops import hops_of
-from zerojax.plan.memory import held_bytes, held_elsewhere, predict_memory
-from zerojax.plan.speed import predict_step
-from zerojax.plan.work import decoder_work
-from zerojax.program import Program
+from zerojax.sharding.mesh import World
+from zerojax.train.spec import Program
 
 # layers, width, heads
 SHAPES = {

@@ -286,7 +286,7 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
 def _limit_links(rate: str | None) -> None:
     """Give every node's link the rate."""
     if rate is not None:
-        from zerojax.cluster.network import limit_link
+        from zerojax.testing.emulated_cluster.network import limit_link
 
         dist.barrier()
         if os.environ["LOCAL_RANK"] == "0":

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zerojax.checkpoints import restore
 from zerojax.cli.cluster import emulate_devices
-from zerojax.config import MeshSection, load_config
-from zerojax.metrics import read_metrics
+from zerojax.run.checkpoints import restore
+from zerojax.run.config import MeshSection, load_config
+from zerojax.run.metrics import read_metrics
 
 # What a step measures that is not time or memory.
 MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", "skipped_total")
@@ -148,8 +148,8 @@ def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     """The parameters, optimizer and error feedback of a run's last checkpoint, by name."""
     import jax
 
-    from zerojax.natural import to_natural
-    from zerojax.parts import abstract_state
+    from zerojax.run.build import abstract_state
+    from zerojax.run.checkpoints.canonical import to_natural
 
     state = restore(folder / "checkpoints" / str(step), abstract_state(load_config(folder / "config.toml")))
     flat, _ = jax.tree_util.tree_flatten_with_path(to_natural(state))

@@ -1,17 +1,45 @@
-"""ZeRO and ZeRO++ for JAX: sharded training of Flax models over slow networks."""
+"""ZeRO and ZeRO++ for JAX: sharded training of Flax models over slow networks.
 
-from zerojax.average import average_weights, averaged
+Everything public is here: the names below, and the modules of ``_MODULES``, which are imported when they
+are first used (``from zerojax import checkpoints``). The packages that they come from are private.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zerojax.adapters.stack import Stack
+from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
-from zerojax.mesh import make_mesh
-from zerojax.muon import scale_by_muon
-from zerojax.shardable import chain
-from zerojax.spikes import SpikeRule
-from zerojax.stack import Stack
-from zerojax.state import TrainState, gather_model, gather_params, put_params
-from zerojax.step import eval_step, lower_train_step, train_step
-from zerojax.weight_sum import weight_sum
-from zerojax.wire import CommReport, comm_report
-from zerojax.zero import ZeroConfig
+from zerojax.optim.ema import average_weights
+from zerojax.optim.muon import scale_by_muon
+from zerojax.optim.shard_check import chain
+from zerojax.schedule.weight_sum import weight_sum
+from zerojax.sharding.mesh import make_mesh
+from zerojax.train.spikes import SpikeRule
+from zerojax.train.state import TrainState, averaged, gather_model, gather_params, put_params
+from zerojax.train.step import eval_step, lower_train_step, train_step
+from zerojax.zero_config import ZeroConfig
+
+if TYPE_CHECKING:
+    from zerojax.analysis import aot, hlo, plan, profile
+    from zerojax.interop import deepspeed, huggingface
+    from zerojax.multihost import distributed
+    from zerojax.run import checkpoints, html_report, trackers
+    from zerojax.testing import emulated_cluster as cluster
+
+_MODULES = {
+    "aot": "zerojax.analysis.aot",
+    "checkpoints": "zerojax.run.checkpoints",
+    "cluster": "zerojax.testing.emulated_cluster",
+    "deepspeed": "zerojax.interop.deepspeed",
+    "distributed": "zerojax.multihost.distributed",
+    "hlo": "zerojax.analysis.hlo",
+    "html_report": "zerojax.run.html_report",
+    "huggingface": "zerojax.interop.huggingface",
+    "plan": "zerojax.analysis.plan",
+    "profile": "zerojax.analysis.profile",
+    "trackers": "zerojax.run.trackers",
+}
 
 __all__ = [
     "CommReport",
@@ -20,17 +48,39 @@ __all__ = [
     "TrainState",
     "ZeroConfig",
     "ZeroError",
+    "aot",
     "average_weights",
     "averaged",
     "chain",
+    "checkpoints",
+    "cluster",
     "comm_report",
+    "deepspeed",
+    "distributed",
     "eval_step",
     "gather_model",
     "gather_params",
+    "hlo",
+    "html_report",
+    "huggingface",
     "lower_train_step",
     "make_mesh",
+    "plan",
+    "profile",
     "put_params",
     "scale_by_muon",
+    "trackers",
     "train_step",
     "weight_sum",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public module when it is first asked for: checkpoints bring Orbax, reports Jinja."""
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

@@ -31,18 +31,18 @@ from paired import draw, table
 
 import zerojax
 from zerojax import ZeroError, cli
+from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
 from zerojax.cli.cluster import emulate_devices
-from zerojax.config import RunConfig, config_to_dict
-from zerojax.data import Batch, Dataset, open_dataset, prepare
-from zerojax.layout import from_stored, to_stored
-from zerojax.metrics.queue import MetricsQueue
 from zerojax.models import parameter_count
-from zerojax.parts import abstract_batch, abstract_state, check_settings, evaluate, make_batches
-from zerojax.paths import from_tree, to_tree
-from zerojax.state import initializer, shardings_of
-from zerojax.step import lower_eval_step
-from zerojax.wire import comm_report
+from zerojax.run.build import abstract_batch, abstract_state, check_settings, evaluate, make_batches
+from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.data import Batch, Dataset, open_dataset, prepare
+from zerojax.run.metrics.queue import MetricsQueue
+from zerojax.sharding.layout import from_stored, to_stored
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.state import initializer, shardings_of
+from zerojax.train.step import lower_eval_step
 
 EXACT = "zero3"
 DELTA: dict[str, Any] = {

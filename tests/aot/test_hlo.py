@@ -1,4 +1,4 @@
-"""zerojax.hlo against programs compiled here for CUDA, whose traffic is known by construction."""
+"""zerojax.analysis.hlo against programs compiled here for CUDA, whose traffic is known by construction."""
 
 import jax
 import jax.numpy as jnp

@@ -2,8 +2,8 @@
 
 import pytest
 
-from zerojax.hlo.groups import parse_groups, parse_pairs
-from zerojax.hlo.text import HloError
+from zerojax.analysis.hlo.groups import parse_groups, parse_pairs
+from zerojax.analysis.hlo.text import HloError
 
 CASES = {
     "{{0,1},{2,3}}": ((0, 1), (2, 3)),

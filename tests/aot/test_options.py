@@ -6,8 +6,8 @@ import pytest
 
 import zerojax
 from zerojax import aot
-from zerojax.route import Route
-from zerojax.xla import GPU_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
+from zerojax.comm.xla_options import GPU_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
+from zerojax.schedule.strategy import Route
 
 VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import zerojax
 from zerojax import aot, hlo
-from zerojax.wire import comm_report
+from zerojax.analysis.comm_report import comm_report
 
 WIDTH, LAYERS = 256, 8
 

@@ -14,15 +14,15 @@ from typing import Any
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from zerojax.peers.handshake import VARIABLE
-from zerojax.peers.member import Member
-from zerojax.peers.messages import Verdict
+from zerojax.multihost.peers.client import Member
+from zerojax.multihost.peers.handshake import VARIABLE
+from zerojax.multihost.peers.messages import Verdict
 
 SECONDS = 300
 
 
 class One:
-    """One process's part, as `zerojax.distributed` does it, but for the devices."""
+    """One process's part, as `zerojax.multihost.distributed` does it, but for the devices."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, port: int, rank: int, size: int, folder: Path

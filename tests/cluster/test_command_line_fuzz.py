@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from zerojax import distributed
 from zerojax.cli import launch
 from zerojax.cli.cluster import emulate_devices
-from zerojax.config import MeshSection
 from zerojax.errors import ZeroError
+from zerojax.run.config import MeshSection
 
 NUMBERS = st.one_of(
     st.integers(-3, 40).map(str),
@@ -35,7 +35,11 @@ def test_launch(arguments, complete):
     if complete:
         arguments = ["--nodes", "2", "--devices-per-node", "1", *arguments, "gpt-tiny"]
     started = mock.Mock(return_value=mock.Mock(code=0, signals=()))
-    with mock.patch("zerojax.supervise.run", started), mock.patch("sys.stderr"), mock.patch("sys.stdout"):
+    with (
+        mock.patch("zerojax.multihost.supervisor.run", started),
+        mock.patch("sys.stderr"),
+        mock.patch("sys.stdout"),
+    ):
         try:
             launch.launch(launch.parse(arguments))
             code = None
@@ -68,7 +72,7 @@ def test_variables(variables):
     began = mock.Mock()
     with (
         mock.patch.dict(os.environ, kept | variables, clear=True),
-        mock.patch("zerojax.peers.join", began),
+        mock.patch("zerojax.multihost.peers.join", began),
         mock.patch("socket.getaddrinfo", return_value=[(0, 0, 0, "", ("10.0.0.1", 1))]),
     ):
         began.side_effect = ZeroError("here it would begin")

@@ -1,4 +1,4 @@
-"""zerojax.distributed: what is refused before anything is connected, and a job of two."""
+"""zerojax.multihost.distributed: what is refused before anything is connected, and a job of two."""
 
 import socket
 import stat
@@ -39,7 +39,7 @@ def begin(monkeypatch):
         places.append(place)
         raise Begun
 
-    monkeypatch.setattr("zerojax.peers.join", stop)
+    monkeypatch.setattr("zerojax.multihost.peers.join", stop)
 
     def begun(*arguments, **options):
         with pytest.raises(Begun):
@@ -151,7 +151,7 @@ def test_its_sockets_are_for_the_user_alone_and_fit(monkeypatch, tmp_path, name)
         assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
         raise Begun
 
-    monkeypatch.setattr("zerojax.peers.join", stop)
+    monkeypatch.setattr("zerojax.multihost.peers.join", stop)
     for rank in range(2):
         with pytest.raises(Begun):
             join("127.0.0.1:99", rank, 2)

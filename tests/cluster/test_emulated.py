@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from zerojax import cluster
-from zerojax.cluster import network
-from zerojax.devices import share_devices
+from zerojax.multihost.devices import share_devices
+from zerojax.testing.emulated_cluster import network
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "emulate_cluster.py"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from environment import for_programs
 
-from zerojax.distributed import free_port
 from zerojax.errors import EXIT_PEER_LOST
+from zerojax.multihost.distributed import free_port
 
 # A job whose processes meet in a collective again and again, when `work` says nothing else.
 MEET = """

@@ -7,9 +7,9 @@ import pytest
 from environment import zerojax
 from program.micro_run import micro_config
 
-from zerojax.checkpoints import names
-from zerojax.config import dump_config
-from zerojax.metrics import read_metrics
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.config import dump_config
+from zerojax.run.metrics import read_metrics
 
 LAUNCH = ("launch", "--nodes", 2, "--devices-per-node", 1)
 CHECKPOINT = {"every": 1, "keep": 1, "keep_every": 4, "keep_best": 1}
@@ -35,7 +35,7 @@ def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> Non
     run_through(*LAUNCH, config, "--run-dir", run)
     lines = read_metrics(run / "metrics.jsonl")
     best = min(lines, key=lambda line: line["validation_loss"])["step"]
-    assert names.steps(run / "checkpoints") == sorted({4, 5, 6, best})
+    assert step_dirs.steps(run / "checkpoints") == sorted({4, 5, 6, best})
 
     weights = ("--init-from", run / "checkpoints" / "4")
     options = (config, *weights, "--train.steps", 2, "--zero.preset", "zero++")

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from zerojax import links, make_mesh
+from zerojax import make_mesh
+from zerojax.analysis import links
 
 
 def test_each_axis_with_peers_is_measured():

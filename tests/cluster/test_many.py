@@ -13,8 +13,8 @@ from subprocess import PIPE
 import pytest
 from environment import for_programs
 
-from zerojax.distributed import free_port
-from zerojax.peers.handshake import VARIABLE, new_token
+from zerojax.multihost.distributed import free_port
+from zerojax.multihost.peers.handshake import VARIABLE, new_token
 
 CROWD = Path(__file__).parent / "crowd.py"
 

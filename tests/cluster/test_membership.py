@@ -11,10 +11,10 @@ import pytest
 from cluster.test_peers import _close as _close  # a fixture: leave the jobs that were joined
 from cluster.test_peers import join
 
-from zerojax.distributed import free_port
 from zerojax.errors import JobError, ZeroError
-from zerojax.peers.handshake import admit, introduce
-from zerojax.peers.messages import Connection, parse
+from zerojax.multihost.distributed import free_port
+from zerojax.multihost.peers.handshake import admit, introduce
+from zerojax.multihost.peers.messages import Connection, parse
 
 TOKEN, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 

@@ -13,11 +13,11 @@ from contextlib import suppress
 
 import pytest
 
-from zerojax.peers import handshake
-from zerojax.peers.hub import Hub
-from zerojax.peers.listener import Listener
-from zerojax.peers.member import Member
-from zerojax.peers.messages import LIMIT, Connection, Piece, Verdict, parse, printable
+from zerojax.multihost.peers import handshake
+from zerojax.multihost.peers.client import Member
+from zerojax.multihost.peers.coordinator import Hub
+from zerojax.multihost.peers.listener import Listener
+from zerojax.multihost.peers.messages import LIMIT, Connection, Piece, Verdict, parse, printable
 
 INPUTS = 1000
 TOKEN = "a token for the fuzz test"
@@ -169,7 +169,7 @@ def test_what_a_peer_says_does_nothing_to_a_terminal(said, shown):
 
 def test_strangers(monkeypatch):
     """A thousand know no token: none gets in, each is let go, and a process that knows it gets in."""
-    monkeypatch.setattr("zerojax.peers.listener._PATIENCE", 2.0)
+    monkeypatch.setattr("zerojax.multihost.peers.listener._PATIENCE", 2.0)
     rng = random.Random(1)
     served, ended = [], []
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import peers
-from zerojax.distributed import free_port
 from zerojax.errors import JobError, ZeroError
-from zerojax.peers.pulse import Pulse
+from zerojax.multihost import peers
+from zerojax.multihost.distributed import free_port
+from zerojax.multihost.peers.heartbeat import Pulse
 
 _joined = []
 

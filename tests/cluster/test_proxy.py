@@ -4,8 +4,8 @@ import asyncio
 import socket
 from contextlib import suppress
 
-from zerojax.peers.messages import Connection, Piece
-from zerojax.peers.proxy import ClientProxy, ServiceProxy
+from zerojax.multihost.peers.messages import Connection, Piece
+from zerojax.multihost.peers.proxy import ClientProxy, ServiceProxy
 
 BIG = bytes(range(256)) * 4096
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zerojax.peers.handshake import VARIABLE
+from zerojax.multihost.peers.handshake import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 

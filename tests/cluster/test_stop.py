@@ -14,9 +14,9 @@ import psutil
 import pytest
 from environment import for_programs
 
-from zerojax.checkpoints import names, newest_sound, read_seal
 from zerojax.errors import EXIT_STOPPED
-from zerojax.metrics import read_metrics
+from zerojax.run.checkpoints import newest_sound, read_seal, step_dirs
+from zerojax.run.metrics import read_metrics
 
 CONFIG = """
 [train]
@@ -102,7 +102,7 @@ def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
     launch = ("-m", "zerojax", "launch", "--nodes", 2, "--devices-per-node", 2, "--restarts", 3)
     command = (*launch, config, "--run-dir", run)
     with started(*command, "--checkpoint.minutes", 0.01) as process:
-        wait_until(lambda: len(names.steps(run / "checkpoints")) > 2, process)
+        wait_until(lambda: len(step_dirs.steps(run / "checkpoints")) > 2, process)
         [second] = [
             child
             for child in psutil.Process(process.pid).children(recursive=True)
@@ -116,7 +116,7 @@ def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
     for rank in range(2):
         assert f"[rank {rank}] zerojax: stopped on request at step {step}" in out
     assert "starting again" not in err
-    seals = [read_seal(run / "checkpoints" / str(step)) for step in names.steps(run / "checkpoints")]
+    seals = [read_seal(run / "checkpoints" / str(step)) for step in step_dirs.steps(run / "checkpoints")]
     apart = [b.record.seconds - a.record.seconds for a, b in itertools.pairwise(seals[:-1])]
     assert min(apart) >= 0.6
     with started(*command, "--train.steps", step + 2) as process:
@@ -128,8 +128,8 @@ def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
 HANGING = """
 import atexit, sys, threading
 from zerojax.cli import main
-from zerojax.trackers import Trackers
-from zerojax.trackers.tensorboard import TensorBoard
+from zerojax.run.trackers import Trackers
+from zerojax.run.trackers.tensorboard import TensorBoard
 
 def hang(*_, **__):
     threading.Event().wait()
@@ -157,7 +157,7 @@ def test_a_tracker_that_hangs_does_not_keep_the_process(config: Path, tmp_path: 
 
 BUSY = """
 import hashlib
-from zerojax.stop import StopRequest
+from zerojax.multihost.preemption import StopRequest
 with StopRequest():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in C, where Python runs no handler

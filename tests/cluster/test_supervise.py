@@ -1,4 +1,4 @@
-"""zerojax.supervise with small real processes."""
+"""zerojax.multihost.supervisor with small real processes."""
 
 import io
 import os
@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import supervise
+from zerojax.multihost import supervisor
 
 
-def shell(name: str, script: str) -> supervise.Task:
-    return supervise.Task(name, ["sh", "-c", script], env=os.environ)
+def shell(name: str, script: str) -> supervisor.Task:
+    return supervisor.Task(name, ["sh", "-c", script], env=os.environ)
 
 
 def run(*tasks, **options):
     output = io.BytesIO()
-    result = supervise.run(tasks, output=output, **options)
+    result = supervisor.run(tasks, output=output, **options)
     return result, output.getvalue().decode().splitlines()
 
 
@@ -47,7 +47,7 @@ def test_output_is_prefixed_and_codes_are_kept():
 
 
 def test_the_environment_is_the_task_s_alone():
-    task = supervise.Task("a", ["/bin/sh", "-c", "env | grep -c HOME; echo $X"], env={"X": "y"})
+    task = supervisor.Task("a", ["/bin/sh", "-c", "env | grep -c HOME; echo $X"], env={"X": "y"})
     assert run(task)[1] == ["[a] 0", "[a] y"]
 
 
@@ -82,7 +82,7 @@ def test_time_is_up():
 
 
 def test_a_command_that_is_not_there():
-    task = supervise.Task("a", ["/no/such/program"], env=os.environ)
+    task = supervisor.Task("a", ["/no/such/program"], env=os.environ)
     result, lines = run(task)
     assert result.code == 127
     assert lines == ["[a] cannot run /no/such/program: No such file or directory"]
@@ -114,7 +114,7 @@ def test_a_signal_is_handed_on_and_waited_for():
 def test_nothing_outlives_a_killed_supervisor(tmp_path):
     pid = tmp_path / "pid"
     program = (
-        "import os; from zerojax import supervise as s;"
+        "import os; from zerojax.multihost import supervisor as s;"
         f"s.run([s.Task('a', ['sh', '-c', 'echo $$ > {pid}; exec sleep 600'], os.environ)])"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", program])

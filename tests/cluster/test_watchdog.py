@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from zerojax import watchdog
-from zerojax.config import ClusterSection
-from zerojax.watchdog import Watchdog, dump_stacks
+from zerojax.multihost import watchdog
+from zerojax.multihost.watchdog import Limits, Watchdog, dump_stacks
+from zerojax.run.build import watchdog_limits
+from zerojax.run.config import ClusterSection
 
 
 class Clock:
@@ -25,7 +26,7 @@ def clock():
 
 
 def watch(clock, **settings):
-    return Watchdog(ClusterSection(**settings), lambda line: None, clock)
+    return Watchdog(watchdog_limits(ClusterSection(**settings)), lambda line: None, clock)
 
 
 def pass_time(clock, dog, seconds):
@@ -104,7 +105,7 @@ def test_a_pause_of_the_whole_process_is_no_work(clock):
 
 def test_it_says_so_once(clock):
     said = []
-    dog = Watchdog(ClusterSection(phase_timeout=0.01), said.append)
+    dog = Watchdog(Limits(0.01, 0, 0), said.append)
     dog.phase("waiting")
     dog.start()
     end = time.monotonic() + 10
@@ -118,10 +119,9 @@ def test_it_says_so_once(clock):
 def test_alone_the_process_ends_and_its_stacks_remain(tmp_path):
     program = f"""
 import pathlib, time
-from zerojax.config import ClusterSection
-from zerojax.watchdog import Watchdog, end_alone
+from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 stop = lambda line: end_alone(pathlib.Path({str(tmp_path)!r}, "s", "0"), line)
-dog = Watchdog(ClusterSection(phase_timeout=0.1), stop)
+dog = Watchdog(Limits(0.1, 0, 0), stop)
 dog.phase("sleeping")
 dog.start()
 def sleep_for_ever():

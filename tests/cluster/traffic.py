@@ -1,4 +1,4 @@
-"""Pieces of known traffic, for `zerojax.cluster.measure_bytes`; not tests themselves."""
+"""Pieces of known traffic, for `zerojax.testing.emulated_cluster.measure_bytes`; not tests themselves."""
 
 from collections.abc import Callable
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.step import trace_train_step
+from zerojax.train.step import trace_train_step
 
 WIDTH = 768
 HOST_CALL = re.compile(r"\b(\w*callback|debug_print|infeed|outfeed)\b")

@@ -9,7 +9,7 @@ from core_models import CASES
 from plain_loop import by_path, distance, masters
 
 import zerojax
-from zerojax.checkpoints import Checkpoints, Record, restore
+from zerojax.run.checkpoints import Checkpoints, Record, restore
 
 DECAY, ROWS = 0.7, 24
 DELTA = {"weights": "int8", "weights_delta": True, "hpz": True}

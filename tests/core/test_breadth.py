@@ -12,9 +12,9 @@ from core_models import WIDTH, Block, Case, LinenBlock, regression_batch, square
 from flax import linen, nnx
 
 import zerojax
-from zerojax.breadth import one_after_another
 from zerojax.errors import ZeroError
-from zerojax.unit import refuse_mapped
+from zerojax.schedule.breadth_first import one_after_another
+from zerojax.schedule.unit import refuse_mapped
 
 MICRO = 3
 BREADTH = {"accumulate": MICRO, "accumulate_order": "breadth"}

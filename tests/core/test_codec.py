@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerojax.codec import Codec, sum_rows
+from zerojax.sharding.wire_format import Codec, sum_rows
 
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])

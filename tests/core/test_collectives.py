@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec
 from wire_reference import Wire, mix
 
 import zerojax
-from zerojax import codec, collectives, together
-from zerojax.collectives import Way, reduce_gradients
-from zerojax.layout import Leaf, make_leaf
-from zerojax.mesh import World
+from zerojax.comm import coalesced, collectives
+from zerojax.comm.collectives import Way, reduce_gradients
+from zerojax.sharding import wire_format
+from zerojax.sharding.layout import Leaf, make_leaf
+from zerojax.sharding.mesh import World
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)
@@ -236,7 +237,7 @@ def test_delta_adds_the_same_difference_everywhere(mesh, stored):
 def test_large_raw_leaves_travel_alone_and_arrive():
     """A leaf of a megabyte is not joined with the others; nor is what is joined disturbed by it."""
     mesh, options = (2, 2), {"weights": "bf16", "local_weights": "bf16", "grads": ("bf16", "fp32")}
-    sizes = (3, 4 * (together.ALONE_BYTES // 2), 5)
+    sizes = (3, 4 * (coalesced.ALONE_BYTES // 2), 5)
     leaves, wires = zip(
         *(leaf_and_wire(mesh, size, i, **options) for i, size in enumerate(sizes)), strict=True
     )
@@ -311,7 +312,7 @@ def test_any_size_on_any_mesh(mesh, size, fmt, block):
 
 def test_salts_are_mixed_as_documented():
     salts = [(), (0,), (1,), (5, 2, 1, 0), (5, 2, 0, 1)]
-    found = [int(codec.mix(jnp.uint32(SEED), *s)) for s in salts]
+    found = [int(wire_format.mix(jnp.uint32(SEED), *s)) for s in salts]
     assert found == [mix(SEED, *s) for s in salts]
     assert len(set(found)) == len(found)
 

@@ -14,8 +14,10 @@ import pytest
 from core_models import WIDTH, Case, regression_batch, squared_error
 from flax import nnx
 
-from zerojax import device_step, eval_step, stack, train_step
-from zerojax.paths import from_tree
+from zerojax import eval_step, train_step
+from zerojax.adapters import stack
+from zerojax.sharding.param_tree import from_tree
+from zerojax.train import per_device
 
 DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
 
@@ -70,8 +72,8 @@ def all_at_once(state: Any) -> dict[Any, np.ndarray]:
     spec = program.by_path(program.secondary_spec)
 
     def update(params: Any, secondary: Any, step: Any) -> Any:
-        blocks = device_step.flat_blocks(params, program.leaves)
-        return device_step.next_secondary(program, blocks, secondary, step)
+        blocks = per_device.flat_blocks(params, program.leaves)
+        return per_device.next_secondary(program, blocks, secondary, step)
 
     run = jax.shard_map(
         update,

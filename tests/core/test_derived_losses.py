@@ -15,9 +15,9 @@ from core_models import HIDDEN, WIDTH, Block, Listed
 from flax import linen, nnx
 
 import zerojax
-from zerojax import step
-from zerojax.layout import from_stored
-from zerojax.paths import from_tree
+from zerojax.sharding.layout import from_stored
+from zerojax.sharding.param_tree import from_tree
+from zerojax.train import step
 
 ROWS = 48
 X = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)

@@ -13,11 +13,11 @@ import pytest
 from core_models import CASES, WIDTH, squared_error
 
 import zerojax
+from zerojax.analysis.gpus import find_gpu
+from zerojax.analysis.plan import Cluster
 from zerojax.cli.export_model import Options
-from zerojax.config import config_from_dict, dump_config
-from zerojax.dtypes import dtype_name
-from zerojax.gpus import find_gpu
-from zerojax.plan import Cluster
+from zerojax.run.config import config_from_dict, dump_config
+from zerojax.validation.dtypes import dtype_name
 
 BFLOAT16 = [
     "bfloat16",

@@ -11,8 +11,8 @@ from optax import contrib
 from plain_loop import distance, masters, plain_loop, plain_model
 
 import zerojax
-from zerojax.checkpoints import Checkpoints, Record, restore
-from zerojax.natural import to_natural
+from zerojax.run.checkpoints import Checkpoints, Record, restore
+from zerojax.run.checkpoints.canonical import to_natural
 
 ROWS = 24
 RATE = optax.linear_schedule(0.05, 0.01, 4)

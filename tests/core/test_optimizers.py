@@ -12,9 +12,9 @@ from optax import contrib
 from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
-from zerojax.layout import make_leaf
-from zerojax.mesh import World
-from zerojax.shardable import check_shardable
+from zerojax.optim.shard_check import check_shardable
+from zerojax.sharding.layout import make_leaf
+from zerojax.sharding.mesh import World
 
 ROWS = 24
 

@@ -11,7 +11,7 @@ from core_models import Case, regression_batch
 from flax import nnx
 
 import zerojax
-from zerojax.step import gradients
+from zerojax.train.step import gradients
 
 SIZE = 150
 ROTATED = {"grads": ("int8", "int4"), "rotation": 32, "block_size": 64}

@@ -11,7 +11,7 @@ from core_models import WIDTH, Case, regression_batch
 from flax import nnx
 
 import zerojax
-from zerojax.step import gradients
+from zerojax.train.step import gradients
 
 MICRO, SIZE = 2, 128
 

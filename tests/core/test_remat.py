@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
-from zerojax.step import trace_train_step
+from zerojax.train.step import trace_train_step
 
 MICRO = {"accumulate": 2, "accumulate_order": "breadth"}
 

@@ -1,9 +1,9 @@
-"""Which route a config asks for: the table of ``zerojax.route``, and what its text adds."""
+"""Which route a config asks for: the table of ``zerojax.schedule.strategy``, and what its text adds."""
 
 import pytest
 
 import zerojax
-from zerojax.route import Route
+from zerojax.schedule.strategy import Route
 
 DELTA = {"hpz": True, "weights_delta": True}
 STEP = {"grad_sync": "step"}

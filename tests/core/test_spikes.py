@@ -11,8 +11,8 @@ import pytest
 from core_models import CASES
 
 import zerojax
-from zerojax.checkpoints import Checkpoints, Record, restore
-from zerojax.natural import to_natural
+from zerojax.run.checkpoints import Checkpoints, Record, restore
+from zerojax.run.checkpoints.canonical import to_natural
 
 RULE = zerojax.SpikeRule(3.0, window=4)
 ROWS, STEPS, SPIKES, NOT_FINITE = 24, 12, (7, 8, 11), 3

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
-from zerojax.state import initializer
+from zerojax.train.state import initializer
 
 ROWS = 24
 

@@ -8,7 +8,7 @@ import pytest
 from core_models import Case, regression_batch
 from flax import nnx
 
-from zerojax.step import gradients
+from zerojax.train.step import gradients
 
 MICRO, SMALL = 8, 2.0**-9
 

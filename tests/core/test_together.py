@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from zerojax.together import ALONE_BYTES, exchange_together, gather_together
+from zerojax.comm.coalesced import ALONE_BYTES, exchange_together, gather_together
 
 SMALL, LARGE = 64, ALONE_BYTES // 4
 DOMAIN = "collective_communication_domain"

@@ -11,7 +11,7 @@ from core_models import WIDTH, Block
 from flax import linen, nnx
 
 import zerojax
-from zerojax.step import trace_train_step
+from zerojax.train.step import trace_train_step
 
 X = np.ones((16, WIDTH), np.float32)
 

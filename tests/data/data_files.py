@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerojax.data import ByteTokenizer, TokenFile, TokenWriter, open_tokens
+from zerojax.run.data import ByteTokenizer, TokenFile, TokenWriter, open_tokens
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data.data_files import write_documents
 
-from zerojax.data import DataError, Shares, TokenFile, TrainBatches, Windows, validation_batches
+from zerojax.run.data import DataError, Shares, TokenFile, TrainBatches, Windows, validation_batches
 
 
 @pytest.fixture

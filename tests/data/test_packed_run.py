@@ -8,10 +8,10 @@ import pytest
 from program.micro_run import micro_config
 
 import zerojax
-from zerojax.config import dump_config, load_config
-from zerojax.metrics import read_metrics
-from zerojax.run_folder import RunFolder
-from zerojax.trainer import Trainer
+from zerojax.run.config import dump_config, load_config
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data.data_files import write_documents
 
-from zerojax.data import PackedRows, best_fit, make_rows, validation_batches
+from zerojax.run.data import PackedRows, best_fit, make_rows, validation_batches
 
 END = 999
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from zerojax.data import DataError, open_source
-from zerojax.data import formats as formats_module
+from zerojax.run.data import DataError, open_source
+from zerojax.run.data import formats as formats_module
 
 TEXTS = [f"document {i}: grüße {'word ' * i}\n" for i in range(50)]
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from data.data_files import write_documents
 
-from zerojax.checked_json import dump_checked, load_checked
-from zerojax.config import DataSection, MixtureSource
-from zerojax.data import (
+from zerojax.run.config import DataSection, MixtureSource
+from zerojax.run.data import (
     BPETokenizer,
     ByteTokenizer,
     DataError,
@@ -24,7 +23,8 @@ from zerojax.data import (
     rank,
     validation_limit,
 )
-from zerojax.data import pace as pace_module
+from zerojax.run.data import pace as pace_module
+from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 
 @pytest.fixture

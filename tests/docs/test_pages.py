@@ -9,7 +9,7 @@ import pytest
 from environment import for_programs
 from pages import PAGES, REASONS, ROOT, RUN, SHOWN, CodeBlock, blocks
 
-from zerojax.config import config_from_dict
+from zerojax.run.config import config_from_dict
 
 BY_PAGE = {str(page.relative_to(ROOT)): blocks(page) for page in PAGES}
 CONFIGS = [b for found in BY_PAGE.values() for b in found if b.kind == "toml" and not b.reason]

@@ -7,8 +7,8 @@ import pytest
 from hf.hf_models import FIXTURES, NAMES, begin_run
 
 from zerojax.cli.trained import TrainedRun, open_trained
-from zerojax.config import MeshSection, ZeroSection
-from zerojax.run_folder import RunFolder
+from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.run_dir import RunFolder
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from zerojax.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
-from zerojax.huggingface import Source, import_model, model_section
+from zerojax.interop.huggingface import Source, import_model, model_section
 from zerojax.models import GPTConfig
-from zerojax.run_folder import RunFolder
+from zerojax.run.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
+from zerojax.run.run_dir import RunFolder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("gpt2", "opt", "llama2", "llama3")

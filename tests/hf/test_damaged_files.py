@@ -10,7 +10,7 @@ from hf.hf_models import FIXTURES
 from safetensors import SafetensorError, safe_open
 
 from zerojax.errors import ZeroError
-from zerojax.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 
 LLAMA = FIXTURES / "llama2"
 INDEX = "model.safetensors.index.json"

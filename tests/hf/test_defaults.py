@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from zerojax.errors import ZeroError
-from zerojax.huggingface.config_keys import HARMLESS, ConfigKeys
-from zerojax.huggingface.families import FAMILIES
+from zerojax.interop.huggingface.config_keys import HARMLESS, ConfigKeys
+from zerojax.interop.huggingface.families import FAMILIES
 from zerojax.models import GPTConfig
 
 SHAPE: dict[str, dict[str, Any]] = {

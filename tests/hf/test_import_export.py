@@ -10,8 +10,8 @@ import pytest
 from hf.hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
-from zerojax.run_folder import RunFolder
-from zerojax.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
 
 MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
 TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]

@@ -10,13 +10,20 @@ import reference_codec
 from hf.hf_models import FIXTURES, run_config
 
 from zerojax.errors import ZeroError
-from zerojax.huggingface import Direction, Format, Source, WeightFormat, check_quantizable, plan_export
-from zerojax.huggingface.exporting import Target
-from zerojax.huggingface.quantized import QuantizedFiles
-from zerojax.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
-from zerojax.parts import abstract_model
-from zerojax.run_folder import RunFolder
-from zerojax.state import TrainState
+from zerojax.interop.huggingface import (
+    Direction,
+    Format,
+    Source,
+    WeightFormat,
+    check_quantizable,
+    plan_export,
+)
+from zerojax.interop.huggingface.exporting import Target
+from zerojax.interop.huggingface.quantized import QuantizedFiles
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
+from zerojax.run.build import abstract_model
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import TrainState
 
 FORMATS = pytest.mark.parametrize("fmt", ["int8", "int4", "int2", "fp8"])
 SHAPE = 192, 128  # (outputs, inputs)

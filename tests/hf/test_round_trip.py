@@ -11,15 +11,15 @@ from hf.conftest import Imported
 from hf.hf_models import FIXTURES, copy_of, run_config, tensors
 
 from zerojax import gather_model
-from zerojax.huggingface import Source, export_model, plan_export
-from zerojax.huggingface.load import check_tensors, load_params
-from zerojax.huggingface.safetensors_files import SafetensorFiles
-from zerojax.huggingface.save import each_tensor, tensor_specs
-from zerojax.layout import Leaf
-from zerojax.parts import abstract_model
-from zerojax.paths import to_tree
-from zerojax.run_folder import RunFolder
-from zerojax.state import begin_with
+from zerojax.interop.huggingface import Source, export_model, plan_export
+from zerojax.interop.huggingface.load import check_tensors, load_params
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface.save import each_tensor, tensor_specs
+from zerojax.run.build import abstract_model
+from zerojax.run.run_dir import RunFolder
+from zerojax.sharding.layout import Leaf
+from zerojax.sharding.param_tree import to_tree
+from zerojax.train.state import begin_with
 
 
 def export(run: Imported, out: Path, dtype: str | None = None, largest_file: int = 10**9) -> None:

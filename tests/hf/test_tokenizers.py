@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from hf.hf_models import FIXTURES
 
-from zerojax.data import BPETokenizer, ByteTokenizer, DataError, load_tokenizer
-from zerojax.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
+from zerojax.interop.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
+from zerojax.run.data import BPETokenizer, ByteTokenizer, DataError, load_tokenizer
 
 TEXT = "the quick brown fox\n all work and no play"
 

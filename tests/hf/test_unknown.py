@@ -7,11 +7,11 @@ import pytest
 from hf.hf_models import FIXTURES, copy_of, run_config, tensors
 
 from zerojax.errors import ZeroError
-from zerojax.huggingface import Source, import_model
-from zerojax.huggingface.families import describe_model
-from zerojax.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface import Source, import_model
+from zerojax.interop.huggingface.families import describe_model
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.models import GPTConfig
-from zerojax.run_folder import RunFolder
+from zerojax.run.run_dir import RunFolder
 
 OLD_ROPE = {"rope_parameters": None}  # as before transformers 5
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}

@@ -1,7 +1,7 @@
 """The Triton kernels on a CPU: Triton's interpreter, with the few PTX instructions they name in numpy.
 
 Import it in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported. `install`
-makes `pallas_kernels.cuda.calls` run its kernels here, on concrete arrays.
+makes `pallas_kernels.triton.calls` run its kernels here, on concrete arrays.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false

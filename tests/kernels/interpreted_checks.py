@@ -11,7 +11,7 @@ import numpy as np
 from kernel_cases import CASES, case
 
 from pallas_kernels import QUANTIZED, reference
-from pallas_kernels.cuda import calls
+from pallas_kernels.triton import calls
 
 SEED = jnp.uint32(9)
 SHAPES = ((64, 3, 704), (256, 2, 4096))

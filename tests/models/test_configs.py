@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.config import load_config
 from zerojax.models import flops_per_token, parameter_count
+from zerojax.run.config import load_config
 
 FOLDER = Path(__file__).parents[2] / "configs"
 SIZES = {

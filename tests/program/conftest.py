@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from program.micro_run import micro_config
 
-from zerojax.run_folder import RunFolder
-from zerojax.trainer import Trainer
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
 
 
 @pytest.fixture(scope="session")

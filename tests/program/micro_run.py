@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from zerojax.config import RunConfig, config_from_dict
+from zerojax.run.config import RunConfig, config_from_dict
 
 MICRO: dict[str, dict[str, Any]] = {
     "train": {

@@ -10,11 +10,11 @@ import pytest
 from fuzzing import time_limit
 
 from zerojax.cli import main
-from zerojax.config import ConfigError, RunConfig, config_from_dict
 from zerojax.errors import ZeroError
-from zerojax.huggingface.families import read_model
+from zerojax.interop.huggingface.families import read_model
 from zerojax.models import GPTConfig
-from zerojax.zero import ZeroConfig
+from zerojax.run.config import ConfigError, RunConfig, config_from_dict
+from zerojax.zero_config import ZeroConfig
 
 NUMBERS = [
     (section.name, field.name, kind)

@@ -14,22 +14,22 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.checkpoints import (
+from zerojax.errors import RunError, ZeroError
+from zerojax.run.checkpoints import (
     Checkpoints,
     Record,
     Retention,
-    names,
     newest_sound,
     read_seal,
     restore,
     restore_weights,
+    step_dirs,
     transfer,
     verify,
 )
-from zerojax.errors import RunError, ZeroError
-from zerojax.natural import abstract_natural, from_natural, to_natural
-from zerojax.state import TrainState
-from zerojax.zero import ZeroConfig
+from zerojax.run.checkpoints.canonical import abstract_natural, from_natural, to_natural
+from zerojax.train.state import TrainState
+from zerojax.zero_config import ZeroConfig
 
 BATCH = np.linspace(-1, 1, 8 * 13, dtype=np.float32).reshape(8, 13)
 
@@ -277,7 +277,7 @@ def test_an_old_one_that_cannot_be_deleted_is_said_and_saving_goes_on(
             (tmp_path / "3.removed").mkdir()  # as an earlier attempt left it
             for step in (3, 6, 9, 12):
                 checkpoints.save(step, trained, RECORD)
-        assert names.steps(tmp_path) == [9, 12]
+        assert step_dirs.steps(tmp_path) == [9, 12]
         assert [line.partition(" cannot be deleted: Device or resource busy;")[0] for line in lines] == [
             str(tmp_path / "3.removed-2"),
             str(tmp_path / "6.removed"),
@@ -293,10 +293,10 @@ def test_a_skipped_step_is_not_saved(trained: Any, tmp_path: Path) -> None:
     skipped = trained.replace(skipped_in_row=trained.skipped_in_row + 1)
     with Checkpoints(tmp_path) as checkpoints:
         assert not checkpoints.save(4, skipped, RECORD)
-        assert names.steps(tmp_path) == []
+        assert step_dirs.steps(tmp_path) == []
         assert checkpoints.save(4, skipped, RECORD, despite_skips=True)
         assert checkpoints.save(4, skipped, RECORD), "it is there already"
-    assert names.steps(tmp_path) == [4]
+    assert step_dirs.steps(tmp_path) == [4]
 
 
 def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from program.micro_run import micro_config
 from zerojax.cli import COMMANDS, main
 from zerojax.cli.cluster import emulate_devices
 from zerojax.cli.on_config import Options, parse
-from zerojax.config import MeshSection, RunConfig, dump_config
 from zerojax.errors import ZeroError
-from zerojax.run_folder import RunFolder
+from zerojax.run.config import MeshSection, RunConfig, dump_config
+from zerojax.run.run_dir import RunFolder
 from zerojax.versions import VERSION
 
 

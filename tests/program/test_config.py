@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.config import (
+from zerojax.errors import ZeroError
+from zerojax.run.config import (
     ConfigError,
     RunConfig,
     ZeroSection,
@@ -14,8 +15,7 @@ from zerojax.config import (
     find_config,
     load_config,
 )
-from zerojax.errors import ZeroError
-from zerojax.zero import PRESETS, ZeroConfig
+from zerojax.zero_config import PRESETS, ZeroConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:

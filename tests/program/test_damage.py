@@ -16,16 +16,16 @@ from flax import nnx
 from program.micro_run import micro_config
 
 import zerojax
-from zerojax.checkpoints import Checkpoints, DamagedError, Record, newest_sound, restore, verify
 from zerojax.cli import main
-from zerojax.config import ConfigError, DataSection, RunConfig, dump_config, load_config
-from zerojax.data import DataError, open_dataset, prepare
 from zerojax.errors import ZeroError
-from zerojax.metrics import read_metrics
-from zerojax.natural import to_natural
-from zerojax.run_folder import RunFolder
-from zerojax.state import TrainState
-from zerojax.trainer import Trainer
+from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_sound, restore, verify
+from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config, load_config
+from zerojax.run.data import DataError, open_dataset, prepare
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
+from zerojax.train.state import TrainState
 
 # Orbax closes its event loop while reads that nobody waits for any more are still on their way.
 pytestmark = [

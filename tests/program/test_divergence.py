@@ -12,13 +12,13 @@ from program.micro_run import micro_config
 from program.test_trainer import Stop, die_at, losses, poison, train
 
 import zerojax
-from zerojax import trainer as trainer_module
-from zerojax.checkpoints import names
 from zerojax.cli import main
-from zerojax.config import RunConfig, dump_config
 from zerojax.errors import EXIT_DIVERGED, DivergedError, Stopped, ZeroError
-from zerojax.metrics import read_metrics
-from zerojax.run_folder import RunFolder
+from zerojax.run import trainer as trainer_module
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.config import RunConfig, dump_config
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
 
 LOOSE = {"every": 1, "keep": 1}
 
@@ -43,7 +43,7 @@ def break_at(patch: pytest.MonkeyPatch, step: int, factor: float = 1e30) -> None
 
 
 def steps_in(folder: Path) -> list[int]:
-    return names.steps(folder / "checkpoints")
+    return step_dirs.steps(folder / "checkpoints")
 
 
 @pytest.fixture(scope="module")

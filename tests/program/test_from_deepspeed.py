@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.cli import main
-from zerojax.config import RunConfig, load_config
-from zerojax.deepspeed import translate
 from zerojax.errors import ZeroError
+from zerojax.interop.deepspeed import translate
+from zerojax.run.config import RunConfig, load_config
 
 FULL = {
     "train_batch_size": 256,

@@ -13,12 +13,12 @@ from program.micro_run import micro_config
 from program.test_metrics import hang
 
 import zerojax
-from zerojax.background import is_stuck
-from zerojax.checkpoints import names, newest_sound
 from zerojax.errors import RunError, ZeroError
-from zerojax.metrics import MetricsFile, log
-from zerojax.run_folder import RunFolder
-from zerojax.trainer import Trainer
+from zerojax.multihost.background import is_stuck
+from zerojax.run.checkpoints import newest_sound, step_dirs
+from zerojax.run.metrics import MetricsFile, log
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
 
 # Orbax closes its event loop while writes that nobody waits for any more are still on their way.
 pytestmark = [
@@ -73,7 +73,7 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
         before_step(monkeypatch, 5, fill)
         with pytest.raises(RunError, match=message):
             trainer.train()
-    assert names.steps(folder.checkpoints) == [3]
+    assert step_dirs.steps(folder.checkpoints) == [3]
     assert newest_sound(folder.checkpoints).step == 3
     (small_disk / "filler").unlink()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["3"]

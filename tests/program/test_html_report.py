@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from zerojax.cli import main
-from zerojax.html_report import read_story, render
-from zerojax.html_report.charts import Series, draw, short, smoothed, thinned, ticks
-from zerojax.run_folder import RunFolder
+from zerojax.run.html_report import read_story, render
+from zerojax.run.html_report.charts import Series, draw, short, smoothed, thinned, ticks
+from zerojax.run.run_dir import RunFolder
 
 
 class Page(HTMLParser):

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from zerojax.metrics import (
+from zerojax.run.metrics import (
     MetricsFile,
     MetricsQueue,
     Progress,

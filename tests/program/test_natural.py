@@ -10,7 +10,7 @@ from flax import nnx
 
 import zerojax
 from zerojax.errors import ZeroError
-from zerojax.natural import from_natural, to_natural
+from zerojax.run.checkpoints.canonical import from_natural, to_natural
 
 DELTA = {"weights": "fp32", "weights_delta": True, "hpz": True}
 PADDED = {"grads": ("int8", "int8")}

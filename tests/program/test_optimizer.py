@@ -10,8 +10,8 @@ import optax
 import pytest
 from optax import contrib
 
-from zerojax.config import OptimizerSection, RunConfig, TrainSection
-from zerojax.optimizer import decay_mask, make_optimizer, make_schedule, rate_changes
+from zerojax.run.config import OptimizerSection, RunConfig, TrainSection
+from zerojax.run.optimizers import decay_mask, make_optimizer, make_schedule, rate_changes
 
 
 def curve(steps: int, **settings: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import zerojax
 from zerojax import checkpoints, trackers
-from zerojax.run_folder import RunFolder
+from zerojax.run.run_dir import RunFolder
 
 
 def abstract(width: int = 4) -> zerojax.TrainState:
@@ -120,7 +120,7 @@ class Spy:
 @pytest.fixture
 def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
     monkeypatch.setattr(Spy, "runs", [], raising=False)
-    monkeypatch.setattr("zerojax.trackers.tensorboard.TensorBoard", Spy)
+    monkeypatch.setattr("zerojax.run.trackers.tensorboard.TensorBoard", Spy)
     return Spy.runs
 
 

@@ -20,14 +20,14 @@ from hf.hf_models import FIXTURES
 from safetensors import safe_open
 
 from zerojax.cli.from_deepspeed import read_json
-from zerojax.config import MixtureSource, RunConfig, config_to_dict, dump_config, load_config
-from zerojax.data import open_source
-from zerojax.deepspeed import translate
 from zerojax.errors import ZeroError
-from zerojax.huggingface import Source
-from zerojax.huggingface.families import describe_model, read_model
-from zerojax.huggingface.safetensors_files import INDEX, SINGLE, SafetensorFiles
+from zerojax.interop.deepspeed import translate
+from zerojax.interop.huggingface import Source
+from zerojax.interop.huggingface.families import describe_model, read_model
+from zerojax.interop.huggingface.safetensors_files import INDEX, SINGLE, SafetensorFiles
 from zerojax.models import GPTConfig
+from zerojax.run.config import MixtureSource, RunConfig, config_to_dict, dump_config, load_config
+from zerojax.run.data import open_source
 
 COUNT = 1000
 MEGABYTES = 300

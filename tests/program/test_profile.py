@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 from program.micro_run import micro_config
 
+from zerojax.analysis.profile import StepProfile, measure_overlap, parse_steps, read_events, trace_files
+from zerojax.analysis.profile.events import events_of, scope_of
 from zerojax.cli import main
 from zerojax.errors import ZeroError
-from zerojax.html_report import read_story
-from zerojax.profile import StepProfile, measure_overlap, parse_steps, read_events, trace_files
-from zerojax.profile.events import events_of, scope_of
-from zerojax.run_folder import RunFolder
-from zerojax.trainer import Trainer
+from zerojax.run.html_report import read_story
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.checkpoints import Checkpoints, Record, restore
-from zerojax.natural import to_natural
-from zerojax.state import TrainState
-from zerojax.zero import ZeroConfig
+from zerojax.run.checkpoints import Checkpoints, Record, restore
+from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.train.state import TrainState
+from zerojax.zero_config import ZeroConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zerojax.checkpoints import Record, Retention, Seal, TrainingClock
+from zerojax.run.checkpoints import Record, Retention, Seal, TrainingClock
 
 # Step -> (hours of training, validation loss or None).
 RUN = {

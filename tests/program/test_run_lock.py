@@ -18,15 +18,15 @@ from program.micro_run import micro_config
 
 from zerojax.cli import main
 from zerojax.errors import ZeroError
-from zerojax.run_folder import RunFolder
-from zerojax.run_lock import RunLock
-from zerojax.trainer import Trainer
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.run.trainer import Trainer
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from zerojax.run_folder import RunFolder
-from zerojax.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
 lock = RunLock(RunFolder(Path(sys.argv[1])))
 lock.take()
 print("taken", flush=True)

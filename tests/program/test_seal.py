@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.checkpoints import DamagedError, Record, find, names, newest_sound, read_seal, sealed, verify
-from zerojax.checkpoints.seal import write_seal
 from zerojax.errors import ZeroError
+from zerojax.run.checkpoints import (
+    DamagedError,
+    Record,
+    find,
+    newest_sound,
+    read_seal,
+    sealed,
+    step_dirs,
+    verify,
+)
+from zerojax.run.checkpoints.manifest import write_seal
 
 RECORD = Record({"train": {"steps": 9}}, {"next": 3}, 2, 61.5, (2, 4), {"validation_loss": 1.25})
 FILES = {
@@ -77,7 +86,7 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, kind: str) 
     choice = newest_sound(tmp_path)
     assert choice.step == 300
     assert choice.damaged.keys() == {400}
-    assert names.steps(tmp_path) == [200, 300, 400], "looking changes nothing"
+    assert step_dirs.steps(tmp_path) == [200, 300, 400], "looking changes nothing"
     with pytest.raises(ZeroError, match=message):
         find(tmp_path / "400")
 
@@ -110,11 +119,11 @@ def test_names(tmp_path: Path) -> None:
     for name in ("400", "0", "0400", "400.unfinished", "400.removed", "400.damaged", "notes", "x400"):
         (tmp_path / name).mkdir()
     (tmp_path / "300").touch()
-    assert names.steps(tmp_path) == [0, 400]
-    assert names.move_aside(tmp_path, 400).name == "400.damaged-2"
-    assert [path.name for path in names.aside(tmp_path)] == ["400.damaged", "400.damaged-2"]
-    names.remove(tmp_path / "400.damaged")
-    names.clear_leftovers(tmp_path)
+    assert step_dirs.steps(tmp_path) == [0, 400]
+    assert step_dirs.move_aside(tmp_path, 400).name == "400.damaged-2"
+    assert [path.name for path in step_dirs.aside(tmp_path)] == ["400.damaged", "400.damaged-2"]
+    step_dirs.remove(tmp_path / "400.damaged")
+    step_dirs.clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "0",
         "0400",

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
 
-from zerojax.config import LogSection, RunConfig
 from zerojax.errors import ZeroError
-from zerojax.run_folder import RunFolder
-from zerojax.trackers import Trackers, check_trackers, open_trackers
+from zerojax.run.config import LogSection, RunConfig
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trackers import Trackers, check_trackers, open_trackers
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
 

@@ -10,14 +10,14 @@ import pytest
 from program.micro_run import micro_config
 
 import zerojax
-from zerojax import trainer as trainer_module
-from zerojax.config import RunConfig
-from zerojax.data import Batch, TrainBatches
 from zerojax.errors import RunError, ZeroError
-from zerojax.metrics import read_metrics
-from zerojax.natural import to_natural
-from zerojax.run_folder import RunFolder
-from zerojax.trainer import Trainer
+from zerojax.run import trainer as trainer_module
+from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.config import RunConfig
+from zerojax.run.data import Batch, TrainBatches
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
 
 EVERYTHING = {"preset": "delta", "error_feedback": True}
 

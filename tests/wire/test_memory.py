@@ -14,8 +14,8 @@ import pytest
 
 import zerojax
 from zerojax import aot, hlo
+from zerojax.analysis.plan import plan_state
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.plan import plan_state
 
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
 D = NODES * LOCAL

@@ -5,18 +5,18 @@ import math
 
 import pytest
 
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan import Cluster, foresee, plan_state
+from zerojax.analysis.plan.cluster import on_world
+from zerojax.analysis.plan.hops import hops_of
+from zerojax.analysis.plan.memory import held_bytes, held_elsewhere
+from zerojax.analysis.plan.work import decoder_work
 from zerojax.cli import main
 from zerojax.cli.untrained import abstract_run
-from zerojax.config import MeshSection, RunConfig, TrainSection, ZeroSection
 from zerojax.errors import ZeroError
-from zerojax.gpus import GPUS
-from zerojax.mesh import World
 from zerojax.models import GPTConfig
-from zerojax.plan import Cluster, foresee, plan_state
-from zerojax.plan.cluster import on_world
-from zerojax.plan.hops import hops_of
-from zerojax.plan.memory import held_bytes, held_elsewhere
-from zerojax.plan.work import decoder_work
+from zerojax.run.config import MeshSection, RunConfig, TrainSection, ZeroSection
+from zerojax.sharding.mesh import World
 
 LENGTH = 512
 MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_len=LENGTH)

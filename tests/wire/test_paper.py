@@ -4,12 +4,12 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.mesh import World
+from zerojax.analysis.plan.cluster import on_world
+from zerojax.analysis.plan.hops import hops_of
+from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.plan.cluster import on_world
-from zerojax.plan.hops import hops_of
-from zerojax.plan.memory import held_bytes, held_elsewhere, predict_memory
-from zerojax.program import Program
+from zerojax.sharding.mesh import World
+from zerojax.train.spec import Program
 
 DGX2 = World(nodes=64, local=16)
 STATES = ("parameters", "optimizer", "gradients", "secondary")

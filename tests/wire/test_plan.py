@@ -8,8 +8,8 @@ import pytest
 from wire_models import abstract_state, batch_of
 
 import zerojax
-from zerojax.plan import describe, plan_state
-from zerojax.wire import comm_report
+from zerojax.analysis.comm_report import comm_report
+from zerojax.analysis.plan import describe, plan_state
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 SETTINGS = {

@@ -11,7 +11,7 @@ from wire_models import abstract_state, batch_of, squared_error
 
 import zerojax
 from zerojax.errors import ZeroError
-from zerojax.report import size
+from zerojax.formatting import size
 
 P = 512  # of a model of one 16 x 32 matrix
 

@@ -2,15 +2,15 @@
 
 import pytest
 
+from zerojax.analysis.comm_report import CommReport, comm_report
+from zerojax.analysis.plan import plan_state, predict_memory
+from zerojax.analysis.plan.work import decoder_work
 from zerojax.cli.on_config import Options, parse
 from zerojax.cli.savings import Savings, Trial
 from zerojax.cli.untrained import abstract_run
-from zerojax.config import RunConfig
-from zerojax.plan import plan_state, predict_memory
-from zerojax.plan.work import decoder_work
-from zerojax.program import Program
-from zerojax.state import TrainState
-from zerojax.wire import CommReport, comm_report
+from zerojax.run.config import RunConfig
+from zerojax.train.spec import Program
+from zerojax.train.state import TrainState
 
 TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--model.loss-chunk", "256"]
 

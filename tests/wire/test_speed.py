@@ -8,15 +8,15 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.gpus import GPUS
-from zerojax.mesh import World
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan.cluster import Cluster, on_world
+from zerojax.analysis.plan.hops import hops_of
+from zerojax.analysis.plan.memory import predict_memory
+from zerojax.analysis.plan.speed import StepTime, predict_step
+from zerojax.analysis.plan.work import Work, decoder_work
 from zerojax.models import Block, GPTConfig
-from zerojax.plan.cluster import Cluster, on_world
-from zerojax.plan.hops import hops_of
-from zerojax.plan.memory import predict_memory
-from zerojax.plan.speed import StepTime, predict_step
-from zerojax.plan.work import Work, decoder_work
-from zerojax.program import Program
+from zerojax.sharding.mesh import World
+from zerojax.train.spec import Program
 
 CONFIG = GPTConfig(vocab_size=256, layers=24, d_model=2048, heads=16, max_seq_len=2048, biases=False)
 LLAMA = GPTConfig(

@@ -5,11 +5,11 @@ from typing import Any
 
 from flax import linen, nnx
 
-from zerojax.adapters.base import Adapter, Bound, LossFn, Other, Parameter, call_loss
-from zerojax.adapters.from_linen import LinenAdapter
-from zerojax.adapters.from_nnx import NNXAdapter
+from zerojax.adapters.adapter import Adapter, Bound, LossFn, Other, Parameter, call_loss
+from zerojax.adapters.linen_adapter import LinenAdapter
+from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.errors import ZeroError
-from zerojax.mesh import World
+from zerojax.sharding.mesh import World
 
 Model = Callable[[nnx.Rngs], nnx.Module] | linen.Module
 

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zerojax.background import is_stuck
 from zerojax.errors import (
     EXIT_DIVERGED,
     EXIT_FAILED,
@@ -21,6 +20,7 @@ from zerojax.errors import (
     ZeroError,
     show_traceback,
 )
+from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
 
 # name -> (module with `run(arguments)`, what it does)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 when a run failed; 2 for wrong use or settings; 3 when a run diverged; 4 when
-        another process of the run was lost (`zerojax.peers` ends this one then); 75 when a run was asked to
+        another process of the run was lost (its peers end this one then); 75 when a run was asked to
         stop, saved, and can go on; 130 when interrupted without saving.
     """
     if arguments is not None:

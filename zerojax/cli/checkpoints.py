@@ -10,13 +10,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zerojax.checkpoints import DamagedError, Seal, damage_line, names, read_seal, verify
 from zerojax.cli.options import read_options
 from zerojax.errors import RunError, ZeroError
-from zerojax.metrics import move_later_lines
-from zerojax.report import size
-from zerojax.run_folder import RunFolder
-from zerojax.run_lock import RunLock
+from zerojax.formatting import size
+from zerojax.run.checkpoints import DamagedError, Seal, damage_line, read_seal, step_dirs, verify
+from zerojax.run.metrics import move_later_lines
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def run(arguments: list[str]) -> None:
     if options.delete is not None:
         with RunLock(folder):
             _delete(folder.checkpoints, options.delete)
-    paths = [folder.checkpoints / str(step) for step in names.steps(folder.checkpoints)]
-    paths += names.aside(folder.checkpoints)
+    paths = [folder.checkpoints / str(step) for step in step_dirs.steps(folder.checkpoints)]
+    paths += step_dirs.aside(folder.checkpoints)
     if not paths:
         raise ZeroError(f"{folder.path} has no checkpoint yet")
     table = Table("name", "saved", "size", "metrics", "written on", "state", box=None, pad_edge=False)
@@ -96,14 +96,14 @@ def _facts(path: Path) -> tuple[str, str, str, str]:
 
 
 def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
-    steps = names.steps(folder.checkpoints)
+    steps = step_dirs.steps(folder.checkpoints)
     if step not in steps:
         raise ZeroError(f"{folder.path} has no checkpoint of step {step}; there are: {_listed(steps)}")
     if why := _damage(folder.checkpoints / str(step), checksums=checksums):
         raise ZeroError(damage_line(folder.checkpoints, step, why))
     # The newest first: if this is interrupted, what is left still is a run that goes on from its newest.
     undone = [
-        names.move_aside(folder.checkpoints, later, "undone") for later in reversed(steps) if later > step
+        step_dirs.move_aside(folder.checkpoints, later, "undone") for later in reversed(steps) if later > step
     ]
     metrics = move_later_lines(folder.metrics, step)
     print(f"{folder.path} goes on from step {step}")
@@ -114,10 +114,10 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
 
 
 def _delete(folder: Path, name: str) -> None:
-    known = [str(step) for step in names.steps(folder)] + [path.name for path in names.aside(folder)]
+    known = [str(step) for step in step_dirs.steps(folder)] + [path.name for path in step_dirs.aside(folder)]
     if name not in known:
         raise ZeroError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
-    if (line := names.remove(folder / name)) is not None:
+    if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
 
 

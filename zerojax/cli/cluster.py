@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 import jax
 
-from zerojax import cli, distributed
-from zerojax.config import ClusterSection, MeshSection, RunConfig, config_to_dict
+from zerojax import cli
 from zerojax.errors import ZeroError
-from zerojax.peers import Peers
+from zerojax.multihost import distributed
+from zerojax.multihost.peers import Peers
+from zerojax.run.config import ClusterSection, MeshSection, RunConfig, config_to_dict
 from zerojax.versions import VERSION
 
 _EMULATION_FLAG = "xla_force_host_platform_device_count"

@@ -3,10 +3,10 @@
 import json
 from dataclasses import dataclass
 
+from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
-from zerojax.wire import comm_report
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import jax
 import psutil
 
 from pallas_kernels import backend_report
-from zerojax import links, make_mesh
+from zerojax import make_mesh
+from zerojax.analysis import links
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
-from zerojax.config import ClusterSection, MeshSection
 from zerojax.errors import ZeroError
-from zerojax.metrics import peak_flops
-from zerojax.report import size
+from zerojax.formatting import size
+from zerojax.run.config import ClusterSection, MeshSection
+from zerojax.run.metrics import peak_flops
 from zerojax.versions import installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")

@@ -9,9 +9,9 @@ import tyro
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
-from zerojax.config import MeshSection, RunConfig
-from zerojax.parts import evaluate, is_first, make_batches, prepare_data
-from zerojax.run_folder import RunFolder
+from zerojax.run.build import evaluate, is_first, make_batches, prepare_data
+from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.run_dir import RunFolder
 
 
 @dataclass(frozen=True)

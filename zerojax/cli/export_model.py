@@ -11,10 +11,8 @@ import tyro
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import TrainedRun, open_trained
-from zerojax.config import MeshSection, RunConfig, ZeroSection
-from zerojax.dtypes import dtype_name
 from zerojax.errors import ZeroError
-from zerojax.huggingface import (
+from zerojax.interop.huggingface import (
     EXPORT_DTYPES,
     Direction,
     Format,
@@ -24,10 +22,12 @@ from zerojax.huggingface import (
     plan_export,
     quantized_state,
 )
-from zerojax.parts import evaluate, is_first, make_batches, prepare_data
-from zerojax.run_folder import RunFolder
-from zerojax.state import TrainState
-from zerojax.zero import ZeroConfig
+from zerojax.run.build import evaluate, is_first, make_batches, prepare_data
+from zerojax.run.config import MeshSection, RunConfig, ZeroSection
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import TrainState
+from zerojax.validation.dtypes import dtype_name
+from zerojax.zero_config import ZeroConfig
 
 REPORT = "zerojax.json"
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import tyro
 
 from zerojax.cli.options import read_options
-from zerojax.deepspeed import translate
 from zerojax.errors import ZeroError
-from zerojax.plain_data import LONGEST_SETTINGS, parse_json
+from zerojax.interop.deepspeed import translate
+from zerojax.validation.untrusted import LONGEST_SETTINGS, parse_json
 
 
 @dataclass(frozen=True)

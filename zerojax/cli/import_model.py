@@ -9,12 +9,12 @@ import tyro
 
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
-from zerojax.config import ConfigError, RunConfig, TrainSection, find_config, load_config
-from zerojax.data import DataError
-from zerojax.huggingface import Source, import_model, model_section
+from zerojax.interop.huggingface import Source, import_model, model_section
 from zerojax.models import parameter_count
-from zerojax.parts import is_first
-from zerojax.run_folder import RunFolder
+from zerojax.run.build import is_first
+from zerojax.run.config import ConfigError, RunConfig, TrainSection, find_config, load_config
+from zerojax.run.data import DataError
+from zerojax.run.run_dir import RunFolder
 
 _NO_TOKENIZER = ""
 

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerojax import supervise
-from zerojax.devices import Platform, share_devices
-from zerojax.distributed import free_port
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ZeroError
-from zerojax.peers.handshake import VARIABLE, new_token
+from zerojax.multihost import supervisor
+from zerojax.multihost.devices import Platform, share_devices
+from zerojax.multihost.distributed import free_port
+from zerojax.multihost.peers.handshake import VARIABLE, new_token
 
 # On one machine, emulated ones included.
 _MOST_DEVICES = 4096
@@ -64,7 +64,7 @@ def launch(job: Job) -> int:
         raise ZeroError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
     nodes, left = job.nodes, job.restarts
     while True:
-        result = supervise.run(
+        result = supervisor.run(
             _tasks(job, nodes), grace=job.grace, good=(EXIT_OK, EXIT_STOPPED), follows=EXIT_PEER_LOST
         )
         if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
@@ -75,7 +75,7 @@ def launch(job: Job) -> int:
         left -= 1
 
 
-def _tasks(job: Job, nodes: int) -> list[supervise.Task]:
+def _tasks(job: Job, nodes: int) -> list[supervisor.Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     first, *options = job.train
     command = ["doctor"] if first == "doctor" else ["train", first]
@@ -85,7 +85,7 @@ def _tasks(job: Job, nodes: int) -> list[supervise.Task]:
     # In the environment, which other users cannot read, as they can a command line.
     token = {VARIABLE: new_token()}
     return [
-        supervise.Task(
+        supervisor.Task(
             name=f"rank {rank}",
             command=[
                 *job.program, *command, *mesh, *options, "--coordinator", coordinator,

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.options import read_options
-from zerojax.config import ConfigError, RunConfig, find_config, load_config
+from zerojax.run.config import ConfigError, RunConfig, find_config, load_config
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from zerojax.bounds import check_numbers
 from zerojax.errors import ZeroError
+from zerojax.validation.bounds import check_numbers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

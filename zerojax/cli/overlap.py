@@ -6,8 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from zerojax.analysis.profile import measure_overlap, read_events, trace_files
 from zerojax.cli.options import read_options
-from zerojax.profile import measure_overlap, read_events, trace_files
 
 
 @dataclass(frozen=True)

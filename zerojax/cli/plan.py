@@ -5,19 +5,19 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerojax.analysis.gpus import MATMUL_EFFICIENCY, find_gpu
+from zerojax.analysis.plan import plan_state
+from zerojax.analysis.plan.cluster import MEMORY_FRACTION, Cluster
+from zerojax.analysis.plan.outlook import Outlook, foresee
+from zerojax.analysis.plan.outlook_tables import outlook_tables
+from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
-from zerojax.cluster.network import bytes_per_second
-from zerojax.config import MeshSection
 from zerojax.errors import ZeroError
-from zerojax.gpus import MATMUL_EFFICIENCY, find_gpu
-from zerojax.plan import plan_state
-from zerojax.plan.cluster import MEMORY_FRACTION, Cluster
-from zerojax.plan.outlook import Outlook, foresee
-from zerojax.plan.outlook_tables import outlook_tables
-from zerojax.plan.picture import draw_outlook
-from zerojax.report import plain_text
+from zerojax.formatting import plain_text
+from zerojax.run.config import MeshSection
+from zerojax.testing.emulated_cluster.network import bytes_per_second
 
 
 @dataclass(frozen=True)

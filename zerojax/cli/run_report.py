@@ -8,8 +8,8 @@ import tyro
 
 from zerojax.cli.options import read_options
 from zerojax.errors import ZeroError
-from zerojax.html_report import read_story, render
-from zerojax.run_folder import RunFolder
+from zerojax.run.html_report import read_story, render
+from zerojax.run.run_dir import RunFolder
 
 
 @dataclass(frozen=True)

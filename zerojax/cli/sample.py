@@ -11,11 +11,11 @@ import tyro
 from zerojax import gather_model
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
-from zerojax.config import MeshSection, ZeroSection
-from zerojax.data import open_tokenizer
 from zerojax.errors import ZeroError
 from zerojax.models import Sampling, generate
-from zerojax.run_folder import RunFolder
+from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.data import open_tokenizer
+from zerojax.run.run_dir import RunFolder
 
 _MOST_TOKENS = 1 << 24
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.config import RunConfig
+from zerojax.analysis.comm_report import CommReport
+from zerojax.analysis.plan.cluster import on_world
+from zerojax.analysis.plan.hops import hops_of, usual_bytes
+from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.work import decoder_work
 from zerojax.errors import ZeroError
-from zerojax.plan.cluster import on_world
-from zerojax.plan.hops import hops_of, usual_bytes
-from zerojax.plan.memory import held_bytes, held_elsewhere, predict_memory
-from zerojax.plan.work import decoder_work
-from zerojax.program import Program
-from zerojax.report import size
-from zerojax.wire import CommReport
-from zerojax.zero import ZeroConfig
+from zerojax.formatting import size
+from zerojax.run.config import RunConfig
+from zerojax.train.spec import Program
+from zerojax.zero_config import ZeroConfig
 
 SAME = "in the same formats"
 _WORTH_IT = 0.99

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerojax.analysis.profile import parse_steps
 from zerojax.cli import on_config
 from zerojax.cli.cluster import facts_of, joined_cluster
-from zerojax.profile import parse_steps
-from zerojax.run_folder import Resume, RunFolder
-from zerojax.trainer import Trainer
+from zerojax.run.run_dir import Resume, RunFolder
+from zerojax.run.trainer import Trainer
 
 
 @dataclass(frozen=True)

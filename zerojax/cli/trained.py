@@ -3,12 +3,12 @@
 import sys
 from dataclasses import dataclass, replace
 
-from zerojax.checkpoints import damage_line, newest_sound, restore
-from zerojax.config import MeshSection, RunConfig
 from zerojax.errors import ZeroError
-from zerojax.parts import abstract_model
-from zerojax.run_folder import RunFolder
-from zerojax.state import TrainState
+from zerojax.run.build import abstract_model
+from zerojax.run.checkpoints import damage_line, newest_sound, restore
+from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 
 from zerojax.cli.cluster import emulate_devices
-from zerojax.config import RunConfig
 from zerojax.errors import ZeroError
-from zerojax.parts import abstract_batch, abstract_state
-from zerojax.state import TrainState
+from zerojax.run.build import abstract_batch, abstract_state
+from zerojax.run.config import RunConfig
+from zerojax.train.state import TrainState
 
 
 def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
-from zerojax.bounds import check_numbers
 from zerojax.errors import ZeroError
+from zerojax.validation.bounds import check_numbers
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]

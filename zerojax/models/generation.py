@@ -10,11 +10,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
+from zerojax.adapters.stack import Stack
 from zerojax.errors import ZeroError
 from zerojax.models.attention import RopeTable
 from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, Block, logits
-from zerojax.stack import Stack
 
 
 class Cache(NamedTuple):

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from zerojax.breadth import mapped_by
+from zerojax.adapters.stack import Stack
 from zerojax.errors import ZeroError
 from zerojax.models.attention import (
     RopeTable,
@@ -30,7 +30,7 @@ from zerojax.models.attention import (
     segment_positions,
 )
 from zerojax.models.config import GPTConfig
-from zerojax.stack import Stack
+from zerojax.schedule.breadth_first import mapped_by
 
 Hidden = Float[Array, "batch time d_model"]
 

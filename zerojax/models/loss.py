@@ -10,9 +10,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from zerojax.breadth import mapped_by, one_after_another, spread
 from zerojax.errors import ZeroError
 from zerojax.models.gpt import GPT, logits
+from zerojax.schedule.breadth_first import mapped_by, one_after_another, spread
 
 IGNORE = -1
 """The label (and padding token) that counts neither in the loss nor in the token count."""

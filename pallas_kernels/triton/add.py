@@ -1,0 +1,128 @@
+"""Sums over peers: the Triton side of `reference.decode_sum`."""
+
+# Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
+# it has no conditional expressions on tensors, and it is installed on GPU machines alone.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportMissingImports=false
+# ruff: noqa: RUF005, SIM108
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.dequantize import load_row_codes, load_scales, values_of
+
+
+@triton.jit
+def load_peer_codes(
+    ptr,
+    block,
+    live,
+    PEERS: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    FMT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """What load_row_codes returns, for each of PEERS rows."""
+    rows = ()
+    for peer in tl.static_range(0, PEERS):
+        rows = rows + (load_row_codes(ptr, block * 0 + peer, block * W, live, K, PITCH, CODES, FMT, MASKED),)
+    return rows
+
+
+@triton.jit
+def load_peer_scales(
+    ptr,
+    block,
+    live,
+    PEERS: tl.constexpr,
+    W: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The scales of PEERS rows, fp32[T] each."""
+    scales = ()
+    for peer in tl.static_range(0, PEERS):
+        scales = scales + (load_scales(ptr, block * 0 + peer, block, live, W, PITCH, CODES, MASKED),)
+    return scales
+
+
+@triton.jit
+def add_integers(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
+    """The sum of peers' integer codes: lanes, and the power of two they are in units of.
+
+    One instruction makes a float of a code, where it stands: masked out and with its sign bit
+    flipped it is a subnormal (or all but), (q + HALF) * 2**(place - 149), and scales are brought up
+    into the top binade to meet it. The bias HALF is taken off again once, after the sum.
+    """
+    BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    ZERO: tl.constexpr = 24 - BITS
+    PEERS: tl.constexpr = len(rows)
+    bits = ()
+    for peer in tl.static_range(0, PEERS):
+        bits = bits + (scales[peer].to(tl.int32, bitcast=True),)
+    top = bits[0]
+    for peer in tl.static_range(1, PEERS):
+        top = tl.maximum(top, bits[peer])
+    exponent = tl.minimum(top & 0x7F800000, 253 << 23)
+    raised = (253 << 23) - exponent
+    least = tl.maximum(top - (100 << 23), 0)
+    lanes = ()
+    bias = scales[0]
+    for peer in tl.static_range(0, PEERS):
+        # Below 2**-100 of the largest scale all is lost in rounding; kept, it could wrap around.
+        scale = tl.where(bits[peer] > least, bits[peer] + raised, 0).to(tl.float32, bitcast=True)
+        added = ()
+        for k in tl.static_range(0, K):
+            word = rows[peer][0][k * BITS // 32]
+            if k * BITS % 32 > ZERO:
+                word = word >> 8
+            code = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, $2, $3, 0x6A;",
+                "=r,r,r,r",
+                [
+                    word,
+                    MASK << (k * BITS % 32 if k * BITS % 32 <= ZERO else k * BITS % 32 - 8),
+                    HALF << (k * BITS % 32 if k * BITS % 32 <= ZERO else k * BITS % 32 - 8),
+                ],
+                tl.uint32,
+                True,
+                1,
+            ).to(tl.float32, bitcast=True)
+            if peer == 0:
+                added = added + (code * scale,)
+            else:
+                added = added + (tl.fma(code, scale, lanes[k]),)
+        lanes = added
+        if peer == 0:
+            bias = 2.0**-126 * scale
+        else:
+            bias = tl.fma(scale, tl.full(scale.shape, 2.0**-126, tl.float32), bias)
+    bias *= -HALF * 1.0
+    total = ()
+    for k in tl.static_range(0, K):
+        place = k * BITS % 32 if k * BITS % 32 <= ZERO else k * BITS % 32 - 8
+        weight = tl.full(bias.shape, HALF * (1 << (ZERO - place)) * 1.0, tl.float32)
+        total = total + (tl.fma(lanes[k], weight, bias),)
+    return total, exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_floats(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
+    """The sum of peers' small floats, as lanes."""
+    lanes = ()
+    for peer in tl.static_range(0, len(rows)):
+        values = values_of(rows[peer][0], rows[peer][1], K, FMT)
+        added = ()
+        for k in tl.static_range(0, K):
+            if peer == 0:
+                added = added + (values[k] * scales[peer],)
+            else:
+                added = added + (tl.fma(values[k], scales[peer], lanes[k]),)
+        lanes = added
+    return lanes

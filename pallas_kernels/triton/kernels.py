@@ -1,0 +1,277 @@
+"""The Triton kernels. `pallas_kernels.reference` is their specification; they equal it bit for bit.
+
+Memory sets their speed only while few instructions lie between a load and a store; `lanes`,
+`quantize` and `dequantize` say how. A program of T threads takes T * K / BLOCK blocks of one row, W =
+BLOCK / K threads share a block, and a block's maximum is all that threads tell each other.
+
+Compiled without fused multiply-add contraction: where one is wanted it is written down.
+"""
+
+# Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
+# it has no conditional expressions on tensors, and it is installed on GPU machines alone.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportMissingImports=false
+# ruff: noqa: RUF005
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.add import add_floats, add_integers, load_peer_codes, load_peer_scales
+from pallas_kernels.triton.dequantize import load_row_codes, load_scales, values_of
+from pallas_kernels.triton.lanes import load_lanes, store_codes, store_lanes
+from pallas_kernels.triton.quantize import (
+    block_scales,
+    fp6_words,
+    fp8_words,
+    integer_words,
+    random_words,
+    rotate,
+)
+
+
+@triton.jit
+def store_encoded(
+    lanes,
+    unit,
+    out_ptr,
+    keys_ptr,
+    row,
+    block,
+    live,
+    octet,
+    W: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    FMT: tl.constexpr,
+    QMAX: tl.constexpr,
+    ROTATE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Encode lanes as the blocks from `block` on of a payload row of PITCH bytes, CODES of them codes.
+
+    The numbers are lanes * unit, if unit is not None. octet[T] is the index of each thread's first eight
+    elements, for the random bits.
+    """
+    K: tl.constexpr = len(lanes)
+    T: tl.constexpr = live.shape[0]
+    ALIGNED: tl.constexpr = PITCH % 4 == 0
+    scale, inverse = block_scales(lanes, unit, W, QMAX, STOCHASTIC, ROTATE)
+    start = out_ptr + row.to(tl.int64) * PITCH
+    first = block * W
+    random = lanes
+    if STOCHASTIC:
+        random = random_words(keys_ptr, octet, K // 8)
+    if FMT == "fp6":
+        low, high = fp6_words(lanes, inverse, random, STOCHASTIC)
+        store_codes(start, first, low, live, K // 2, ALIGNED, MASKED)
+        store_codes(start + CODES // 3 * 2, first, high, live, K // 4, ALIGNED, MASKED)
+    elif FMT == "fp8":
+        words = fp8_words(lanes, inverse, random, STOCHASTIC)
+        store_codes(start, first, words, live, K, ALIGNED, MASKED)
+    else:
+        BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
+        words = integer_words(lanes, inverse, random, BITS, STOCHASTIC, unit is not None)
+        store_codes(start, first, words, live, K * BITS // 8, ALIGNED, MASKED)
+    t = tl.arange(0, T)
+    scales = (start + CODES).to(tl.pointer_type(tl.uint16), bitcast=True) + block
+    tl.store(scales + t // W, scale, mask=live & (t % W == 0))
+
+
+@triton.jit
+def encode_kernel(
+    x_ptr,
+    base_ptr,
+    keys_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    NODES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    QMAX: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    DELTA: tl.constexpr,
+    ROTATE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Encode rows of N elements; row (local, node, chunk) becomes piece `node` of row (chunk, local).
+
+    base_ptr is read when DELTA, keys_ptr (reference.hash_keys) when STOCHASTIC; K is 32 when ROTATE.
+    """
+    W: tl.constexpr = BLOCK // K
+    R: tl.constexpr = T // W
+    NB: tl.constexpr = N // BLOCK
+    TILES: tl.constexpr = (NB + R - 1) // R
+    MASKED: tl.constexpr = NB % R != 0
+    source = tl.program_id(0) // TILES
+    block = (tl.program_id(0) % TILES) * R
+    t = tl.arange(0, T)
+    live = block + t // W < NB
+    start = source.to(tl.int64) * N
+    lanes = load_lanes(x_ptr + start, block * W, live, K, MASKED)
+    if DELTA:
+        base = load_lanes(base_ptr + start, block * W, live, K, MASKED)
+        delta = ()
+        for k in tl.static_range(0, K):
+            delta = delta + (lanes[k] - base[k],)
+        lanes = delta
+    if ROTATE:
+        lanes = rotate(lanes)
+    octet = source.to(tl.uint32) * (N // 8) + (block * W + t).to(tl.uint32) * (K // 8)
+    chunk = source % CHUNKS
+    node = source // CHUNKS % NODES
+    row = chunk * LOCAL + source // (CHUNKS * NODES)
+    store_encoded(
+        lanes,
+        None,
+        out_ptr,
+        keys_ptr,
+        row,
+        node * NB + block,
+        live,
+        octet,
+        W,
+        PITCH,
+        CODES,
+        FMT,
+        QMAX,
+        ROTATE,
+        STOCHASTIC,
+        MASKED,
+    )
+
+
+@triton.jit
+def decode_kernel(
+    payload_ptr,
+    base_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FMT: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Decode rows of N elements; when ADD, add them to base_ptr's, and let no subnormal sum survive.
+
+    A program does UNROLL tiles: it loads all of them before it stores the first.
+    """
+    W: tl.constexpr = BLOCK // K
+    R: tl.constexpr = T // W
+    NB: tl.constexpr = N // BLOCK
+    TILES: tl.constexpr = (NB + R * UNROLL - 1) // (R * UNROLL)
+    MASKED: tl.constexpr = NB % (R * UNROLL) != 0
+    row = tl.program_id(0) // TILES
+    start = row.to(tl.int64) * N
+    tiles = ()
+    for i in tl.static_range(0, UNROLL):
+        block = ((tl.program_id(0) % TILES) * UNROLL + i) * R
+        live = block + tl.arange(0, T) // W < NB
+        scale = load_scales(payload_ptr, row, block, live, W, PITCH, CODES, MASKED)
+        words, high = load_row_codes(payload_ptr, row, block * W, live, K, PITCH, CODES, FMT, MASKED)
+        base = (scale,)
+        if ADD:
+            base = load_lanes(base_ptr + start, block * W, live, K, MASKED)
+        tiles = tiles + ((block, live, scale, words, high, base),)
+    for i in tl.static_range(0, UNROLL):
+        block, live, scale, words, high, base = tiles[i]
+        values = values_of(words, high, K, FMT)
+        lanes = ()
+        for k in tl.static_range(0, K):
+            if ADD:
+                value = tl.fma(values[k], scale, base[k])
+                lanes = lanes + (tl.where(tl.abs(value) < 2.0**-126, 0.0, value),)
+            else:
+                lanes = lanes + (values[k] * scale,)
+        store_lanes(out_ptr + start, block * W, lanes, live, MASKED)
+
+
+@triton.jit
+def sum_kernel(
+    payload_ptr,
+    keys_ptr,
+    out_ptr,
+    PEERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FMT: tl.constexpr,
+    PITCH: tl.constexpr,
+    CODES: tl.constexpr,
+    OUT_FMT: tl.constexpr,
+    OUT_N: tl.constexpr,
+    OUT_QMAX: tl.constexpr,
+    OUT_PITCH: tl.constexpr,
+    OUT_CODES: tl.constexpr,
+    ROTATE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Add PEERS payload rows up; encode the sum as rows of OUT_N elements, or store it ("sum").
+
+    With ROTATE (K is 32) the stored sum is rotated; it is multiplied by FACTOR. A program does UNROLL
+    tiles, one after the other. While it adds one up, the codes of the next two come into shared memory, and
+    the scales of the next, which are too small to be copied there, into registers.
+    """
+    W: tl.constexpr = BLOCK // K
+    R: tl.constexpr = T // W
+    NB: tl.constexpr = OUT_N // BLOCK
+    TILES: tl.constexpr = (NB + R * UNROLL - 1) // (R * UNROLL)
+    MASKED: tl.constexpr = NB % (R * UNROLL) != 0
+    row = tl.program_id(0) // TILES
+    first = (tl.program_id(0) % TILES) * (R * UNROLL)
+    t = tl.arange(0, T)
+    live = first + t // W < NB
+    scales = load_peer_scales(payload_ptr, row * NB + first, live, PEERS, W, PITCH, CODES, MASKED)
+    for i in tl.range(0, UNROLL, num_stages=3):
+        block = first + i * R
+        live = block + t // W < NB
+        source = row * NB + block
+        next_scales = scales
+        if UNROLL > 1:
+            more = (block + R + t // W < NB) & (i + 1 < UNROLL)
+            next_scales = load_peer_scales(payload_ptr, source + R, more, PEERS, W, PITCH, CODES, True)
+        codes = load_peer_codes(payload_ptr, source, live, PEERS, K, W, PITCH, CODES, FMT, MASKED)
+        unit = None
+        if FMT == "fp8" or FMT == "fp6":
+            total = add_floats(codes, scales, K, FMT)
+        else:
+            total, unit = add_integers(codes, scales, K, FMT)
+        if OUT_FMT == "sum":
+            if ROTATE:
+                total = rotate(total)
+            factor = FACTOR if unit is None else unit * FACTOR
+            lanes = ()
+            for k in tl.static_range(0, K):
+                lanes = lanes + (total[k] * factor,)
+            store_lanes(out_ptr + row.to(tl.int64) * OUT_N, block * W, lanes, live, MASKED)
+        else:
+            store_encoded(
+                total,
+                unit,
+                out_ptr,
+                keys_ptr,
+                row,
+                block,
+                live,
+                (source * W + t).to(tl.uint32) * (K // 8),
+                W,
+                OUT_PITCH,
+                OUT_CODES,
+                OUT_FMT,
+                OUT_QMAX,
+                False,
+                STOCHASTIC,
+                MASKED,
+            )
+        scales = next_scales

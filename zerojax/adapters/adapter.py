@@ -1,0 +1,144 @@
+"""What the rest of zerojax knows of a model: one interface, whichever Flax API it was written in."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Num
+
+from zerojax.errors import ZeroError
+from zerojax.schedule.unit import Sharded
+from zerojax.sharding.param_tree import Path
+
+Weights = Mapping[Path, Num[Array, "..."] | Sharded]
+Other = dict[str, Any]
+LossFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A floating-point parameter of a model, before it is laid out.
+
+    Attributes:
+        path: the model's own path to it.
+        shape: natural shape; of one layer, where it is stacked.
+        dtype: the dtype that the model gave it.
+        layers: how many layers are stacked along a leading axis, or None.
+        unit: the name of the unit that gathers it, or None: gathered for the whole step.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    layers: int | None
+    unit: str | None
+
+    @property
+    def count(self) -> int:
+        """Elements, of all layers."""
+        return math.prod(self.shape) * (self.layers or 1)
+
+
+class Bound(Protocol):
+    """A model with its weights in place, for one forward pass."""
+
+    @property
+    def model(self) -> Any:
+        """What the loss function is given."""
+        ...
+
+    def other(self) -> Other:
+        """The non-parameter state as the pass left it."""
+        ...
+
+    def updated(self) -> dict[Path, Num[Array, "..."]]:
+        """Delta's copies that the pass brought up to date, by path."""
+        ...
+
+
+class Adapter(Protocol):
+    """A model, seen from outside."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every floating-point parameter once, in the model's order."""
+        ...
+
+    @property
+    def updating(self) -> frozenset[str]:
+        """Names of the units that bring delta's copies up to date when called (``Sharded.copy``)."""
+        ...
+
+    @property
+    def abstract_other(self) -> Other:
+        """Shapes and dtypes of the non-parameter state, by name."""
+        ...
+
+    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
+        """Fresh parameters of natural shape, layers included, and other state. Traceable."""
+        ...
+
+    def bind(self, weights: Weights, other: Other, *, train: bool, key: Array | None) -> Bound:
+        """Put weights in place: whole arrays for some, ``Sharded`` ones for those of units.
+
+        Args:
+            weights: per path.
+            other: non-parameter state.
+            train: False asks the model for its evaluation mode, where it has one.
+            key: makes the pass's random bits this device's own; None leaves them as they are.
+        """
+        ...
+
+    def whole(self, weights: Weights, other: Other) -> Any:
+        """An ordinary model with these whole weights, in evaluation mode: nothing in it is zerojax's."""
+        ...
+
+
+def takes_rngs(loss_fn: LossFn) -> bool:
+    """Whether a loss function wants fresh rngs: ``loss_fn(model, batch, rngs)``."""
+    names = inspect.signature(loss_fn).parameters
+    positional = [
+        p
+        for p in names.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return len(positional) >= 3 or "rngs" in names
+
+
+def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
+    """Run a loss function and sort out what it returns.
+
+    Args:
+        loss_fn: ``(model, batch[, rngs]) -> loss`` or ``-> (loss, aux)``.
+        model: a bound model.
+        batch: this device's part of a micro-batch.
+        key: seeds the rngs of a loss function that takes them.
+
+    Returns:
+        The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
+
+    Raises:
+        ZeroError: the loss is not a scalar, or aux is not a dict of scalars.
+    """
+    if takes_rngs(loss_fn):
+        result = loss_fn(model, batch, nnx.Rngs(jax.random.key(0) if key is None else key))
+    else:
+        result = loss_fn(model, batch)
+    loss: Any
+    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not hasattr(loss, "shape") or loss.shape != ():
+        found = f"shape {loss.shape}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
+        raise ZeroError(
+            f"loss_fn must return a scalar or (scalar, aux dict); it returned {found}. "
+            "Take the mean over the batch."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ZeroError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
+    if not isinstance(aux, Mapping) or any(jnp.shape(value) for value in aux.values()):
+        raise ZeroError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
+    return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}

@@ -1,0 +1,251 @@
+"""Flax NNX models: which parameters belong to which unit, and units that gather when called.
+
+A unit's instances are given a subclass of their own class whose methods gather the weights, restore the
+class, and run the original on a copy with whole weights. The swap is made on the abstract copy that
+zerojax keeps, never on the user's class or objects, so any number of models live side by side.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Num
+
+from zerojax.adapters.adapter import Bound, Other, Parameter, Weights
+from zerojax.adapters.partition import split_traced
+from zerojax.adapters.stack import STATE, Stack
+from zerojax.errors import ZeroError
+from zerojax.schedule.unit import Sharded, call_unit
+from zerojax.sharding.param_tree import Path
+
+
+@dataclass(frozen=True)
+class BoundNNX:
+    """An ``nnx.Module`` with its weights in place."""
+
+    model: nnx.Module
+    keys: Other
+
+    def other(self) -> Other:
+        """The state as the pass left it, but with the random keys it began with."""
+        return {**_named(nnx.state(self.model, STATE)), **self.keys}
+
+    def updated(self) -> dict[Path, Num[Array, "..."]]:
+        """See ``Bound.updated``."""
+        found = ((_key(path), var.get_raw_value()) for path, var in nnx.to_flat_state(nnx.state(self.model)))
+        return {
+            path: weight.source
+            for path, weight in found
+            if isinstance(weight, Sharded) and weight.route.source == "secondary"
+        }
+
+
+class NNXAdapter:
+    """See ``Adapter``."""
+
+    def __init__(self, factory: Callable[[nnx.Rngs], nnx.Module], units: tuple[type, ...]):
+        """Look at the model without making it.
+
+        Args:
+            factory: makes the model from its rngs.
+            units: the module classes that gather their own weights.
+
+        Raises:
+            ZeroError: the factory makes no ``nnx.Module``, or a unit class does not occur in it.
+        """
+        self._factory = factory
+        abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
+        if not isinstance(abstract, nnx.Module):
+            raise ZeroError(
+                f"model(rngs) returned a {type(abstract).__name__}, not an nnx.Module. Pass a callable "
+                "that takes nnx.Rngs and returns the model, or a Linen module with sample_batch=."
+            )
+        self._plain = nnx.graphdef(abstract)
+        found = dict(_find_units(abstract, units))
+        for cls in units:
+            if not any(isinstance(module, cls) for _, module, _ in found.values()):
+                inside = any(isinstance(module, cls) for _, module in nnx.iter_modules(abstract))
+                where = "occurs only inside another unit" if inside else "does not occur in the model"
+                raise ZeroError(f"ZeroConfig.units: {cls.__name__} {where}.")
+        self.parameters = _parameters(abstract, found)
+        self.updating = frozenset(name for name, _, layers in found.values() if layers is not None)
+        for _, module, _ in found.values():
+            module.__class__ = _gathering_class(type(module))
+        self._graph, params, other = nnx.split(abstract, _is_weight, ...)
+        self._params = {_key(path): (path, variable) for path, variable in nnx.to_flat_state(params)}
+        self._other = {"/".join(_key(path)): (path, variable) for path, variable in nnx.to_flat_state(other)}
+        self.abstract_other: Other = {
+            name: variable.get_raw_value() for name, (_, variable) in self._other.items()
+        }
+
+    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
+        """See ``Adapter.init``."""
+        _, params, other = nnx.split(self._factory(nnx.Rngs(key)), _is_weight, ...)
+        weights = {_key(path): variable.get_value() for path, variable in nnx.to_flat_state(params)}
+        return weights, _named(other)
+
+    def bind(self, weights: Weights, other: Other, *, train: bool, key: Array | None) -> Bound:
+        """See ``Adapter.bind``."""
+        keys = {name: other[name] for name, (_, var) in self._other.items() if isinstance(var, nnx.RngKey)}
+        own = keys if key is None else {name: _own_key(value, key) for name, value in keys.items()}
+        model = self._merge(self._graph, weights, {**other, **own})
+        if not train:
+            model.eval()
+        return BoundNNX(model, keys)
+
+    def whole(self, weights: Weights, other: Other) -> nnx.Module:
+        """See ``Adapter.whole``."""
+        model = self._merge(self._plain, weights, other)
+        model.eval()
+        return model
+
+    def _merge(self, graph: Any, weights: Weights, other: Other) -> nnx.Module:
+        params = [(path, var.replace(weights[name])) for name, (path, var) in self._params.items()]
+        rest = [(path, var.replace(other[name])) for name, (path, var) in self._other.items()]
+        return nnx.merge(graph, nnx.from_flat_state(params), nnx.from_flat_state(rest))
+
+
+def _key(path: tuple[Any, ...]) -> Path:
+    return tuple(str(part) for part in path)
+
+
+def _named(state: nnx.State) -> Other:
+    return {"/".join(_key(path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def _own_key(keys: Array, key: Array) -> Array:
+    """Random keys for this device and pass: each of ``keys`` with the bits of ``key`` folded in."""
+    bits = jax.random.bits(key, (), jnp.uint32)
+    fold = functools.partial(jax.random.fold_in, data=bits)
+    return jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
+
+
+def _is_weight(path: Any, variable: Any) -> bool:
+    """A filter: floating-point parameters, the only ones with gradients."""
+    del path
+    if not isinstance(variable, nnx.Param):
+        return False
+    dtype = getattr(variable.get_raw_value(), "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _is_sharded(path: Any, variable: Any) -> bool:
+    del path
+    return isinstance(variable, nnx.Variable) and isinstance(variable.get_raw_value(), Sharded)
+
+
+def _find_units(
+    module: nnx.Module, units: tuple[type, ...]
+) -> Iterator[tuple[int, tuple[str, nnx.Module, int | None]]]:
+    """Outermost unit instances: by identity, their name, themselves, and their layers if stacked."""
+    taken: set[int] = set()
+    for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
+        if id(child) in taken:
+            continue
+        layers = None
+        if isinstance(child, Stack):
+            layers, path, child = child.layers, (*path, "block"), child.block
+        elif not isinstance(child, units):
+            continue
+        taken.update(id(inner) for _, inner in nnx.iter_modules(child))
+        yield id(child), ("/".join(_key(path)), child, layers)
+
+
+def _parameters(
+    model: nnx.Module, units: dict[int, tuple[str, nnx.Module, int | None]]
+) -> tuple[Parameter, ...]:
+    """Every parameter once, with its unit: none where something outside units reads it too."""
+    owner: dict[int, tuple[str, int | None]] = {}
+    for name, module, layers in units.values():
+        for _, variable in nnx.iter_graph(module):
+            if isinstance(variable, nnx.Param):
+                owner.setdefault(id(variable), (name, layers))
+    outside = _read_outside(model, set(units))
+    parameters = []
+    seen: set[int] = set()
+    for path, variable in nnx.iter_graph(model):
+        if id(variable) in seen or not _is_weight(path, variable):
+            continue
+        seen.add(id(variable))
+        name, layers = owner.get(id(variable), (None, None))
+        if id(variable) in outside:
+            name, layers = None, None
+        value = variable.get_raw_value()
+        shape = value.shape if layers is None else value.shape[1:]
+        parameters.append(Parameter(_key(path), tuple(shape), value.dtype.name, layers, name))
+    order = {path: i for i, (path, _) in enumerate(nnx.to_flat_state(nnx.state(model, _is_weight)))}
+    by_name = {_key(path): i for path, i in order.items()}
+    return tuple(sorted(parameters, key=lambda parameter: by_name[parameter.path]))
+
+
+def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
+    """Identities of the variables that can be reached without going through a unit."""
+    reached: set[int] = set()
+    seen: set[int] = set()
+    pending: list[Any] = [model]
+    while pending:
+        node = pending.pop()
+        if id(node) in seen or id(node) in units:
+            continue
+        seen.add(id(node))
+        if isinstance(node, nnx.Variable):
+            reached.add(id(node))
+        elif nnx.graphlib.is_node(node) and (kind := nnx.graphlib.get_node_impl(node)) is not None:
+            pending.extend(kind.node_dict(node).values())
+    return reached
+
+
+@functools.cache
+def _gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
+    """A subclass whose methods, called from outside, gather the weights first."""
+    names: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
+        for name, member in vars(base).items():
+            if inspect.isfunction(member) and (name == "__call__" or not name.startswith("_")):
+                names[name] = _gathering(cls, name)
+    names["__module__"] = cls.__module__
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))
+
+
+def _gathering(cls: type[nnx.Module], name: str) -> Callable[..., Any]:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        gathering = type(self)
+        self.__class__ = cls
+        try:
+            return _call_module(self, original, args, kwargs)
+        finally:
+            self.__class__ = gathering
+
+    return method
+
+
+def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a unit's method on a copy of it that has whole weights, and take its state back."""
+    graph, params, state = nnx.split(module, _is_sharded, ...)
+    flat = list(nnx.to_flat_state(params))
+    if not flat:
+        return method(module, *args, **kwargs)
+    weights = [variable.get_raw_value() for _, variable in flat]
+    empty = [(path, variable.replace(None)) for path, variable in flat]
+    arrays, join = split_traced((args, kwargs))
+
+    def body(whole: Any, inputs: Any) -> Any:
+        state, arrays = inputs
+        args, kwargs = join(arrays)
+        values = [(path, variable.replace(w)) for (path, variable), w in zip(empty, whole, strict=True)]
+        copy = nnx.merge(graph, nnx.from_flat_state(values), state)
+        out = method(copy, *args, **kwargs)
+        return out, nnx.state(copy, STATE)
+
+    out, state = call_unit(body, weights, (state, arrays))
+    nnx.update(module, state)
+    return out

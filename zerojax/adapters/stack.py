@@ -1,0 +1,96 @@
+"""A stack of equal blocks as one scanned module: compile time does not grow with depth."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.errors import TraceContextError
+from jaxtyping import Array
+
+from zerojax.adapters.partition import split_traced
+from zerojax.errors import ZeroError
+from zerojax.schedule.prefetch_scan import scan_units
+from zerojax.schedule.unit import is_gathered
+
+STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
+"""A filter: what a module keeps from one call to the next besides its parameters."""
+
+
+class Stack(nnx.Module):
+    """``layers`` blocks in a row, their parameters stacked along a leading axis.
+
+    ``stack(x, *args)`` is ``for block in blocks: x = block(x, *args)``, run by ``lax.scan``. In a
+    ``TrainState`` each layer is a unit: its weights are gathered for it alone, whether or not the block's
+    class is named in ``ZeroConfig.units``.
+    """
+
+    def __init__(self, block: Callable[..., nnx.Module], layers: int, *, rngs: nnx.Rngs):
+        """Make the blocks, each from random bits of its own.
+
+        Args:
+            block: called as ``block(rngs=rngs)``: a module class or a factory.
+            layers: how many.
+            rngs: seeds them.
+
+        Raises:
+            ZeroError: ``layers`` is less than 1.
+        """
+        if layers < 1:
+            raise ZeroError(f"Stack: layers={layers} must be at least 1.")
+        self.layers = layers
+
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            return block(rngs=rngs)
+
+        self.block = make(rngs)
+
+    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+        """Apply the blocks in order.
+
+        Args:
+            x: what goes through the stack; each block must keep its shape and dtype.
+            *args: given to every block as they are, with ``kwargs``.
+            **kwargs: see ``args``.
+
+        Returns:
+            What the last block returned.
+        """
+        graph, params, state = nnx.split(self.block, nnx.Param, ...)
+        weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
+        if weights and all(is_gathered(weight) for weight in weights):
+            arrays, join = split_traced((args, kwargs))
+            empty = [(path, variable.replace(None)) for path, variable in nnx.to_flat_state(params)]
+
+            def body(whole: Any, x: Array, state: Any, arrays: Any) -> tuple[Array, Any]:
+                args, kwargs = join(arrays)
+                values = [(path, var.replace(w)) for (path, var), w in zip(empty, whole, strict=True)]
+                return _run(nnx.merge(graph, nnx.from_flat_state(values), state), x, args, kwargs)
+
+            x, state, copies = scan_units(body, weights, x, state, arrays)
+            if copies is not None:
+                fresh = [weight.updated(copy) for weight, copy in zip(weights, copies, strict=True)]
+                self._keep([(path, var.replace(w)) for (path, var), w in zip(empty, fresh, strict=True)])
+        else:
+
+            def layer(x: Array, values: Any) -> tuple[Array, Any]:
+                return _run(nnx.merge(graph, *values), x, args, kwargs)
+
+            x, state = jax.lax.scan(layer, x, (params, state))
+        nnx.update(self.block, state)
+        return x
+
+    def _keep(self, weights: list[tuple[Any, nnx.Variable]]) -> None:
+        """Let the next call find what this one brought up to date."""
+        # From within a transformation of JAX's own (jax.checkpoint, jax.lax.cond) nothing can be kept: the
+        # next call, or the step itself, will bring the same about again.
+        with contextlib.suppress(TraceContextError):
+            nnx.update(self.block, nnx.from_flat_state(weights))
+
+
+def _run(block: Any, x: Array, args: Any, kwargs: Any) -> tuple[Array, Any]:
+    x = block(x, *args, **kwargs)
+    return x, nnx.state(block, STATE)

@@ -1,0 +1,1 @@
+"""What a step sends, holds and takes: counted in the program, predicted by formulas, measured by traces."""

@@ -1,0 +1,334 @@
+"""What a training step sends: every collective of the traced program, its dtype, its count, its bytes.
+
+Counted from the jaxpr, where formats are what they are: XLA:CPU widens some of them when it compiles, and no
+compiler is needed to read it. What XLA adds on its own to sum norms of sharded arrays (the gradient norm,
+clipping) is a few bytes per leaf and is not counted.
+
+A gather or a sum over a group is taken as a ring in the order of the mesh, an all-to-all as direct messages:
+
+=============== ================================ ==================
+collective      bytes that each device sends     b is
+=============== ================================ ==================
+all_gather      (A - 1) b                        one device's part
+all_to_all      (A - 1) / A b                    the whole operand
+reduce_scatter  (A - 1) / A b                    the whole operand
+psum, pmax, ... 2 (A - 1) / A b                  the operand
+=============== ================================ ==================
+
+for a group of A devices. Over both axes one in ``local`` of a ring's links leaves the node, and of the
+messages of an all-to-all those that do.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from zerojax.errors import ZeroError
+from zerojax.formatting import plain_text, size
+from zerojax.sharding.mesh import AXES, LOCAL, NODE, World
+from zerojax.train.state import TrainState
+from zerojax.train.step import NUMBER, trace_train_step
+
+_ALL_REDUCES = frozenset({"psum", "psum_invariant", "pmax", "pmin"})
+_GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+_KNOWN = _ALL_REDUCES | _GATHERS | {"all_to_all", "reduce_scatter"}
+_SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
+
+PHASES = {
+    "weights forward": "gathers before the forward pass or within it",
+    "weights backward": "gathers of the backward pass",
+    "delta": "what changed in the weights, once per optimizer step",
+    "resync": "the whole weights instead of the delta, every so many steps",
+    "gradients": "the hops of the gradients",
+    "optimizer": "matrices on their way to be orthogonalised, and back",
+    "metrics": "sums of losses, counts and model state",
+    "other": "collectives of the model's own",
+}
+"""What a collective may be for."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the step, equal ones taken together.
+
+    Attributes:
+        primitive: JAX's name of it.
+        axes: the mesh axes that it runs over.
+        dtype: of what travels.
+        elements: of the operand, on one device.
+        count: executions per step, loop trips included.
+        phase: one of ``PHASES``.
+        usual: False for what only runs in steps that take the other branch of a conditional; such
+            bytes are in no total.
+        local_bytes: that one device sends within its node, ``count`` included.
+        node_bytes: that one device sends to other nodes, ``count`` included.
+    """
+
+    primitive: str
+    axes: tuple[str, ...]
+    dtype: str
+    elements: int
+    count: int
+    phase: str
+    usual: bool
+    local_bytes: float
+    node_bytes: float
+
+
+@dataclass(frozen=True)
+class CommReport:
+    """Every byte that a training step sends; ``print`` it.
+
+    Attributes:
+        nodes: extent of the mesh over ``node``.
+        local: extent over ``local``.
+        parameters: elements of the model.
+        collectives: in the order of the program.
+    """
+
+    nodes: int
+    local: int
+    parameters: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def local_bytes(self) -> float:
+        """Bytes that one device sends within its node per step."""
+        return sum(c.local_bytes for c in self.collectives if c.usual)
+
+    @property
+    def node_bytes(self) -> float:
+        """Bytes that one device sends to other nodes per step."""
+        return sum(c.node_bytes for c in self.collectives if c.usual)
+
+    @property
+    def between_nodes(self) -> float:
+        """Bytes that all devices of one node send to other nodes per step: what its network carries."""
+        return self.node_bytes * self.local
+
+    @property
+    def model_bytes(self) -> int:
+        """M: the model in 2-byte elements."""
+        return 2 * self.parameters
+
+    @property
+    def zero3_bytes(self) -> float:
+        """What ZeRO-3 in bf16 sends between nodes, per node and step: 3M (N-1)/N for N nodes."""
+        return 3 * self.model_bytes * (self.nodes - 1) / self.nodes
+
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Per phase the bytes that one device sends: (within its node, to others)."""
+        return {
+            phase: (sum(c.local_bytes for c in own), sum(c.node_bytes for c in own))
+            for phase in PHASES
+            if (own := [c for c in self.collectives if c.phase == phase and c.usual])
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        totals = ("local_bytes", "node_bytes", "between_nodes", "model_bytes", "zero3_bytes")
+        phases = {
+            phase: {"local_bytes": local, "node_bytes": node}
+            for phase, (local, node) in self.phases().items()
+        }
+        return {
+            **dataclasses.asdict(self),
+            **{name: getattr(self, name) for name in totals},
+            "phases": phases,
+        }
+
+    def __rich__(self) -> RenderableType:
+        """Two tables and a sentence."""
+        return Group(self._collectives_table(), self._phases_table(), self.summary())
+
+    def __str__(self) -> str:
+        """The same as plain text."""
+        return plain_text(self)
+
+    def summary(self) -> str:
+        """The total between nodes against M and ZeRO-3, in a sentence."""
+        if self.nodes == 1:
+            return "one node: nothing crosses the network"
+        return (
+            f"between nodes, per node and step: {size(self.between_nodes)} = "
+            f"{self.between_nodes / self.model_bytes:.3f} M (M = 2 bytes x {self.parameters:,} parameters); "
+            f"ZeRO-3 in bf16 sends 3 M x {self.nodes - 1}/{self.nodes} = {size(self.zero3_bytes)}, "
+            f"so this is {self.between_nodes / self.zero3_bytes:.1%} of it"
+        )
+
+    def _collectives_table(self) -> Table:
+        table = Table(title="Collectives of a training step; bytes that one device sends")
+        for name in ("phase", "collective", "axis", "dtype"):
+            table.add_column(name)
+        for name in ("elements", "count", "in the node", "between nodes"):
+            table.add_column(name, justify="right")
+        for c in self.collectives:
+            sent = [size(c.local_bytes), size(c.node_bytes)]
+            if not c.usual:
+                sent = [f"({value})" for value in sent]
+            cells = (c.phase, c.primitive, "+".join(c.axes), c.dtype, f"{c.elements:,}", str(c.count))
+            table.add_row(*cells, *sent)
+        if not all(c.usual for c in self.collectives):
+            table.caption = "(in parentheses: not in every step, and in no total)"
+        return table
+
+    def _phases_table(self) -> Table:
+        table = Table(title="By phase; bytes that one device sends per step")
+        table.add_column("phase")
+        for name in ("in the node", "between nodes"):
+            table.add_column(name, justify="right")
+        for phase, sent in self.phases().items():
+            table.add_row(phase, *map(size, sent))
+        table.add_section()
+        table.add_row("total", size(self.local_bytes), size(self.node_bytes))
+        return table
+
+
+def comm_report(state: TrainState, batch: Any) -> CommReport:
+    """Count what a training step sends, without running or compiling it.
+
+    Args:
+        state: a state, or an abstract one.
+        batch: as ``train_step`` takes it, or ShapeDtypeStructs of the global batch's shapes.
+
+    Raises:
+        ZeroError: the loss has a collective that can't be counted, such as one in a while loop.
+    """
+    program = state.program
+    traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
+    found: dict[Collective, None] = {}
+    counts: dict[Collective, int] = {}
+    for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
+        key = dataclasses.replace(one, count=0, local_bytes=0.0, node_bytes=0.0)
+        found[key] = None
+        counts[key] = counts.get(key, 0) + one.count
+    return CommReport(
+        nodes=program.world.nodes,
+        local=program.world.local,
+        parameters=sum(leaf.count for leaf in program.leaves),
+        collectives=tuple(_counted(key, counts[key], program.world) for key in found),
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the program the walk is: how often it runs, under which names, and whether usually."""
+
+    world: World
+    count: int = 1
+    names: str = ""
+    usual: bool = True
+
+    def inside(self, equation: core.JaxprEqn, *, times: int = 1, usual: bool = True) -> "_Place":
+        names = f"{self.names}/{equation.source_info.name_stack}"
+        return _Place(self.world, self.count * times, names, self.usual and usual)
+
+
+def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[Collective]:
+    """Every collective of a jaxpr and of those inside it, each with ``count`` set and no bytes yet."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        axes = _mesh_axes(equation.params)
+        if axes and name not in _SILENT:
+            yield from _read(equation, axes, place.inside(equation))
+        elif name == "cond":
+            yield from _walk_branches(equation, place)
+        elif name == "while":
+            inner = place.inside(equation)
+            if any(True for sub in core.jaxprs_in_params(equation.params) for _ in _walk(sub, inner)):
+                raise ZeroError(
+                    "a collective stands in a while loop, which runs an unknown number of times: use "
+                    "lax.scan or lax.fori_loop with static bounds."
+                )
+        else:
+            times = equation.params["length"] if name == "scan" else 1
+            for sub in core.jaxprs_in_params(equation.params):
+                yield from _walk(sub, place.inside(equation, times=times))
+
+
+def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[Collective]:
+    """A conditional: its false branch is taken as the usual one, as in ``per_device.next_secondary``."""
+    branches = [
+        list(_walk(branch.jaxpr, place.inside(equation, usual=index == 0)))
+        for index, branch in enumerate(equation.params["branches"])
+    ]
+    usual, *others = branches
+    yield from usual
+    for branch in others:
+        if [dataclasses.replace(c, usual=place.usual) for c in branch] != usual:
+            yield from branch
+
+
+def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[Collective]:
+    name = equation.primitive.name
+    if name not in _KNOWN or equation.params.get("axis_index_groups") is not None:
+        raise ZeroError(
+            f"the collective {name!r} over {axes} is not accounted for: the report knows "
+            f"{', '.join(sorted(_KNOWN))}, over whole mesh axes."
+        )
+    for operand in equation.invars:
+        aval: Any = operand.aval
+        phase = _phase(place)
+        yield Collective(name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0)
+
+
+def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
+    """The mesh axes that an equation names, in the mesh's order."""
+    named = params.get("axis_name", params.get("axes", ()))
+    named = named if isinstance(named, Sequence) and not isinstance(named, str) else (named,)
+    return tuple(axis for axis in AXES if axis in named)
+
+
+def _phase(place: _Place) -> str:
+    """What a collective is for, by the scopes of ``zerojax.comm.collectives`` and the like around it."""
+    scopes = set(re.findall(r"\w+", place.names))
+    if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
+        return "gradients"
+    if "orthogonalise" in scopes:
+        return "optimizer"
+    if "gather_delta" in scopes:
+        return "delta"
+    if "gather_exact" in scopes:
+        return "resync"
+    if scopes & {"gather_node", "gather_local"}:
+        return "weights backward" if "transpose" in scopes else "weights forward"
+    return "metrics" if "metrics" in scopes else "other"
+
+
+def _counted(key: Collective, count: int, world: World) -> Collective:
+    payload = key.elements * np.dtype(key.dtype).itemsize
+    local, node = _sent(key.primitive, key.axes, payload, world)
+    return dataclasses.replace(key, count=count, local_bytes=count * local, node_bytes=count * node)
+
+
+def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: World) -> tuple[float, float]:
+    """Bytes that one device sends by one collective: (within its node, to others)."""
+    nodes = world.nodes if NODE in axes else 1
+    local = world.local if LOCAL in axes else 1
+    group = nodes * local
+    if primitive == "all_to_all":
+        return payload * (local - 1) / group, payload * (nodes - 1) * local / group
+    if primitive in _GATHERS:
+        ring = float(payload * (group - 1))
+    else:
+        ring = payload * (group - 1) / group * (2 if primitive in _ALL_REDUCES else 1)
+    crossing = 0.0 if nodes == 1 else 1 / local
+    return ring * (1 - crossing), ring * crossing
+
+
+def _of_all_processes(x: Any) -> Any:
+    """A batch array's global shape: in several processes a host array is one process's part."""
+    shape = tuple(np.shape(x))
+    if isinstance(x, NUMBER):
+        return x
+    if isinstance(x, np.ndarray) and shape:
+        shape = (shape[0] * jax.process_count(), *shape[1:])
+    return jax.ShapeDtypeStruct(shape, x.dtype)

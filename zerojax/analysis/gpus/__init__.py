@@ -1,0 +1,80 @@
+"""What GPUs can do: figures for the planner and the MFU, and XLA descriptions for ``zerojax.analysis.aot``.
+
+The ``.txtpb`` files are GpuTargetConfigProto texts.
+"""
+
+from dataclasses import dataclass
+
+from zerojax.errors import ZeroError
+
+MATMUL_EFFICIENCY = 0.61
+"""Part of the peak that a step's matmuls and attention reach, recomputed ones counted: measured on H200.
+
+One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TFLOP (docs/benchmarks.md).
+"""
+
+MEMORY_EFFICIENCY = 0.9
+"""Part of the memory's rate that a plain device copy reaches: measured on H200 (docs/kernels.md)."""
+
+LINK_EFFICIENCY = 0.68
+"""Part of the link's rate at which hops within a node run beside compute: measured on H200.
+
+What is left of a step of one sequence when matmuls and optimizer are taken off, over its bytes.
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, by its maker's data sheet.
+
+    Attributes:
+        kind: a part of JAX's ``device_kind`` that tells it from others; "" where none does.
+        flops: peak dense FLOP/s in bf16 (V100: in fp16, it has no bf16).
+        memory: bytes.
+        memory_rate: bytes/s of its memory.
+        link_rate: bytes/s that it sends to the others of its node, by NVLink or PCIe, one direction.
+        workspace: bytes that cuBLAS takes for its matmuls.
+        measured: whether the efficiencies above were measured on this kind; on others they are assumed.
+    """
+
+    kind: str
+    flops: float
+    memory: float
+    memory_rate: float
+    link_rate: float
+    workspace: int = 8 << 20
+    measured: bool = False
+
+
+_HOPPER = 32 << 20
+
+GPUS: dict[str, Gpu] = {
+    "b200": Gpu("B200", 2250e12, 192e9, 8000e9, 900e9, _HOPPER),
+    "h200": Gpu("H200", 989e12, 150e9, 4800e9, 450e9, _HOPPER, measured=True),
+    "h100": Gpu("H100", 989e12, 84.9e9, 3350e9, 450e9, _HOPPER),
+    "h100-pcie": Gpu("H100 PCIe", 756e12, 84.9e9, 2000e9, 64e9, _HOPPER),
+    "a100-80": Gpu("A100-SXM4-80GB", 312e12, 84.9e9, 2039e9, 300e9),
+    "a100-40": Gpu("A100-SXM4-40GB", 312e12, 42.4e9, 1555e9, 300e9),
+    "v100-32": Gpu("V100-SXM2-32GB", 125e12, 34.1e9, 900e9, 150e9),
+    "v100-16": Gpu("V100-SXM2-16GB", 125e12, 16.9e9, 900e9, 150e9),
+    "l40s": Gpu("L40S", 362e12, 48e9, 864e9, 32e9),
+    "l4": Gpu("L4", 121e12, 24e9, 300e9, 32e9),
+    "a10g": Gpu("A10G", 70e12, 24e9, 600e9, 32e9),
+    "a6000": Gpu("A6000", 155e12, 48e9, 768e9, 32e9),
+    "rtx4090": Gpu("4090", 165e12, 24e9, 1008e9, 32e9),
+}
+"""GPUs by the name that ``zerojax plan --gpu`` takes."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a name.
+
+    Raises:
+        ZeroError: there is none; the message lists those there are.
+    """
+    if name not in GPUS:
+        raise ZeroError(
+            f"no GPU {name!r}: there are {', '.join(GPUS)}. For another one take the nearest and correct "
+            "it by --peak-tflops, --memory-gb, --memory-bandwidth and --local-bandwidth"
+        )
+    return GPUS[name]

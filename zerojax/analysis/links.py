@@ -1,0 +1,137 @@
+"""How fast a mesh's links and devices are, measured; and what follows for the choice of a preset."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.sharding.mesh import AXES, LOCAL, NODE
+
+# Bytes that a node sends between nodes in a step, as multiples of M = 2 bytes a parameter (README).
+NETWORK_BYTES = {"zero3": 3.0, "zero++": 0.75, "delta": 0.5}
+# Tokens of a device and step that the advice is for: 4 sequences of 2048.
+TOKENS = 8192
+# Part of the speed of a lone matrix product that a training step reaches, roughly.
+_REACHED = 0.5
+# A measurement grows until it takes so many seconds, or so many bytes a device.
+_LONG_ENOUGH, _MOST_BYTES = 0.02, 1 << 27
+
+
+@dataclass(frozen=True)
+class Link:
+    """One axis of a mesh, as a gather over it finds it.
+
+    Attributes:
+        bytes_per_second: that each device sends (and receives), all of them at once.
+        seconds: that a gather of a few bytes takes.
+    """
+
+    bytes_per_second: float
+    seconds: float
+
+
+def measure_link(mesh: Mesh, axis: str) -> Link | None:
+    """Time all-gathers over one axis; all processes call it together.
+
+    Returns:
+        None where the axis has a single device, so that nothing is sent.
+    """
+    peers = mesh.shape[axis]
+    if peers == 1:
+        return None
+    latency = _time_gather(mesh, axis, 64)
+    size = 1 << 20
+    while (seconds := _time_gather(mesh, axis, size)) < _LONG_ENOUGH and size < _MOST_BYTES:
+        size *= 8
+    return Link((peers - 1) * size / max(seconds - latency, 1e-9), latency)
+
+
+def measure_matmul() -> list[float]:
+    """Operations per second of a matrix product on one device of each process, in the order of ranks.
+
+    bf16 on accelerators and fp32 on CPUs, where bf16 is slow. A process that is far below the others is a
+    slow peer: all wait for it in every step.
+    """
+    accelerated = jax.default_backend() != "cpu"
+    n, dtype = (8192, jnp.bfloat16) if accelerated else (512, jnp.float32)
+    with jax.default_device(jax.local_devices()[0]):
+        x = jnp.ones((n, n), dtype)
+        product = jax.jit(lambda x: x @ x)
+        seconds = _best_time(lambda: product(x))
+    rates = multihost_utils.process_allgather(np.asarray([2 * n**3 / seconds]))
+    return [float(rate) for rate in np.ravel(rates)]
+
+
+def tokens_to_hide(preset: str, node_bytes_per_second: float, device_flops: float) -> float:
+    """Tokens of a device and step from which the time between nodes fits behind the computing.
+
+    A device computes 6 P T operations in a step, for P parameters and T tokens, and the link of its node
+    carries a multiple of 2 P bytes meanwhile: P drops out.
+
+    Args:
+        preset: of `NETWORK_BYTES`.
+        node_bytes_per_second: of a node's link.
+        device_flops: operations per second of a matrix product.
+    """
+    return NETWORK_BYTES[preset] * 2 * _REACHED * device_flops / (6 * node_bytes_per_second)
+
+
+def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str]:
+    """The preset to begin with, and why.
+
+    Args:
+        node: the link between nodes of one device; None where there is one node.
+        local: devices of a node, which share its link.
+        device_flops: operations per second of a matrix product.
+    """
+    if node is None:
+        return "zero3", "there is one node: nothing crosses a network, so exact costs nothing"
+    needed = {
+        name: tokens_to_hide(name, node.bytes_per_second * local, device_flops) for name in NETWORK_BYTES
+    }
+    hidden = [name for name, tokens in needed.items() if tokens <= TOKENS]
+    listed = ", ".join(f"{name} from {tokens:,.0f}" for name, tokens in needed.items())
+    why = f"hidden behind the computing, by tokens of a device and step: {listed}"
+    if hidden:
+        return hidden[0], f"{why}; {hidden[0]} is the most exact of those that {TOKENS:,} are enough for"
+    return "delta", f"{why}; {TOKENS:,} hide none, and delta sends the least"
+
+
+def _time_gather(mesh: Mesh, axis: str, size: int) -> float:
+    """Seconds of an all-gather of `size` bytes a device: the slowest process's best."""
+    everywhere = PartitionSpec(AXES)
+
+    def gather(x: jax.Array) -> jax.Array:
+        # A sum that depends on every byte, so that none can be left out, and none is kept.
+        return jnp.max(jax.lax.all_gather(x, axis, tiled=True), keepdims=True)
+
+    step = jax.jit(
+        jax.shard_map(gather, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    )
+    sharding = NamedSharding(mesh, everywhere)
+    local = np.zeros(mesh.local_mesh.size * size, np.uint8)
+    x = jax.make_array_from_process_local_data(sharding, local, (mesh.size * size,))
+    seconds = _best_time(lambda: step(x))
+    return float(np.max(multihost_utils.process_allgather(np.asarray([seconds]))))
+
+
+def _best_time(run: Callable[[], Any], repeats: int = 3) -> float:
+    """The shortest of some runs, after one that compiles."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def links_of(mesh: Mesh) -> dict[str, Link | None]:
+    """Both axes of a mesh."""
+    return {axis: measure_link(mesh, axis) for axis in (LOCAL, NODE)}

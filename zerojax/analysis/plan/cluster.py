@@ -1,0 +1,135 @@
+"""The cluster that a plan is for, and a program laid out on it; none of its devices is there."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import cast
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
+
+from zerojax.analysis.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
+from zerojax.errors import ZeroError
+from zerojax.schedule.strategy import Route
+from zerojax.sharding.layout import make_leaf
+from zerojax.sharding.mesh import AXES, World
+from zerojax.train.spec import Group, Program, check_options
+from zerojax.validation.bounds import MOST_DEVICES
+from zerojax.validation.dtypes import dtype_name
+from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
+
+NETWORK_EFFICIENCY = 0.94
+"""What Ethernet, IP and TCP headers leave of a link's rate at frames of 1500 bytes: 1448 / 1538."""
+
+MEMORY_FRACTION = 0.75
+"""The part of a GPU's memory that JAX takes for arrays, unless XLA_CLIENT_MEM_FRACTION says otherwise."""
+
+_ABSURD = 1e24  # FLOP/s, bytes and bytes/s: above any hardware's, and far from where floats overflow
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs.
+
+    Attributes:
+        nodes: how many.
+        local: GPUs per node.
+        gpu: of which kind.
+        bandwidth: bytes/s of one node's link, all its adapters together, in each direction.
+        local_bandwidth: bytes/s that one GPU sends to the others of its node beside compute; None takes the
+            data sheet's, times ``LINK_EFFICIENCY``.
+        efficiency: part of the GPU's peak that matmuls and attention reach.
+        memory_fraction: part of its memory that there is for arrays.
+    """
+
+    nodes: int
+    local: int
+    gpu: Gpu
+    bandwidth: float
+    local_bandwidth: float | None = None
+    efficiency: float = MATMUL_EFFICIENCY
+    memory_fraction: float = MEMORY_FRACTION
+
+    def __post_init__(self) -> None:
+        """Refuse what no cluster can have.
+
+        Raises:
+            ZeroError: naming the figure.
+        """
+        if self.nodes < 1 or self.local < 1:
+            raise ZeroError(f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}")
+        if self.nodes * self.local > MOST_DEVICES:
+            raise ZeroError(f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs")
+        if self.nodes > 1 and self.bandwidth <= 0:
+            raise ZeroError("how fast is the network between the nodes? Give --bandwidth, such as 100gbit")
+        figures = (self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate)
+        if not 0 < min(figures) <= max(*figures, self.bandwidth) < _ABSURD:
+            raise ZeroError(f"a GPU's FLOP/s, memory and rates must be above 0 and below {_ABSURD:g}")
+        for name in ("efficiency", "memory_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ZeroError(f"{name.replace('_', '-')} {getattr(self, name)} must lie in (0, 1]")
+
+    @property
+    def world(self) -> World:
+        """The mesh's extents."""
+        return World(self.nodes, self.local)
+
+    @property
+    def budget(self) -> float:
+        """Bytes of one GPU that a step may take."""
+        return self.gpu.memory * self.memory_fraction
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s between the GPUs of a node, as reached."""
+        return self.local_bandwidth or self.gpu.link_rate * LINK_EFFICIENCY
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes/s of payload that a node sends to others."""
+        return self.bandwidth * NETWORK_EFFICIENCY
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that a GPU's kernels move, as reached."""
+        return self.gpu.memory_rate * MEMORY_EFFICIENCY
+
+    def flops(self, dtype: DTypeLike) -> float:
+        """FLOP/s of matmuls in bfloat16, or in float32 (TF32: half), as reached."""
+        name = dtype_name(dtype, "dtype", tuple(COMPUTE_FORMAT))
+        return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
+
+
+def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
+    """The same model and optimizer under other options on another mesh, to look at and not to run.
+
+    Args:
+        program: as built for any mesh.
+        world: the other mesh's extents.
+        zero: the other options, but for ``units``, which are the program's.
+
+    Raises:
+        ZeroError: the options do not go with the mesh.
+    """
+    check_options(zero, world)
+    # It has extents and names and no devices: all that a layout asks of a mesh.
+    mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+    zero = zero.replace(units=program.zero.units)
+    moved = {
+        leaf.path: make_leaf(
+            leaf.path, leaf.shape, leaf.dtype, leaf.layers, number=leaf.number, world=world, zero=zero
+        )
+        for leaf in program.leaves
+    }
+    groups = tuple(
+        Group(group.unit, group.layers, tuple(moved[leaf.path] for leaf in group.leaves))
+        for group in program.groups
+    )
+    return dataclasses.replace(
+        program,
+        mesh=mesh,
+        zero=zero,
+        leaves=tuple(moved[leaf.path] for leaf in program.leaves),
+        groups=groups,
+        route=Route.of(zero),
+        cache={},
+    )

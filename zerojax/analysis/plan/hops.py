@@ -1,0 +1,220 @@
+"""What a training step sends, from formulas.
+
+For a leaf of n layers, of which a device owns s elements, on N nodes of L devices, with
+w, v the row bytes of its weights' formats over ``node`` and ``local``, and g, h those of its gradients'
+over ``local`` and ``node``, one device sends per time:
+
+================== ================= ======================
+hop                over              bytes
+================== ================= ======================
+gather_node        node              n (N-1) w(s)
+gather_local       local             n (L-1) N v(s)
+reduce_local       local             n (L-1) g(N s)
+reduce_node        node              n (N-1) h(s)
+reduce in one hop  node and local    n (N L - 1) h(s)
+================== ================= ======================
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from zerojax.adapters.nnx_adapter import NNXAdapter
+from zerojax.formatting import milliseconds, size
+from zerojax.sharding.layout import Leaf
+from zerojax.sharding.wire_format import Codec
+from zerojax.train.spec import Group, Program
+
+
+@dataclass(frozen=True)
+class HopPlan:
+    """One hop of one phase.
+
+    Attributes:
+        phase: one of ``zerojax.analysis.comm_report.PHASES``.
+        axis: "node", "local" or "node+local".
+        formats: wire formats, of the most elements first.
+        local_bytes: that one device sends within its node per step.
+        node_bytes: that one device sends to other nodes per step.
+        codec_bytes: that one device reads and writes in its own memory per step to encode and decode; of
+            raw formats none is counted.
+        usual: False for the resync, which only some steps have; it is in no total.
+    """
+
+    phase: str
+    axis: str
+    formats: tuple[str, ...]
+    local_bytes: int
+    node_bytes: int
+    codec_bytes: int = 0
+    usual: bool = True
+
+
+def hops_of(program: Program) -> tuple[HopPlan, ...]:
+    """One per phase and axis, in the order in which they come; hops that send nothing are left out."""
+    return _merged(list(_hops(program)))
+
+
+def _hops(program: Program) -> Iterator[tuple[HopPlan, int]]:
+    """Every hop of every leaf, with the number of elements that take it."""
+    for group in program.groups:
+        for leaf in group.leaves:
+            send = _sender(leaf)
+            yield from _weight_hops(program, group, leaf, send)
+            yield from _gradient_hops(program, leaf, send)
+
+
+Send = Callable[..., tuple[HopPlan, int]]
+
+
+def _sender(leaf: Leaf) -> Send:
+    """Makes the hops of one leaf."""
+    world, layers = leaf.world, leaf.layers or 1
+
+    def send(
+        phase: str, axis: str, codec: Codec, *, times: float = 1, elements: int, usual: bool = True
+    ) -> tuple[HopPlan, int]:
+        row = round(layers * times) * codec.row_bytes(elements)
+        to_nodes, to_local = world.nodes - 1, world.local - 1
+        node = {"node": to_nodes, "local": 0, "node+local": to_nodes * world.local}[axis]
+        local = {"node": 0, "local": to_local, "node+local": to_local}[axis]
+        copied = 0 if codec.raw else round(layers * times) * _copied(phase, axis, leaf, codec, elements)
+        return HopPlan(phase, axis, (codec.fmt,), local * row, node * row, copied, usual), leaf.count
+
+    return send
+
+
+def _copied(phase: str, axis: str, leaf: Leaf, codec: Codec, elements: int) -> int:
+    """Bytes read and written around one quantized hop: by the encoder, and by the decoder.
+
+    A gather encodes this device's part and decodes everyone's, a reduction the reverse.
+    """
+    world, row = leaf.world, codec.row_bytes(elements)
+    peers = {"node": world.nodes, "local": world.local, "node+local": world.size}[axis]
+    if peers == 1:
+        return 0
+    if phase == "gradients":
+        wide = 4 if axis == "node" else 2  # sums between the hops are fp32
+        return peers * (wide * elements + row) + peers * row + 4 * elements
+    narrow = leaf.weights[1].row_bytes(elements)
+    return 4 * elements + row + peers * (row + narrow)
+
+
+def _weight_hops(program: Program, group: Group, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
+    zero, route = program.zero, program.route
+    over_node, over_local = leaf.weights
+    shard, secondary = leaf.shard, leaf.secondary
+
+    def both(phase: str, times: float, *, node: bool) -> Iterator[tuple[HopPlan, int]]:
+        if node:
+            yield send(phase, "node", over_node, times=times, elements=shard)
+        # A secondary row is encoded shard by shard; blocks divide shards, so that the bytes are the same.
+        yield send(phase, "local", over_local, times=times, elements=secondary)
+
+    if zero.stage in (1, 2):
+        yield from both("weights forward", 1, node=True)
+    if zero.stage < 3:
+        return
+    if zero.weights_delta:
+        yield send("delta", "node", over_node, elements=shard)
+        if zero.delta_resync:
+            yield send("resync", "node", over_local, elements=shard, usual=False)
+    passes = zero.passes
+    yield from both("weights forward", passes, node=route.source == "primary")
+    if group.unit is not None:
+        yield from both(
+            "weights backward", passes * _gathered_again(program, group), node=route.keep == "primary"
+        )
+
+
+def _gathered_again(program: Program, group: Group) -> float:
+    """Which part of a group the backward pass gathers: the pipelined stack still has its last layer."""
+    pipelined = group.layers is not None and isinstance(program.adapter, NNXAdapter)
+    return 1 - 1 / group.layers if pipelined and group.layers else 1
+
+
+def _gradient_hops(program: Program, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
+    zero, route = program.zero, program.route
+    first, second = leaf.grads
+    passes = 1 if route.sink == "full" else zero.passes
+    if zero.grads_hops == 1:
+        yield send("gradients", "node+local", second, times=passes, elements=leaf.shard)
+    else:
+        once = 1 if route.sink == "secondary" else passes
+        yield send("gradients", "local", first, times=passes, elements=leaf.secondary)
+        yield send("gradients", "node", second, times=once, elements=leaf.shard)
+    if zero.stage == 0:
+        yield send("gradients", "node", second, elements=leaf.shard)
+        yield send("gradients", "local", second, elements=leaf.secondary)
+
+
+def _merged(hops: list[tuple[HopPlan, int]]) -> tuple[HopPlan, ...]:
+    together: dict[tuple[str, str, bool], list[tuple[HopPlan, int]]] = {}
+    for hop, elements in hops:
+        together.setdefault((hop.phase, hop.axis, hop.usual), []).append((hop, elements))
+    merged = (_sum(same) for same in together.values())
+    return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
+
+
+def _sum(hops: list[tuple[HopPlan, int]]) -> HopPlan:
+    """Hops of one phase and axis as one, its formats in the order of how many elements they carry."""
+    first, formats = hops[0][0], Counter[str]()
+    for hop, elements in hops:
+        formats.update(dict.fromkeys(hop.formats, elements))
+    return HopPlan(
+        first.phase,
+        first.axis,
+        tuple(fmt for fmt, _ in formats.most_common()),
+        sum(hop.local_bytes for hop, _ in hops),
+        sum(hop.node_bytes for hop, _ in hops),
+        sum(hop.codec_bytes for hop, _ in hops),
+        first.usual,
+    )
+
+
+def hops_table(
+    hops: Sequence[HopPlan],
+    title: str = "Expected bytes that one device sends per step",
+    seconds: Callable[[HopPlan], tuple[float, float]] | None = None,
+) -> Table:
+    """Bytes by phase and axis, and their time where it is known.
+
+    Args:
+        hops: of a step.
+        title: of the table.
+        seconds: that a hop takes within the node, and between nodes.
+    """
+    table = Table(title=title)
+    for name in ("phase", "over", "formats"):
+        table.add_column(name)
+    for name in ("in the node", "between nodes"):
+        table.add_column(name, justify="right")
+        if seconds is not None:
+            table.add_column("ms", justify="right")
+
+    def sent(together: Sequence[HopPlan]) -> Iterator[str]:
+        """What some hops send and take: within the node, and between nodes."""
+        totals = sum(hop.local_bytes for hop in together), sum(hop.node_bytes for hop in together)
+        for link, total in enumerate(totals):
+            yield size(total)
+            if seconds is not None:
+                yield milliseconds(sum(seconds(hop)[link] for hop in together))
+
+    for hop in hops:
+        row = sent([hop])
+        if not hop.usual:
+            row = (f"({cell})" for cell in row)
+        table.add_row(hop.phase, hop.axis, ", ".join(hop.formats), *row)
+    table.add_section()
+    table.add_row("total", "", "", *sent([hop for hop in hops if hop.usual]))
+    if not all(hop.usual for hop in hops):
+        table.caption = "(in parentheses: not in every step, and in no total)"
+    return table
+
+
+def usual_bytes(hops: Sequence[HopPlan]) -> tuple[int, int]:
+    """Bytes that one device sends in a usual step: within its node, and to other nodes."""
+    usual = [hop for hop in hops if hop.usual]
+    return sum(hop.local_bytes for hop in usual), sum(hop.node_bytes for hop in usual)

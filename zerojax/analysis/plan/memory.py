@@ -1,0 +1,320 @@
+"""What one device holds during a training step, by kind, from formulas.
+
+With N parameters on D devices in nodes of L, bf16 compute and Adam, the kinds come to (ZeRO, section 5, with
+fp32 sums at the owners)
+
+=========== ============== ============== ================ ====================
+stage       master, Adam   gradient sums  weights whole    gradients whole
+=========== ============== ============== ================ ====================
+0           12 N           in place       2 N              2 N, then the sums
+1           12 N / D       4 N / D        2 N              2 N
+2           12 N / D       4 N / D        2 N              one unit
+3           12 N / D       4 N / D        two units        one unit
+=========== ============== ============== ================ ====================
+
+and hpZ or delta weights add 2 N / L. Activations are the model's and the batch's (``work.py``);
+where they are known, a step is fullest at one of three moments: in its backward pass; or, with a large
+vocabulary, while it computes the loss, when logits are there and gradients not yet (but for sums of earlier
+micro-batches); or at its end, when the tables' fp32 gradients are.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+
+from zerojax.analysis.plan.work import Work
+from zerojax.formatting import size
+from zerojax.sharding.layout import Leaf
+from zerojax.train.spec import Program
+from zerojax.train.state import abstract_fields
+
+KINDS = {
+    "parameters": "fp32 master weights",
+    "optimizer": "the optimizer's state",
+    "gradients": "sums, where they end up",
+    "secondary": "hpZ's or delta's node-local copy",
+    "residual": "error feedback",
+    "other": "non-parameter state",
+    "weights": "gathered: units in use, or all of them",
+    "weight gradients": "not yet summed: of units in use, or of all",
+    "wire": "gradients of a unit, encoded, sent and arriving",
+    "activations": "kept for the backward pass, and of the layer at work",
+    "workspace": "of the matmul library",
+}
+"""What a device's memory is taken by."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, at the fullest moment of a step.
+
+    Attributes:
+        kinds: by ``KINDS``.
+    """
+
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.kinds.values())
+
+    @property
+    def lasting(self) -> int:
+        """What stays from step to step."""
+        names = ("parameters", "optimizer", "residual", "other")
+        return sum(self.kinds[name] for name in names)
+
+    def table(self, title: str | None = None, of: str = "") -> Table:
+        """By kind, what takes nothing left out.
+
+        Args:
+            title: by default, what the memory is of.
+            of: what the total is to be compared to.
+        """
+        without = "" if self.kinds["activations"] else ", without activations"
+        table = Table(title=title or f"Memory of one device in a step{without}")
+        table.add_column("kind")
+        table.add_column("what it is")
+        table.add_column("bytes", justify="right")
+        for kind, count in self.kinds.items():
+            if count:
+                table.add_row(kind, KINDS[kind], size(count))
+        table.add_section()
+        table.add_row("total", of, size(self.total))
+        return table
+
+
+def predict_memory(
+    program: Program, work: Work | None = None, *, workspace: int = 0, held: dict[str, int] | None = None
+) -> Memory:
+    """The memory of a training step of ``program`` at its fullest moment.
+
+    Args:
+        program: what is trained.
+        work: its activations; left out, the memory is that of the backward pass without any.
+        workspace: bytes that the matmul library takes.
+        held: what the state holds, where that is known already (see `held_bytes`).
+    """
+    lasting = held_bytes(program) if held is None else held
+    moments = [_in_backward(program, work)]
+    if work is not None:
+        moments += [_in_loss(program, work), _at_end(program, work)]
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
+    return Memory(kinds | {"workspace": workspace})
+
+
+def held_bytes(program: Program) -> dict[str, int]:
+    """By kind, the bytes of a train state on one device."""
+    fields = abstract_fields(program)
+    return {
+        "parameters": _bytes(fields["params"]),
+        "optimizer": _bytes(fields["opt_state"]),
+        "secondary": _bytes(fields["secondary"]),
+        "residual": _bytes(fields["residual"]),
+        "other": _bytes(fields["other"]),
+    }
+
+
+def held_elsewhere(held: dict[str, int], program: Program, there: Program) -> dict[str, int]:
+    """The same for ``there``, ``program`` on another mesh or under other options; no optimizer is traced.
+
+    The optimizer's state is taken to grow with the parameters on a device, as moments do.
+    """
+
+    def parameters(program: Program) -> int:
+        return sum(
+            4 * _layers(leaf) * (leaf.shard if program.zero.stage > 0 else leaf.size)
+            for leaf in program.leaves
+        )
+
+    zero, nodes = there.zero, there.world.nodes
+    copies = sum(_layers(leaf) * leaf.shard * leaf.weights[1].dtype.itemsize for leaf in there.leaves)
+    residual = sum(4 * _layers(leaf) * leaf.secondary for leaf in there.leaves)
+    return {
+        "parameters": parameters(there),
+        "optimizer": round(held["optimizer"] * parameters(there) / parameters(program)),
+        "secondary": nodes * copies if zero.weights_delta else 0,
+        "residual": residual if zero.error_feedback else 0,
+        "other": held["other"],
+    }
+
+
+def _in_backward(program: Program, work: Work | None) -> dict[str, int]:
+    return {
+        "gradients": _gradients(program),
+        "secondary": _hpz_copy(program),
+        # Exact weights that cross nodes in the backward pass, too, are on their way two layers ahead, and
+        # sent while gradients are.
+        "weights": _gathered(program, 4 if _gathers_from_nodes_again(program) else 2),
+        "weight gradients": _whole_gradients(program, rest=work is None),
+        "wire": _payload(program),
+        "activations": _at_work(program, work) + work.head if work else 0,
+    }
+
+
+def _in_loss(program: Program, work: Work) -> dict[str, int]:
+    """What is there between the passes.
+
+    Micro-batches add to sums that are there all the time. The zeros from which a backward pass starts are
+    there before it where they are wider than a shard: so the compiler had it, in all programs looked at.
+    """
+    route = program.route
+    early = route.sink != "primary"
+    if program.zero.stage > 0 and route.sink != "full":
+        sets = (1 + early) if program.zero.passes > 1 else 0
+        gradients = sets * _sums_at_sink(program)
+    else:
+        gradients = 0
+    return {
+        "gradients": gradients,
+        "secondary": _hpz_copy(program),
+        "weights": _gathered(program, 1),
+        "weight gradients": _whole_gradients(program) if route.sink == "full" else 0,
+        "activations": work.kept * _together(program) + _loss(program, work),
+    }
+
+
+def _at_end(program: Program, work: Work) -> dict[str, int]:
+    """When the embedding's gradient is there, and what belongs to no unit is sent and arrives."""
+    sharded = program.route.sink != "full"
+    return {
+        "gradients": _gradients(program),
+        "weights": _gathered(program, 0),
+        "weight gradients": _of_no_unit(program) if sharded else _whole_gradients(program),
+        "wire": _of_no_unit(program) if sharded else 0,
+        "activations": work.tables,
+    }
+
+
+def _together(program: Program) -> int:
+    """How many micro-batches go through a layer before the next layer."""
+    return program.zero.accumulate // program.zero.passes
+
+
+def _at_work(program: Program, work: Work) -> int:
+    """Activations while a layer's backward pass runs for one micro-batch."""
+    return work.kept * _together(program) + work.working + _others(program, work)
+
+
+def _loss(program: Program, work: Work) -> int:
+    """Activations while one micro-batch's loss is computed; in breadth tables are summed over all of them."""
+    return work.loss + (work.tables + _others(program, work) if _together(program) > 1 else 0)
+
+
+def _others(program: Program, work: Work) -> int:
+    """What goes from layer to layer of the micro-batches that are not at work: it comes, and it goes on."""
+    return 2 * (_together(program) - 1) * work.stream
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device's shards of a tree of arrays or ShapeDtypeStructs."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _layers(leaf: Leaf) -> int:
+    return leaf.layers or 1
+
+
+def _sums_at_sink(program: Program) -> int:
+    """One fp32 set of gradient sums, sharded over the world or over the node."""
+    owned = sum(4 * _layers(leaf) * leaf.shard for leaf in program.leaves)
+    return owned * (program.world.nodes if program.route.sink == "secondary" else 1)
+
+
+def _gradients(program: Program) -> int:
+    """Sums at the sink, and a second set of them while micro-batches are added up."""
+    if program.zero.stage == 0:
+        return 0  # they take the place of the gradients that they are made of
+    twice = program.zero.passes > 1 and program.route.sink != "full"
+    return _sums_at_sink(program) * (2 if twice else 1)
+
+
+def _hpz_copy(program: Program) -> int:
+    """What the forward pass leaves for the backward pass; of the last layer of a stack, nothing."""
+    if (program.route.source, program.route.keep) != ("primary", "secondary"):
+        return 0
+    return sum(
+        _layers(leaf) * program.world.nodes * leaf.weights[1].row_bytes(leaf.shard)
+        for group in program.groups
+        if group.unit is not None
+        for leaf in group.leaves
+    )
+
+
+def _weight_bytes(program: Program, leaf: Leaf) -> int:
+    """Of one layer, whole, as it is computed in."""
+    return leaf.padded * program.route.weight_dtype(leaf).itemsize
+
+
+def _gathered(program: Program, units: int) -> int:
+    """Whole at the same time: everything before stage 3; there some units and what belongs to none."""
+    if program.zero.stage < 3:
+        return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in program.leaves)
+    return _of_no_unit(program) + sum(_largest_units(program, _weight_bytes, units))
+
+
+def _gathers_from_nodes_again(program: Program) -> bool:
+    """Whether the backward pass takes the node hop of the weights a second time."""
+    return program.route.keep == "primary" and program.world.nodes > 1
+
+
+def _whole_gradients(program: Program, *, rest: bool = True) -> int:
+    """Before they are summed: of all parameters at stages 0 and 1, else of a unit, and of the rest.
+
+    Quantized gradients leave leaf by leaf: only the largest leaf's is whole.
+    """
+    if program.route.sink == "full":
+        item = jnp.dtype(program.route.grad_dtype).itemsize
+        every = sum(leaf.count * item for leaf in program.leaves)
+        return every * (2 if program.zero.passes > 1 else 1)
+    outside = _of_no_unit(program) if rest else 0
+    if all(leaf.grads[0].raw for leaf in program.leaves):
+        return outside + sum(_largest_units(program, _weight_bytes, 1))
+    in_units = [leaf for group in program.groups if group.unit is not None for leaf in group.leaves]
+    return outside + max((_weight_bytes(program, leaf) for leaf in in_units), default=0)
+
+
+def _payload(program: Program) -> int:
+    """A unit's encoded gradients, those sent and those that arrive; raw ones are sent as they are.
+
+    Rotated ones are there in fp32 too, where XLA runs the codec rather than a kernel. Between two hops a
+    unit's waits, one is sent and one arrives. Before stage 3 no unit is a layer behind the one at work.
+    """
+    route = program.route
+    two_hops = route.reduces_between_nodes(program.leaves) and route.hops(program.leaves) == 2
+
+    def encoded(program: Program, leaf: Leaf) -> int:
+        codec, peers = leaf.grads[0], program.world.local
+        rotated = 4 * leaf.padded if leaf.rotation else 0
+        first = peers * codec.row_bytes(leaf.padded // peers)
+        second = program.world.nodes * leaf.grads[1].row_bytes(leaf.shard) if two_hops else 0
+        return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
+
+    return sum(_largest_units(program, encoded, 1)) if program.zero.stage == 3 else 0
+
+
+def _of_no_unit(program: Program) -> int:
+    rest = [leaf for group in program.groups if group.unit is None for leaf in group.leaves]
+    return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in rest)
+
+
+def _largest_units(program: Program, of: Callable[[Program, Leaf], int], count: int) -> list[int]:
+    """Bytes of the ``count`` largest units."""
+
+    units = [
+        (sum(of(program, leaf) for leaf in group.leaves), group.layers or 1)
+        for group in program.groups
+        if group.unit is not None
+    ]
+    every = [size for size, copies in units for _ in range(min(copies, count))]
+    return sorted(every, reverse=True)[:count]

@@ -1,0 +1,275 @@
+"""What a run would be like on a cluster, under each way of sharding; and which to take."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zerojax.analysis.plan.cluster import Cluster, on_world
+from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
+from zerojax.analysis.plan.memory import Memory, held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
+from zerojax.analysis.plan.work import Work, decoder_work
+from zerojax.errors import ZeroError
+from zerojax.models.config import GPTConfig
+from zerojax.sharding.mesh import World
+from zerojax.train.spec import Program
+from zerojax.zero_config import PRESETS, ZeroConfig
+
+AS_CONFIGURED = "as configured"
+IN_BREADTH = " in breadth"
+EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
+_MOST_SEQUENCES = 1 << 14
+_MOST_NODES = 1 << 12
+_WORTH_IT = 1.03
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One way of sharding on the cluster.
+
+    Attributes:
+        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; of several micro-batches
+            also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``).
+        memory: of one device at a step's fullest moment.
+        fits: whether the GPU has it.
+        hops: what is sent.
+        time: of a step.
+        tokens_per_second: of the cluster.
+        mfu: model FLOPs over the peak of the cluster.
+        largest: the most sequences per device and micro-batch that fit; 0 where not even one does.
+        largest_mfu: the MFU with so many; 0 where none fits.
+        fewest_nodes: of equal nodes, the fewest on which the planned batch per device fits; None where more
+            nodes do not help.
+    """
+
+    name: str
+    memory: Memory
+    fits: bool
+    hops: tuple[HopPlan, ...]
+    time: StepTime
+    tokens_per_second: float
+    mfu: float
+    largest: int
+    largest_mfu: float
+    fewest_nodes: int | None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A run on a cluster; ``print`` it.
+
+    Attributes:
+        cluster: where.
+        sequences: per device and micro-batch.
+        length: tokens of a sequence.
+        accumulate: micro-batches per step.
+        configured: the name of the forecast that is the config's own.
+        forecasts: the ways of sharding.
+        advice: which to take and why.
+    """
+
+    cluster: Cluster
+    sequences: int
+    length: int
+    accumulate: int
+    configured: str
+    forecasts: tuple[Forecast, ...]
+    advice: str
+
+    @property
+    def own(self) -> Forecast:
+        """The forecast of the config as it is."""
+        return next(forecast for forecast in self.forecasts if forecast.name == self.configured)
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step, of the whole cluster."""
+        return self.sequences * self.accumulate * self.cluster.world.size
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON; bytes and seconds."""
+        return {
+            "prediction": True,
+            "nodes": self.cluster.nodes,
+            "local": self.cluster.local,
+            "memory_budget": self.cluster.budget,
+            "sequences": self.sequences,
+            "batch": self.batch,
+            "configured": self.configured,
+            "advice": self.advice,
+            "forecasts": [_to_dict(forecast, self.cluster) for forecast in self.forecasts],
+        }
+
+
+def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int) -> Outlook:
+    """Predict a run of a decoder under its own options and under every preset.
+
+    Args:
+        program: the decoder's, as built for any mesh; its options are the config's own.
+        config: the decoder's shape.
+        cluster: where it shall run.
+        sequences: per device and micro-batch.
+        length: tokens of a sequence.
+
+    Raises:
+        ZeroError: fewer than one sequence, or longer ones than the model takes.
+    """
+    if sequences < 1:
+        raise ZeroError(f"sequences = {sequences}: at least one for each device and micro-batch")
+    own, ways = program.zero, dict(_ways(program.zero))
+    configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
+    if configured == AS_CONFIGURED:
+        ways = {AS_CONFIGURED: own} | ways
+    held = held_bytes(program)
+
+    def try_out(zero: ZeroConfig, world: World, sequences: int) -> tuple[Program, Work, Memory]:
+        there = on_world(program, world, zero)
+        work = decoder_work(
+            config, remat=zero.remat, dtype=str(zero.compute_dtype), sequences=sequences, length=length
+        )
+        memory = predict_memory(
+            there, work, workspace=cluster.gpu.workspace, held=held_elsewhere(held, program, there)
+        )
+        return there, work, memory
+
+    forecasts = tuple(_forecast(name, zero, cluster, sequences, try_out) for name, zero in ways.items())
+    advice = recommend(forecasts, cluster, sequences)
+    return Outlook(cluster, sequences, length, own.accumulate, configured, forecasts, advice)
+
+
+def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
+    """The presets and lower stages, with what a preset leaves open as the config has it."""
+    kept: dict[str, Any] = {
+        name: getattr(own, name) for name in ("units", "compute_dtype", "remat", "accumulate", "precise")
+    }
+    for name in PRESETS:
+        yield name, ZeroConfig.preset(name, **kept)
+        if own.accumulate > 1:
+            yield name + IN_BREADTH, ZeroConfig.preset(name, accumulate_order="breadth", **kept)
+    for stage in (1, 2):
+        yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
+
+
+TryOut = Callable[[ZeroConfig, World, int], tuple[Program, Work, Memory]]
+
+
+def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:
+    program, work, memory = try_out(zero, cluster.world, sequences)
+    hops = hops_of(program)
+    time = predict_step(program, work, hops, memory, cluster)
+
+    def mfu(work: Work, time: StepTime) -> float:
+        return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
+
+    def fits(world: World, sequences: int) -> bool:
+        return try_out(zero, world, sequences)[2].total <= cluster.budget
+
+    largest = _last(lambda n: fits(cluster.world, n), _MOST_SEQUENCES)
+    _, most, fullest = try_out(zero, cluster.world, max(1, largest))
+    return Forecast(
+        name=name,
+        memory=memory,
+        fits=memory.total <= cluster.budget,
+        hops=hops,
+        time=time,
+        tokens_per_second=zero.accumulate * work.tokens * cluster.world.size / time.seconds,
+        mfu=mfu(work, time),
+        largest=largest,
+        largest_mfu=mfu(most, predict_step(program, most, hops, fullest, cluster)) if largest else 0.0,
+        fewest_nodes=_first(lambda n: fits(World(n, cluster.local), sequences), _MOST_NODES),
+    )
+
+
+def _last(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` for which something holds that holds for all smaller ones; or 0."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _first(holds: Callable[[int], bool], most: int) -> int | None:
+    """The smallest number up to ``most`` for which something holds that holds for all larger ones."""
+    below = _last(lambda n: not holds(n), most)
+    return below + 1 if below < most and holds(below + 1) else None
+
+
+def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int) -> str:
+    """Which way of sharding to take, and why, in a sentence or two."""
+    fitting = [forecast for forecast in forecasts if forecast.fits]
+    if not fitting:
+        return _none_fits(forecasts, cluster)
+    fastest = min(fitting, key=lambda forecast: forecast.time.seconds)
+    exact = [forecast for forecast in fitting if forecast.name in EXACT]
+    nearest = min(exact, key=lambda forecast: forecast.time.seconds, default=None)
+    if nearest and nearest.time.seconds <= _WORTH_IT * fastest.time.seconds:
+        chosen = nearest
+        reason = "it is exact, and nothing that fits is more than 3% faster"
+    else:
+        chosen = fastest
+        reason = f"its step waits {_seconds(chosen.time.waiting)} for the network"
+        if nearest:
+            ratio, waiting = nearest.time.seconds / chosen.time.seconds, _seconds(nearest.time.waiting)
+            reason += f", that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
+        else:
+            reason += ", and no exact way fits"
+    setting = ' (zero.accumulate_order = "breadth")' if chosen.name.endswith(IN_BREADTH) else ""
+    advice = f"Take {chosen.name}{setting}: {reason}."
+    if chosen.largest > sequences:
+        advice += (
+            f" With {chosen.largest} sequences a device, the most that fit, its MFU would be "
+            f"{chosen.largest_mfu:.0%}."
+        )
+    return advice
+
+
+def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
+    smallest = min(forecasts, key=lambda forecast: forecast.memory.total)
+    advice = (
+        f"Nothing fits: {smallest.name} takes least, {smallest.memory.total / 1e9:.1f} GB of "
+        f"{cluster.budget / 1e9:.1f}."
+    )
+    if smallest.largest:
+        return f"{advice} With {smallest.largest} sequences a device it fits: raise train.accumulate instead."
+    if smallest.fewest_nodes:
+        return f"{advice} It fits on {smallest.fewest_nodes} nodes."
+    return f'{advice} More nodes do not help: take remat = "full", or GPUs with more memory.'
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
+
+
+def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:
+    local_bytes, node_bytes = usual_bytes(forecast.hops)
+    hops = [
+        {
+            "phase": hop.phase,
+            "axis": hop.axis,
+            "formats": hop.formats,
+            "usual": hop.usual,
+            "local_bytes": hop.local_bytes,
+            "node_bytes": hop.node_bytes,
+            "local_seconds": hop_seconds(hop, cluster)[0],
+            "node_seconds": hop_seconds(hop, cluster)[1],
+        }
+        for hop in forecast.hops
+    ]
+    return {
+        "name": forecast.name,
+        "fits": forecast.fits,
+        "memory": {**forecast.memory.kinds, "total": forecast.memory.total},
+        "hops": hops,
+        "local_bytes": local_bytes,
+        "node_bytes": node_bytes,
+        "between_nodes": node_bytes * cluster.local,
+        "seconds": forecast.time.to_dict(),
+        "tokens_per_second": forecast.tokens_per_second,
+        "mfu": forecast.mfu,
+        "largest": forecast.largest,
+        "largest_mfu": forecast.largest_mfu,
+        "fewest_nodes": forecast.fewest_nodes,
+    }

@@ -1,0 +1,91 @@
+"""An outlook as tables."""
+
+from rich.console import Group as Rows
+from rich.console import RenderableType
+from rich.table import Table
+
+from zerojax.analysis.plan.hops import hops_table
+from zerojax.analysis.plan.outlook import Forecast, Outlook
+from zerojax.analysis.plan.speed import hop_seconds
+from zerojax.formatting import milliseconds, size
+
+
+def outlook_tables(outlook: Outlook) -> RenderableType:
+    """Assumptions, memory and hops of the config's own settings, all settings side by side, the advice."""
+    return Rows(
+        *assumptions(outlook), _memory(outlook), _hops(outlook), _side_by_side(outlook), outlook.advice
+    )
+
+
+def assumptions(outlook: Outlook) -> list[str]:
+    """What the prediction takes for granted, a line each."""
+    cluster, gpu = outlook.cluster, outlook.cluster.gpu
+    origin = "measured on this GPU" if gpu.measured else "measured on H200, assumed here"
+    network = ""
+    if cluster.nodes > 1:
+        network = f", {8 * cluster.bandwidth / 1e9:g} Gb/s between nodes"
+    return [
+        "A prediction: nothing was run.",
+        f"- {cluster.nodes} x {cluster.local} {gpu.kind}{network}",
+        f"- sequences of {outlook.length} tokens: {outlook.sequences} a device and micro-batch x "
+        f"{outlook.accumulate} micro-batches x {cluster.world.size} devices = {outlook.batch} a step",
+        f"- matmuls at {cluster.efficiency:.0%} of {gpu.flops / 1e12:g} TFLOP/s ({origin}), "
+        f"{cluster.link_rate / 1e9:.0f} GB/s within a node",
+        f"- {size(cluster.budget)} of {size(gpu.memory)} for arrays "
+        f"(XLA_CLIENT_MEM_FRACTION={cluster.memory_fraction:g})",
+    ]
+
+
+def _memory(outlook: Outlook) -> Table:
+    own = outlook.own
+    verdict = "fits" if own.fits else "does not fit"
+    title = f"Memory of one device, {own.name}: {verdict}"
+    return own.memory.table(title, of=f"of {size(outlook.cluster.budget)}")
+
+
+def _hops(outlook: Outlook) -> Table:
+    own = outlook.own
+    title = f"What one device sends per step, {own.name}"
+    return hops_table(own.hops, title, lambda hop: hop_seconds(hop, outlook.cluster))
+
+
+def _side_by_side(outlook: Outlook) -> Table:
+    table = Table(
+        title="Predicted steps, ms",
+        caption="compute, local, network and optimizer overlap; waiting: what the network adds to the step. "
+        "largest: sequences a device that fit. nodes: the fewest that fit",
+    )
+    table.add_column("")
+    headings = (
+        "memory",
+        "compute",
+        "local",
+        "network",
+        "waiting",
+        "step",
+        "tokens/s",
+        "MFU",
+        "largest",
+        "nodes",
+    )
+    for name in headings:
+        table.add_column(name, justify="right")
+    for forecast in outlook.forecasts:
+        table.add_row(*_row(forecast), style=None if forecast.fits else "dim")
+    return table
+
+
+def _row(forecast: Forecast) -> list[str]:
+    time = forecast.time
+    memory = size(forecast.memory.total)
+    speed = [f"{forecast.tokens_per_second:,.0f}", f"{forecast.mfu:.1%}"]
+    parts = (time.compute + time.optimizer, time.local, time.node, time.waiting, time.seconds)
+    nodes = str(forecast.fewest_nodes) if forecast.fewest_nodes else "-"
+    return [
+        forecast.name,
+        memory if forecast.fits else f"{memory}: too much",
+        *map(milliseconds, parts),
+        *speed,
+        str(forecast.largest),
+        nodes,
+    ]

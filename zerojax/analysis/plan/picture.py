@@ -1,0 +1,79 @@
+"""An outlook as a picture: memory by kind, and where a step's time goes, under each way of sharding."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zerojax.analysis.plan.memory import KINDS
+from zerojax.analysis.plan.outlook import Outlook
+
+_COLOURS = ("#33638d", "#20a387", "#95d840", "#fde725", "#f8961e", "#f3722c", "#577590", "#9b5de5", "#e07a9a")
+
+
+def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
+    """Draw an outlook as PNG.
+
+    Args:
+        outlook: what to draw.
+        path: of the PNG.
+        title: what is planned, such as the config's name.
+    """
+    cluster = outlook.cluster
+    figure = Figure(figsize=(12, 1.9 + 0.5 * len(outlook.forecasts)), layout="constrained")
+    memory, time = figure.subplots(1, 2, sharey=True)
+    _draw_memory(outlook, memory)
+    _draw_time(outlook, time)
+    figure.suptitle(
+        f"{title}: predicted for {cluster.nodes} x {cluster.local} {cluster.gpu.kind}, "
+        f"{outlook.sequences} x {outlook.accumulate} sequences of {outlook.length} tokens a device"
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _draw_memory(outlook: Outlook, axes: Axes) -> None:
+    kinds = [k for k in KINDS if any(f.memory.kinds[k] > 0.002 * f.memory.total for f in outlook.forecasts)]
+    parts = {kind: [f.memory.kinds[kind] / 1e9 for f in outlook.forecasts] for kind in kinds}
+    ends = _stack(axes, outlook, parts)
+    axes.axvline(outlook.cluster.budget / 1e9, color="black", ls="--", lw=1)
+    axes.annotate(
+        "for arrays",
+        (outlook.cluster.budget / 1e9, 1),
+        xycoords=("data", "axes fraction"),
+        ha="center",
+        va="bottom",
+    )
+    axes.set_xlim(0, 1.15 * max(*ends, outlook.cluster.budget / 1e9))
+    axes.set_xlabel("memory of one GPU, GB")
+
+
+def _draw_time(outlook: Outlook, axes: Axes) -> None:
+    times = [forecast.time for forecast in outlook.forecasts]
+    parts = {
+        "compute": [1e3 * t.compute for t in times],
+        "hops in the node": [1e3 * t.local for t in times],
+        "waiting for the network": [1e3 * t.waiting for t in times],
+        "optimizer": [1e3 * t.optimizer for t in times],
+    }
+    ends = _stack(axes, outlook, parts)
+    for row, (end, forecast) in enumerate(zip(ends, outlook.forecasts, strict=True)):
+        axes.annotate(
+            f" {end:,.0f} ms, MFU {forecast.mfu:.0%}" + ("" if forecast.fits else ", too large"),
+            (end, row),
+            va="center",
+        )
+    axes.set_xlim(0, 1.4 * max(ends))
+    axes.set_xlabel("step, ms")
+
+
+def _stack(axes: Axes, outlook: Outlook, parts: dict[str, list[float]]) -> list[float]:
+    """Bars of stacked parts, one a forecast; their ends."""
+    names = [forecast.name for forecast in outlook.forecasts]
+    ends = [0.0] * len(names)
+    for colour, (label, widths) in zip(_COLOURS * 2, parts.items(), strict=False):
+        axes.barh(names, widths, left=ends, height=0.65, label=label, color=colour)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    if not axes.yaxis_inverted():
+        axes.invert_yaxis()
+    axes.legend(fontsize="small", ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    return ends

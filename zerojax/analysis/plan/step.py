@@ -1,0 +1,110 @@
+"""The plan that a run starts with: what a training step will hold and send, from formulas.
+
+Nothing is traced or compiled. ``comm_report`` counts the same bytes in the program itself, so that each
+checks the other.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group as Rows
+from rich.console import RenderableType
+
+from zerojax.analysis.plan.hops import HopPlan, hops_of, hops_table, usual_bytes
+from zerojax.analysis.plan.memory import Memory, predict_memory
+from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
+from zerojax.formatting import plain_text, size
+from zerojax.train.spec import Program
+from zerojax.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sharded, what it takes and what it sends; ``print`` it.
+
+    Attributes:
+        nodes: extent of the mesh over ``node``.
+        local: extent over ``local``.
+        parameters: elements of the model.
+        settings: the options that differ from plain ZeRO-3, and what they mean here.
+        units: what is gathered together.
+        hops: what is sent. Sums of losses and of model state, a few bytes, are left out.
+        memory: of one device, by kind, without activations.
+    """
+
+    nodes: int
+    local: int
+    parameters: int
+    settings: tuple[str, ...]
+    units: tuple[UnitPlan, ...]
+    hops: tuple[HopPlan, ...]
+    memory: Memory
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that one device sends within its node per step."""
+        return usual_bytes(self.hops)[0]
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that one device sends to other nodes per step."""
+        return usual_bytes(self.hops)[1]
+
+    @property
+    def between_nodes(self) -> int:
+        """Bytes that one node sends to others per step."""
+        return self.node_bytes * self.local
+
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """Per phase the bytes that one device sends: (within its node, to others)."""
+        total: dict[str, tuple[int, int]] = {}
+        for hop in self.hops:
+            if hop.usual:
+                local, node = total.get(hop.phase, (0, 0))
+                total[hop.phase] = local + hop.local_bytes, node + hop.node_bytes
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for JSON."""
+        totals = ("local_bytes", "node_bytes", "between_nodes")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+
+    def __rich__(self) -> RenderableType:
+        """Tables of units, of hops and of memory, between the settings and the total."""
+        settings = [f"- {setting}" for setting in self.settings]
+        tables = (units_table(self.units, self.parameters), hops_table(self.hops), self.memory.table())
+        return Rows(*settings, *tables, self.summary())
+
+    def __str__(self) -> str:
+        """The same as plain text."""
+        return plain_text(self)
+
+    def summary(self) -> str:
+        """The total between nodes against M, in a sentence."""
+        if self.nodes == 1:
+            return "one node: nothing crosses the network"
+        share = self.between_nodes / (2 * self.parameters)
+        return (
+            f"between nodes, per node and step: {size(self.between_nodes)} = {share:.3f} M "
+            f"(M = 2 bytes x {self.parameters:,} parameters)"
+        )
+
+
+def plan_state(of: TrainState | Program) -> Plan:
+    """What a training step of a state, real or abstract, will hold and send."""
+    program = of.program if isinstance(of, TrainState) else of
+    return Plan(
+        nodes=program.world.nodes,
+        local=program.world.local,
+        parameters=sum(leaf.count for leaf in program.leaves),
+        settings=tuple(settings_of(program)),
+        units=units_of(program),
+        hops=hops_of(program),
+        memory=predict_memory(program),
+    )
+
+
+def describe(state: TrainState | Program) -> str:
+    """The plan of a state as text: ``log.say(plan.describe(state))`` is all that a trainer needs."""
+    return str(plan_state(state))

@@ -1,0 +1,137 @@
+"""What is gathered together: units, their leaves and wire formats; and what a program's options mean."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from zerojax.sharding.wire_format import Codec
+from zerojax.train.spec import Program
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """Leaves of one kind: the same in every layer, or in every unit of the same kind.
+
+    Attributes:
+        name: their path, numbers in it replaced by "*".
+        shape: of one of them.
+        copies: how many there are.
+        weights: wire formats of their gather over ``node`` and over ``local``.
+        grads: wire formats of their gradient's hops over ``local`` and over ``node``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    copies: int
+    weights: tuple[str, str]
+    grads: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What is gathered together, and how often it occurs.
+
+    Attributes:
+        name: its path, numbers in it replaced by "*"; None for what belongs to no unit and is gathered
+            at the start of the pass.
+        copies: how many units of this kind there are, layers included.
+        elements: of one of them.
+        leaves: what it consists of.
+    """
+
+    name: str | None
+    copies: int
+    elements: int
+    leaves: tuple[LeafPlan, ...]
+
+
+def settings_of(program: Program) -> Iterator[str]:
+    """What is on, and what has no effect on this mesh."""
+    zero, world = program.zero, program.world
+    sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
+    yield f"stage {zero.stage} on {world.nodes} x {world.local} devices; sharded: {sharded[zero.stage]}"
+    if zero.accumulate > 1:
+        breadth = zero.accumulate_order == "breadth"
+        yield f"{zero.accumulate} micro-batches per step{', all through a unit before the next' * breadth}"
+    if zero.weights_delta:
+        resync = f", whole every {zero.delta_resync} steps" if zero.delta_resync else ""
+        yield f"weights between nodes: what changed, in {zero.weight_formats[0]}, once per step{resync}"
+    elif zero.hpz:
+        yield "hpZ: each node keeps a copy for the backward pass"
+    if zero.stage >= 2 and zero.node_hop_once:
+        yield "gradients between nodes: once per step"
+    if zero.grads_hops == 1:
+        yield "gradients in one hop, every device to every other"
+    if zero.rotation:
+        yield f"gradients rotated by a {zero.rotation}-wide Hadamard matrix"
+    if zero.rounding == "stochastic":
+        yield "gradients rounded stochastically, reproducibly"
+    if zero.error_feedback:
+        yield "error feedback on the node hop"
+    if zero.chunks > 1:
+        yield f"gradient hops overlapped in {zero.chunks} chunks"
+    if world.nodes == 1:
+        named = {"weights": zero.weights, "grads[1]": zero.grads[1]}
+        yield f"one node: there is no hop over node{_without_effect(named)}"
+    if world.local == 1:
+        yield f"one device per node: there is no hop over local{_without_effect({'grads[0]': zero.grads[0]})}"
+
+
+def _without_effect(named: dict[str, str | None]) -> str:
+    """Which of the settings that were made have nothing to do."""
+    idle = [f"{name}={value!r}" for name, value in named.items() if value is not None]
+    return f"; {', '.join(idle)} without effect" if idle else ""
+
+
+def units_of(program: Program) -> tuple[UnitPlan, ...]:
+    """Groups of the same kind taken together."""
+    kinds: dict[Any, int] = {}
+    for group in program.groups:
+        leaves = tuple(
+            (_pattern(leaf.path), leaf.shape, _formats(leaf.weights), _formats(leaf.grads))
+            for leaf in group.leaves
+        )
+        name = None if group.unit is None else _pattern(group.unit.split("/"))
+        key = name, sum(leaf.size for leaf in group.leaves), leaves
+        kinds[key] = kinds.get(key, 0) + (group.layers or 1)
+    return tuple(
+        UnitPlan(name, copies, elements, tuple(_by_kind(leaves, copies)))
+        for (name, elements, leaves), copies in kinds.items()
+    )
+
+
+def _by_kind(leaves: Sequence[Any], copies: int) -> Iterator[LeafPlan]:
+    for kind in dict.fromkeys(leaves):
+        name, shape, weights, grads = kind
+        yield LeafPlan(name, shape, copies * leaves.count(kind), weights, grads)
+
+
+def _pattern(path: Sequence[str]) -> str:
+    return "/".join("*" if part.isdigit() else part for part in path)
+
+
+def _formats(codecs: tuple[Codec, Codec]) -> tuple[str, str]:
+    return codecs[0].fmt, codecs[1].fmt
+
+
+def units_table(units: Sequence[UnitPlan], parameters: int) -> Table:
+    """Units and leaves with their formats; ``parameters`` is the model's size, for the title."""
+    table = Table(title=f"Units: what is gathered together ({parameters:,} parameters)")
+    table.add_column("unit, and its leaves", overflow="fold")
+    for name in ("copies", "shape", "elements"):
+        table.add_column(name, justify="right")
+    for name in ("weights: node", "local", "gradients: local", "node"):
+        table.add_column(name)
+    for unit in units:
+        label = "(outside units)" if unit.name is None else unit.name or "(the model)"
+        table.add_row(label, str(unit.copies), "", f"{unit.copies * unit.elements:,}")
+        for leaf in unit.leaves:
+            shape = " x ".join(map(str, leaf.shape)) or "scalar"
+            elements = leaf.copies * math.prod(leaf.shape)
+            name = leaf.name.removeprefix(f"{unit.name}/")
+            table.add_row(f"  {name}", str(leaf.copies), shape, f"{elements:,}", *leaf.weights, *leaf.grads)
+        table.add_section()
+    return table

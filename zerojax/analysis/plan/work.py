@@ -1,0 +1,158 @@
+"""What a decoder computes and keeps in one micro-batch on one device: FLOPs and activation bytes.
+
+With t tokens of width d, q = (heads + 2 kv_heads) head_dim the width of queries, keys and values, a that of
+the attention's output and f that of the MLP, a block of matrices of w elements takes 2 w t FLOPs forward and
+twice that backward, and causal attention 2 a s t forward (half of the 4 a s t of a full square) at s tokens a
+sequence, twice that backward. A backward pass that computes the block again takes its forward FLOPs once
+more, under ``remat="attention"`` without the attention's.
+
+Elements that stay from a layer's forward pass for its backward pass, and the most that are alive beside
+them while its backward pass runs (counted in programs compiled for H100; docs/planner.md has the check):
+
+========= ============================== =========================
+remat     kept, per token and layer      working, per token
+========= ============================== =========================
+full      d                              9 d + 2 q + 2 f (SwiGLU 3 f)
+attention d + a                          the same
+none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
+========= ============================== =========================
+
+cuDNN's attention keeps an fp32 number per head more; XLA's has fp32 scores, heads s a token, of which
+"none" keeps one and the backward pass works on 2.7 and on 3 q more, in a layout of its own. The loss holds
+one chunk's logits in fp32, their gradient in the compute dtype, and eight widths a token. Over several chunks
+it adds up the gradient of the unembedding in fp32, from one buffer to another; of a single chunk the logits'
+gradient waits, and that matmul comes last.
+"""
+
+from dataclasses import dataclass
+
+from zerojax.models.attention import CUDNN_MAX_HEAD_DIM
+from zerojax.models.config import GPTConfig, flops_per_token
+from zerojax.models.loss import VOCABULARY_TILE
+from zerojax.zero_config import Remat
+
+ITEM = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch on one device.
+
+    Attributes:
+        tokens: predicted.
+        forward: FLOPs executed in the forward pass, the head's with both its gradients included.
+        backward: FLOPs executed in the backward pass of the blocks, what is computed again included.
+        model_flops: what the MFU counts (PaLM's convention: nothing twice, attention as a full square).
+        stream: bytes of what goes from one layer to the next.
+        kept: bytes of activations that wait for the backward pass, of all layers.
+        working: bytes of activations while one layer's backward pass runs.
+        loss: bytes while the loss is computed.
+        head: bytes that wait for the gradient of the unembedding, or are it, while the blocks run backward.
+        tables: bytes of the fp32 gradients of embedding and unembedding, when they are joined at the end.
+    """
+
+    tokens: int
+    forward: float
+    backward: float
+    model_flops: float
+    stream: int
+    kept: int
+    working: int
+    loss: int
+    head: int
+    tables: int
+
+    @property
+    def flops(self) -> float:
+        """Executed in all."""
+        return self.forward + self.backward
+
+
+def flash_attention(config: GPTConfig, dtype: str) -> bool:
+    """Whether attention will run as cuDNN's kernel on a GPU, which keeps no scores."""
+    takes = dtype == "bfloat16" and config.head_dim <= CUDNN_MAX_HEAD_DIM and config.head_dim % 8 == 0
+    return config.attention == "cudnn" or (config.attention == "auto" and takes)
+
+
+def decoder_work(
+    config: GPTConfig, *, remat: Remat, dtype: str, sequences: int, length: int, head: bool = True
+) -> Work:
+    """The work of a decoder.
+
+    Args:
+        config: its shape.
+        remat: what its blocks compute again.
+        dtype: "bfloat16" or "float32": what it computes in.
+        sequences: on one device, in one micro-batch.
+        length: tokens of a sequence.
+        head: whether embedding, unembedding and loss are there; a bare stack of blocks has none.
+
+    Raises:
+        ZeroError: the sequence is longer than the model takes.
+    """
+    c, tokens, flash = config, sequences * length, flash_attention(config, dtype)
+    model_flops = tokens * flops_per_token(c, length)
+    unembedding = 6 * c.vocab_size * c.d_model * tokens
+    square = 12 * c.layers * c.attention_width * length * tokens
+    matrices = model_flops - unembedding - square
+    attention = square / 2 if flash else square
+    again = {"full": (matrices + attention) / 3, "attention": matrices / 3, "none": 0.0}[remat]
+    item = ITEM[dtype]
+    kept = tokens * c.layers * (item * _kept_width(c, remat) + _kept_fp32(c, remat, length, flash=flash) * 4)
+    own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
+    return Work(
+        tokens=tokens,
+        forward=(matrices + attention) / 3 + (unembedding if head else 0),
+        backward=2 * (matrices + attention) / 3 + again,
+        model_flops=model_flops - (0 if head else unembedding),
+        stream=tokens * c.d_model * item,
+        kept=kept,
+        working=round(tokens * (item * _working_width(c, remat) + own)),
+        **(_head_bytes(c, tokens, item) if head else _distance_bytes(c, tokens, item)),
+    )
+
+
+def _qkv_width(c: GPTConfig) -> int:
+    return (c.heads + 2 * c.key_value_heads) * c.head_dim
+
+
+def _kept_width(c: GPTConfig, remat: Remat) -> int:
+    """Elements per token and layer, in the compute dtype."""
+    if remat == "full":
+        return c.d_model
+    if remat == "attention":
+        return c.d_model + c.attention_width
+    hidden = c.ffn_width * (2 if c.mlp == "swiglu" else 1)
+    return 2 * c.d_model + _qkv_width(c) + c.attention_width + hidden
+
+
+def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
+    """fp32 numbers per token and layer: log-sum-exps, or scores."""
+    if remat == "full":
+        return 0
+    if flash:
+        return c.heads
+    return c.heads * length if remat == "none" else 0
+
+
+def _working_width(c: GPTConfig, remat: Remat) -> float:
+    if remat == "none":
+        return 1.5 * c.d_model + _qkv_width(c) + 2 * c.ffn_width
+    return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.mlp == "swiglu" else 2) * c.ffn_width
+
+
+def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
+    chunks = -(-tokens // c.loss_chunk)
+    columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
+    logits, table = -(-tokens // chunks) * columns, columns * c.d_model
+    sums = 2 * 4 * table
+    return {
+        "loss": logits * (4 + item) + (sums if chunks > 1 else 0) + 8 * tokens * c.d_model * item,
+        "head": item * (table if chunks > 1 else logits),
+        "tables": sums,
+    }
+
+
+def _distance_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
+    """Of a bare stack, whose loss is a distance in fp32."""
+    return {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}

@@ -1,0 +1,17 @@
+"""Traces of some steps, what each range of them is for, and how much communication hides behind compute."""
+
+from zerojax.analysis.profile.events import Event, read_events, trace_files
+from zerojax.analysis.profile.overlap import Overlap, measure_overlap
+from zerojax.analysis.profile.ranges import write_ranges
+from zerojax.analysis.profile.record import StepProfile, parse_steps
+
+__all__ = [
+    "Event",
+    "Overlap",
+    "StepProfile",
+    "measure_overlap",
+    "parse_steps",
+    "read_events",
+    "trace_files",
+    "write_ranges",
+]

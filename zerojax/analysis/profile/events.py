@@ -1,0 +1,133 @@
+"""What ran on the devices in a trace, from JAX's own reader of it."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+from zerojax.analysis.profile.hlo_names import instructions
+from zerojax.errors import ZeroError
+
+# The named scopes of comm/collectives.py, schedule/, optim/muon.py and train/step.py.
+HOPS = ("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum")
+HOPS += ("reduce_local", "reduce_node", "orthogonalise")
+SCOPES = (*HOPS, "encode_gradients", "optimizer", "layer")
+_COLLECTIVE = re.compile(
+    r"(ragged[-_])?(all|reduce|collective)[-_](gather|reduce|to[-_]all|scatter|permute|broadcast)"
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One kernel, copy or call of a device.
+
+    Attributes:
+        device: its number.
+        line: the stream or thread that it ran on.
+        name: of the kernel or instruction.
+        scope: one of `SCOPES`; with " backward" behind it, in the backward pass; "" where it has none.
+        start: nanoseconds since the trace began.
+        end: likewise.
+        communicates: whether it is a collective's.
+    """
+
+    device: int
+    line: str
+    name: str
+    scope: str
+    start: float
+    end: float
+    communicates: bool
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The traces below a folder, oldest first.
+
+    Raises:
+        ZeroError: there is none.
+    """
+    found = sorted(folder.glob("**/*.xplane.pb"), key=lambda path: (path.parent.name, path.name))
+    if not found:
+        raise ZeroError(f"{folder}: there is no trace (*.xplane.pb) here; zerojax train --profile makes one")
+    return found
+
+
+def read_events(path: Path) -> list[Event]:
+    """Everything that ran on devices in a trace, by start.
+
+    Args:
+        path: of an `.xplane.pb`.
+
+    Raises:
+        ZeroError: it is no trace.
+    """
+    try:
+        raw = path.read_bytes()
+        names = instructions(raw)
+        profile: Any = ProfileData.from_serialized_xspace(raw)
+    except (OSError, ValueError, IndexError, RuntimeError) as error:
+        raise ZeroError(f"{path} cannot be read as a trace: {error}") from error
+    return events_of(profile, names)
+
+
+def events_of(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> list[Event]:
+    """The events of a `ProfileData`, or of anything with its planes, lines and events.
+
+    On GPUs each device has a plane "/device:GPU:n" with a line per stream; CPU devices share the host's
+    plane, and each event says which device it is of. In both an event of a program's instruction has the
+    stats "hlo_op", "hlo_module" and "program_id".
+
+    Args:
+        profile: the trace.
+        names: of the programs' instructions, as `instructions` gives them.
+    """
+    with warnings.catch_warnings():
+        # JAX's reader makes its types at their first use, with a DeprecationWarning from C++ that aborts the
+        # process where warnings are errors.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return sorted(_events(profile, names), key=lambda event: (event.start, event.end))
+
+
+def _events(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> Iterator[Event]:
+    for plane in profile.planes:
+        on_device = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane.name)
+        if on_device is None and plane.name != "/host:CPU":
+            continue
+        for line in plane.lines:
+            # Other lines of a device (steps, modules, names of scopes) sum up what the streams did.
+            if on_device is not None and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                kernel = event.name.lower().startswith("nccl")
+                if "hlo_op" not in stats and not kernel:
+                    continue
+                device = int(on_device[1]) if on_device else stats.get("device_ordinal", 0)
+                program = names.get(f"{stats.get('hlo_module')}({stats.get('program_id')})", {})
+                opcode, op_name = program.get(stats.get("hlo_op", ""), ("", ""))
+                if opcode in ("while", "call", "conditional"):  # what is in them has events of its own
+                    continue
+                communicates = kernel or bool(_COLLECTIVE.match(opcode or event.name))
+                start = float(event.start_ns)
+                yield Event(
+                    device,
+                    line.name,
+                    event.name,
+                    scope_of(op_name),
+                    start,
+                    start + float(event.duration_ns),
+                    communicates,
+                )
+
+
+def scope_of(op_name: str) -> str:
+    """The innermost of `SCOPES` in an instruction's name, and whether it is of the backward pass."""
+    words = re.findall(r"\w+", op_name)
+    scope = next((word for word in reversed(words) if word in SCOPES), "")
+    if not scope:
+        return ""
+    return f"{scope} backward" if "transpose" in words else scope

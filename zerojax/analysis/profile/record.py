@@ -1,0 +1,83 @@
+"""`--profile start:stop`: a trace of some steps of a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from zerojax.analysis.profile.events import read_events, trace_files
+from zerojax.analysis.profile.ranges import write_ranges
+from zerojax.errors import ZeroError
+
+
+def parse_steps(text: str) -> range:
+    """The steps of "start:stop", both included: "10:12" is steps 10, 11 and 12.
+
+    Raises:
+        ZeroError: it is not of that form, or no step.
+    """
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ZeroError(
+            f"--profile {text}: give two step numbers, start:stop, of 1 or more, as in --profile 10:12"
+        )
+    return range(int(first), int(last) + 1)
+
+
+class StepProfile:
+    """Traces the steps that it is asked to, in the course of a run; the others it leaves alone."""
+
+    def __init__(
+        self, folder: Path, steps: range | None, say: Callable[[str], None], *, done: int, planned: int
+    ) -> None:
+        """Prepare; nothing is traced yet.
+
+        Args:
+            folder: where traces go.
+            steps: those to trace, or None.
+            say: prints a message.
+            done: steps that the run has taken already.
+            planned: steps of the whole run.
+
+        Raises:
+            ZeroError: the run will not come by those steps.
+        """
+        if steps and not done < steps[0] <= steps[-1] <= planned:
+            raise ZeroError(
+                f"--profile {steps[0]}:{steps[-1]}: this run will take steps {done + 1} to {planned}"
+            )
+        self._folder = folder
+        self._steps = steps or range(0)
+        self._say = say
+        self._tracing = False
+
+    def step[T](self, number: int, run: Callable[[], T]) -> T:
+        """Run a step, traced if it is one of those.
+
+        Args:
+            number: of the step.
+            run: takes it; returns arrays that may still be being computed.
+        """
+        if number not in self._steps:
+            return run()
+        if not self._tracing:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # each Python call would be an event
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            result = run()
+        if number == self._steps[-1]:
+            jax.block_until_ready(result)
+            self.close()
+        return result
+
+    def close(self) -> None:
+        """End a trace that is under way, and name its ranges."""
+        if not self._tracing:
+            return
+        self._tracing = False
+        jax.profiler.stop_trace()
+        newest = trace_files(self._folder)[-1]
+        write_ranges(read_events(newest), newest.with_name("ranges.trace.json.gz"))
+        self._say(f"profile of steps {self._steps[0]} to {self._steps[-1]}: {newest.parent}")

@@ -1,0 +1,1 @@
+"""The collectives: every byte that crosses the mesh passes through here."""

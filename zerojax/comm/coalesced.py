@@ -1,0 +1,88 @@
+"""One collective for what belongs together: parts are joined to cross an axis, and taken apart behind it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Num
+
+from zerojax.comm.xla_options import own_stream
+from zerojax.sharding.mesh import NODE
+from zerojax.sharding.wire_format import as_bytes, from_bytes
+
+ALONE_BYTES = 1 << 20
+"""Parts of so much go alone: joining them would cost a copy of a full-size buffer."""
+
+Axis = str | tuple[str, ...]
+Rows = Num[Array, "rows m"]
+
+
+def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, apart: bool = False) -> list[Rows]:
+    """All-gather ``parts`` over an axis; ``[extent, m]`` each.
+
+    Small ones share a collective, large ones have one each, which XLA combines without a copy.
+
+    Args:
+        parts: one payload each.
+        axis: to gather over.
+        apart: whether it has, between nodes, a stream of its own; see ``exchange_together``.
+    """
+
+    def gather(wire: Array) -> Array:
+        with own_stream(apart and axis == NODE):
+            return lax.all_gather(wire, axis)
+
+    return _together(parts, gather, ALONE_BYTES)
+
+
+def exchange_together(parts: Sequence[Rows], axis: Axis, *, apart: bool = False) -> list[Rows]:
+    """All-to-all of ``parts`` over an axis; row i of each goes to peer i.
+
+    Small ones share a collective. Large ones have one each, for XLA combines none of this kind.
+
+    Args:
+        parts: ``[extent, m]`` each.
+        axis: to exchange over.
+        apart: whether, where there are several nodes, hops between them have a stream of their own, so that
+            they and hops within do not wait for each other. XLA then lets no two collectives of the same
+            devices run at once: large parts are joined as well, at the price of a copy.
+    """
+
+    def exchange(wire: Array) -> Array:
+        with own_stream(apart and axis == NODE):
+            return lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True)
+
+    return _together(parts, exchange, math.inf if apart and lax.axis_size(NODE) > 1 else ALONE_BYTES)
+
+
+def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> list[Array]:
+    """Run ``collective`` on ``parts`` joined along their last axis, then take them apart.
+
+    Those of ``alone`` bytes and more are not joined.
+    Parts of one dtype are joined as they are, others as bytes. Barriers keep the compiler from moving
+    an encoding or a cast to the other side of the wire.
+    """
+    arrived: list[Array | None] = [None] * len(parts)
+    joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
+    for i in set(range(len(parts))) - set(joined):
+        arrived[i] = _across(parts[i], collective)
+    if joined:
+        small = [parts[i] for i in joined]
+        dtype = small[0].dtype
+        if any(part.dtype != dtype for part in small):
+            small, dtype = [as_bytes(part) for part in small], jnp.dtype(jnp.uint8)
+        wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
+        start = 0
+        for i, part in zip(joined, small, strict=True):
+            piece = lax.slice_in_dim(wire, start, start + part.shape[-1], axis=-1)
+            start += part.shape[-1]
+            arrived[i] = from_bytes(piece, parts[i].dtype) if dtype == jnp.uint8 else piece
+    return [part for part in arrived if part is not None]
+
+
+def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
+    # Beside a constant: XLA's double buffering cannot compile a barrier on nothing but what a loop carries.
+    wire, _ = lax.optimization_barrier((wire, np.int32(0)))
+    return lax.optimization_barrier(collective(wire))

@@ -1,0 +1,1 @@
+"""Other projects' files: Hugging Face's weights, DeepSpeed's configs."""

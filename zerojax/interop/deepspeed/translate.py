@@ -1,0 +1,307 @@
+"""What each key of a DeepSpeed config is in zerojax."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+
+from zerojax.errors import ZeroError
+from zerojax.interop.deepspeed.batch import ACCUMULATE, MICRO, TRAIN, batch_of
+from zerojax.interop.deepspeed.reader import FILLED_IN, Reader
+from zerojax.interop.deepspeed.words import NOTES, OPTIMIZERS
+from zerojax.run.config import RunConfig, config_from_dict
+from zerojax.validation.untrusted import printable, short
+from zerojax.zero_config import ZeroConfig
+
+_ZERO = "zero_optimization"
+_HPZ = f"{_ZERO}.zero_hpz_partition_size"
+Sections = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Translation:
+    """Settings, and what had to be left out of them.
+
+    Attributes:
+        sections: section -> key -> value, as a TOML file has them; only what the config decides.
+        left_out: a line for each key without counterpart, "path = value: why".
+        differs: a line for each that was translated and means something else in a detail.
+    """
+
+    sections: Sections = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+
+    def config(self) -> RunConfig:
+        """The settings, checked.
+
+        Raises:
+            ConfigError: a value that zerojax refuses.
+        """
+        return config_from_dict(self.sections, origin="the translated config")
+
+    def toml(self, origin: str) -> str:
+        """A file that `load_config` reads, with everything left out in comments.
+
+        Args:
+            origin: the name of the DeepSpeed config.
+        """
+        lines = [f"Made from {origin} by zerojax from-deepspeed."]
+        for title, items in (("Without counterpart:", self.left_out), ("Differs:", self.differs)):
+            lines += ["", title, *(f"- {item}" for item in items)] if items else []
+        comments = "".join(f"# {printable(line)}".rstrip() + "\n" for line in lines)
+        return f"{comments}\n{tomli_w.dumps({name: own for name, own in self.sections.items() if own})}"
+
+
+@dataclass
+class _Draft:
+    """A translation in the making, and which key each setting comes from.
+
+    Attributes:
+        reader: of the config.
+        result: what there is so far.
+        origins: "section.key" of each setting, and the path of a key that it comes from.
+    """
+
+    reader: Reader
+    result: Translation = field(default_factory=Translation)
+    origins: list[tuple[str, str]] = field(default_factory=list)
+
+    def set(self, section: str, **values: Any) -> None:
+        """Add settings."""
+        self.result.sections.setdefault(section, {}).update(values)
+
+    def adopt(self, name: str, path: str, kind: type, default: Any = None) -> Any:
+        """Take a key over as a setting.
+
+        Args:
+            name: of the setting, "section.key".
+            path: of the key.
+            kind: its type.
+            default: DeepSpeed's, for a key that is missing; None sets nothing.
+
+        Returns:
+            What was set; None where nothing was, as for "auto".
+        """
+        self.origins.append((name, path))
+        value = self.reader.take(path, kind, default)
+        if value is not None:
+            section, key = name.split(".")
+            self.set(section, **{key: value})
+        return value
+
+    def differs(self, line: str) -> None:
+        """Say of something that was translated that it means something else in a detail."""
+        self.result.differs.append(line)
+
+    def finish(self) -> Translation:
+        """The translation, checked.
+
+        Raises:
+            ZeroError: a value that zerojax refuses; begins with the keys that it comes from.
+        """
+        try:
+            config = self.result.config()
+            zero = config.zero.to_zero(accumulate=config.train.accumulate)
+        except ZeroError as error:
+            raise ZeroError(f"{self._quote_origins(str(error))}{error}") from error
+        settings: dict[str, Any] = {}
+        for name, path in self.origins:
+            section, key = name.split(".")
+            value = getattr(zero if section == "zero" else getattr(config, section), key)
+            own = key not in self.result.sections.get(section, {})
+            settings.setdefault(path, []).append(f"{name} = {value!r}{', its default' * own}")
+        for path, made in settings.items():
+            if self.reader.is_auto(path):
+                self.reader.note(path, f"{FILLED_IN}: here {' and '.join(made)}")
+        self.result.left_out = self.reader.notes()
+        self.result.differs += self.reader.remarks
+        return self.result
+
+    def _quote_origins(self, message: str) -> str:
+        """The keys behind the settings that a message names."""
+        named = dict.fromkeys(
+            path
+            for name, path in self.origins
+            if re.search(rf"\b({name}|ZeroConfig\.{name.partition('.')[2]})\b", message)
+            and self.reader.given(path)
+        )
+        return ", ".join(map(self.reader.quote, named)) + ": " if named else ""
+
+
+def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | None = None) -> Translation:
+    """Translate a DeepSpeed config.
+
+    Args:
+        data: the JSON object.
+        nodes: that it shall run on; 0 where it is not known.
+        local: devices of a node; 0 where it is not known.
+        batch_size: the global batch, where the config leaves it to the script.
+
+    Raises:
+        ZeroError: the config contradicts itself or has values of wrong types or ranges; or it leaves the
+            batch size to the number of devices, and that is not known.
+    """
+    if not isinstance(data, dict):
+        raise ZeroError("a DeepSpeed config is a JSON object")
+    reader = Reader(data)
+    draft = _Draft(reader)
+    partition = reader.take(_HPZ, int, 1) or 1
+    if partition > 1 and local and partition != local:
+        draft.differs(
+            f"{_HPZ} = {partition}: the secondary copy is spread over the {local} devices of a node, "
+            "whatever their number"
+        )
+    local = local or (partition if partition > 1 else 0)
+    batch, accumulate = batch_of(reader, nodes * local, batch_size)
+    draft.set("train", batch_size=batch, accumulate=accumulate)
+    draft.origins += [("train.batch_size", TRAIN), ("train.accumulate", ACCUMULATE), ("mesh.local", _HPZ)]
+    if reader.is_auto(MICRO):
+        reader.note(
+            MICRO, f"{FILLED_IN}: here it follows from train.batch_size, train.accumulate and the mesh"
+        )
+    if nodes or local:
+        draft.set("mesh", nodes=nodes, local=local)
+    _zero(reader, draft, hpz=partition > 1)
+    for part in (_precision, _optimizer, _schedule, _logs):
+        part(reader, draft)
+    for path, why in NOTES.items():
+        reader.note(path, why)
+    return draft.finish()
+
+
+def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
+    stage = reader.take(f"{_ZERO}.stage", int, 0, auto=3)
+    weights = reader.take(f"{_ZERO}.zero_quantized_weights", bool, False)
+    grads = reader.take(f"{_ZERO}.zero_quantized_gradients", bool, False)
+    draft.origins.append(("zero.stage", f"{_ZERO}.stage"))
+    if stage < 3 and (weights or grads or hpz):
+        raise ZeroError(f"{_ZERO}: ZeRO++'s options need stage 3, and stage is {stage}")
+    if weights and grads and hpz:
+        draft.set("zero", preset="zero++")
+        return
+    draft.set("zero", preset="zero3")
+    if stage != 3:
+        draft.set("zero", stage=stage)
+    if weights:
+        draft.set("zero", weights="int8")
+    if hpz:
+        draft.set("zero", hpz=True)
+    if grads:
+        draft.set("zero", grads=["int4", "int4"])
+
+
+def _precision(reader: Reader, draft: _Draft) -> None:
+    paths = [f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")]
+    *bf16, fp16 = (reader.take(path, bool, False) for path in paths)
+    if any(bf16) and fp16:
+        raise ZeroError("bf16.enabled and fp16.enabled exclude each other")
+    # "auto" is the Trainer's: whether its user asked for bf16 or fp16 is not in the file.
+    if any(bf16) or fp16:
+        draft.set("zero", compute_dtype="bfloat16")
+    elif not any(map(reader.is_auto, paths)):
+        draft.set("zero", compute_dtype="float32")
+    for path in filter(reader.is_auto, paths):
+        stands = draft.result.sections["zero"].get(
+            "compute_dtype", f"{ZeroConfig.compute_dtype}, its default"
+        )
+        reader.note(path, f"{FILLED_IN}: here zero.compute_dtype = {stands}")
+    if fp16:
+        draft.differs(
+            "fp16.enabled = True: becomes bfloat16, whose range needs no loss scaling; a step whose loss or "
+            "gradient is not finite is skipped all the same, and train.max_skips of them in a row end the run"
+        )
+    draft.adopt("optimizer.clip_norm", "gradient_clipping", float, 0.0)
+    sent = reader.take("communication_data_type", str)
+    zero = draft.result.sections["zero"]
+    if sent == "fp32" and "grads" not in zero and zero["preset"] == "zero3":
+        draft.set("zero", grads=["fp32", "fp32"])
+    elif sent is not None:
+        draft.differs(
+            f"communication_data_type = {sent!r}: gradients travel in the compute dtype, or quantized "
+            "(zero.grads says otherwise)"
+        )
+
+
+def _optimizer(reader: Reader, draft: _Draft) -> None:
+    kind = reader.take("optimizer.type", str)
+    if kind is None:
+        if not reader.given("optimizer"):
+            draft.differs("there is no optimizer: the script chose it, and [optimizer] must name it now")
+        return
+    name, remark = OPTIMIZERS.get(kind.lower(), ("adamw", "is not there: adamw stands in its place"))
+    if remark:
+        draft.differs(f"optimizer.type = {short(kind)}: {remark}")
+    at = "optimizer.params"
+    draft.set("optimizer", name=name)
+    draft.adopt("optimizer.learning_rate", f"{at}.lr", float, 1e-3)
+    _betas(reader, draft, name, at)
+    draft.adopt("optimizer.eps", f"{at}.eps", float, 1e-8)
+    if decay := draft.adopt("optimizer.weight_decay", f"{at}.weight_decay", float, 0.0):
+        draft.differs(
+            f"{at}.weight_decay = {decay}: pulls on kernels and embeddings, not on norms and biases"
+        )
+    if reader.take(f"{at}.adam_w_mode", bool, True) is False:
+        draft.differs(f"{at}.adam_w_mode = False: weight decay is decoupled, never added to gradients")
+    if reader.take(f"{at}.bias_correction", bool, True) is False:
+        draft.differs(f"{at}.bias_correction = False: moments are always corrected")
+    reader.take(f"{at}.torch_adam", bool)  # another implementation of the same
+
+
+def _betas(reader: Reader, draft: _Draft, name: str, at: str) -> None:
+    momentum = name in ("sgd", "muon")
+    betas = reader.take(f"{at}.betas", list, [0.9, 0.99] if name == "lion" else [0.9, 0.999])
+    draft.origins += [("optimizer.beta1", f"{at}.betas"), ("optimizer.beta2", f"{at}.betas")]
+    if betas is not None:
+        if len(betas) != 2 or any(type(beta) not in (int, float) for beta in betas):
+            raise ZeroError(f"{at}.betas = {short(betas)} should be two numbers")
+        draft.set("optimizer", beta1=float(betas[0]), beta2=float(betas[1]))
+    if momentum:
+        draft.result.sections["optimizer"].pop("beta1", None)
+        draft.adopt("optimizer.beta1", f"{at}.momentum", float, 0.0 if name == "sgd" else 0.95)
+
+
+def _schedule(reader: Reader, draft: _Draft) -> None:
+    kind = reader.take("scheduler.type", str)
+    at = "scheduler.params"
+    if reader.is_auto("scheduler.type"):
+        return
+    if kind not in _SCHEDULES:
+        draft.set("optimizer", schedule="constant", warmup_steps=0)
+        if kind is not None:
+            reader.note("scheduler", "no counterpart: the learning rate stays where the optimizer has it")
+        return
+    draft.set("optimizer", **_SCHEDULES[kind])
+    if kind == "WarmupCosineLR":
+        draft.adopt("optimizer.final_fraction", f"{at}.cos_min_ratio", float, 0.0001)
+    warmup = draft.adopt("optimizer.warmup_steps", f"{at}.warmup_num_steps", int, 1000)
+    if kind != "WarmupCosineLR":
+        draft.adopt("optimizer.learning_rate", f"{at}.warmup_max_lr", float, 1e-3)
+        if reader.take(f"{at}.warmup_type", str, "log", auto="linear") != "linear":
+            draft.differs(f"{at}.warmup_type = 'log', which is DeepSpeed's default: warm-up is linear")
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        if reader.take(f"{at}.{name}", float, 0.0):
+            draft.differs(f"{at}.{name}: the first step is at the peak divided by warmup_num_steps")
+    steps = draft.adopt("train.steps", f"{at}.total_num_steps", int)
+    if steps is not None and warmup is not None and warmup > steps // 2:
+        draft.differs(f"{at}.warmup_num_steps = {warmup}: at most half of the steps warm up")
+
+
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"schedule": "constant"},
+    "WarmupDecayLR": {"schedule": "linear", "final_fraction": 0.0},
+    "WarmupCosineLR": {"schedule": "warmup-cosine"},
+}
+
+
+def _logs(reader: Reader, draft: _Draft) -> None:
+    draft.adopt("log.every", "steps_per_print", int)
+    enabled = {name: reader.take(f"{name}.enabled", bool, False) for name in ("tensorboard", "wandb")}
+    if not any(reader.is_auto(f"{name}.enabled") for name in enabled):
+        draft.set("log", trackers=[name for name, on in enabled.items() if on])
+    if (project := reader.take("wandb.project", str)) is not None and enabled["wandb"]:
+        draft.set("log", project=project)
+        draft.origins.append(("log.project", "wandb.project"))
+    if "steps" not in draft.result.sections["train"]:
+        draft.differs("no number of steps: the script decided it, and train.steps must say it now")

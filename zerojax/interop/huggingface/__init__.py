@@ -1,0 +1,28 @@
+"""Models of Hugging Face: their files into runs, and runs into such files."""
+
+from zerojax.interop.huggingface.exporting import (
+    EXPORT_DTYPES,
+    check_quantizable,
+    export_model,
+    plan_export,
+    quantized_state,
+)
+from zerojax.interop.huggingface.families import FAMILIES
+from zerojax.interop.huggingface.importing import import_model
+from zerojax.interop.huggingface.quantized import Direction, Format, WeightFormat
+from zerojax.interop.huggingface.source import Source, model_section
+
+__all__ = [
+    "EXPORT_DTYPES",
+    "FAMILIES",
+    "Direction",
+    "Format",
+    "Source",
+    "WeightFormat",
+    "check_quantizable",
+    "export_model",
+    "import_model",
+    "model_section",
+    "plan_export",
+    "quantized_state",
+]

@@ -1,0 +1,137 @@
+"""Reading a config.json: every key is used, known to be harmless, or refused by name.
+
+And writing one: what a family has no word for is refused by name, too.
+"""
+
+from typing import Any
+
+from zerojax.errors import ZeroError
+from zerojax.models import GPTConfig
+from zerojax.validation.untrusted import printable, short
+
+# Tokens' roles, the text that a model writes, how a library runs it: nothing that the logits depend on.
+HARMLESS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "do_sample",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_length",
+        "min_length",
+        "model_type",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+_REQUIRED = object()
+
+
+class ConfigKeys:
+    """The keys of a config.json, ticked off as they are understood."""
+
+    def __init__(self, values: dict[str, Any], origin: str) -> None:
+        """Begin with none of them understood.
+
+        Args:
+            values: of the file.
+            origin: its name, for errors.
+        """
+        self._values = values
+        self._origin = origin
+        self._seen = set(HARMLESS)
+        self.notes: list[str] = []
+
+    def take(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """The value of a key, of the kind it must have; null is the same as no key.
+
+        Raises:
+            ZeroError: it is missing and has no default, or is of another kind.
+        """
+        self._seen.add(name)
+        value = self._values.get(name)
+        if value is None:
+            if default is _REQUIRED:
+                raise ZeroError(f"{self._origin}: {name} is missing")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ZeroError(f"{self._origin}: {name} = {short(value)} should be {kind.__name__}")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse a key whose value is none of those that zerojax computes with; the first is the default.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        self._seen.add(name)
+        value = self._values.get(name)
+        if value is not None and value not in allowed:
+            known = " or ".join(map(repr, allowed))
+            raise ZeroError(f"{self._origin}: {name} = {short(value)} is not supported, only {known}")
+
+    def only_training(self, *names: str) -> None:
+        """Note keys that change training and not the logits, where they are not zero."""
+        for name in names:
+            self._seen.add(name)
+            if value := self._values.get(name):
+                self.notes.append(f"{name} = {short(value)} is not taken over (see model.dropout)")
+
+    def unused(self, *names: str) -> None:
+        """Tick off keys of parts that a causal language model does not have."""
+        self._seen.update(names)
+
+    def finish(self) -> None:
+        """Refuse what is left.
+
+        Raises:
+            ZeroError: naming the keys that nobody understood.
+        """
+        if unknown := sorted(self._values.keys() - self._seen):
+            given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
+            raise ZeroError(f"{self._origin}: not understood, so not imported: {given}")
+
+
+def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
+    """Refuse to write a model that is not what a family's models all are.
+
+    Args:
+        model: to be written.
+        family: its name, for the error.
+        wanted: field -> its only value, or a tuple of those that it may have.
+
+    Raises:
+        ZeroError: naming the field.
+    """
+    for name, value in wanted.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if (found := getattr(model, name)) not in allowed:
+            raise ZeroError(f"model.{name} = {found!r}, and {family} has {' or '.join(map(repr, allowed))}")

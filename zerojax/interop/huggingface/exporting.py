@@ -1,0 +1,175 @@
+"""A trained model as a Hugging Face folder: full or quantized weights, config.json, tokenizer."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface.families import Family, describe_model, read_model
+from zerojax.interop.huggingface.importing import TENSORS
+from zerojax.interop.huggingface.load import load_params
+from zerojax.interop.huggingface.mapping import Parts
+from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
+from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
+from zerojax.interop.huggingface.source import model_section, read_config_json
+from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files, write_tokenizer
+from zerojax.multihost.agreement import from_first
+from zerojax.run.build import is_first
+from zerojax.run.config import RunConfig
+from zerojax.run.data import open_tokenizer
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import TrainState
+from zerojax.validation.dtypes import dtype_name
+
+EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What may be written, and what a file of safetensors calls it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is going to be written.
+
+    Attributes:
+        family: what the model is called there.
+        values: its config.json.
+        parts: the tensors of each leaf.
+        specs: every tensor at full precision, in the model's order.
+        imported: the folder of files to be written back, or None.
+    """
+
+    family: Family
+    values: dict[str, Any]
+    parts: Parts
+    specs: dict[str, TensorSpec]
+    imported: Path | None
+
+
+def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: DTypeLike | None) -> Target:
+    """Find the family, the names and the dtypes of a run's model.
+
+    Args:
+        state: of the model, filled or abstract.
+        config: of the run.
+        folder: of the run.
+        dtype: of all tensors, float32, float16 or bfloat16; None keeps those of the model that was imported,
+            and is float32 elsewhere.
+
+    Raises:
+        ZeroError: no family has this model, and says why; or another dtype.
+    """
+    wanted = None if dtype is None else dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))
+    dtypes: dict[str, str] = {}
+    imported = folder.huggingface if folder.huggingface.is_dir() else None
+    if imported is None:
+        family, values = describe_model(config.model)
+        prefix = family.prefix
+    else:
+        values = read_config_json(imported)
+        family, model, _ = read_model(values, str(imported / "config.json"))
+        if config.model != model_section(model, config.model):
+            raise ZeroError(f"{imported} describes another model than {folder.config}")
+        dtypes = json.loads((imported / TENSORS).read_text(encoding="utf-8"))
+        prefix = family.prefix_in(dtypes)
+    named = wanted or "float32"
+    if wanted is not None or imported is None:
+        dtypes = dict.fromkeys(dtypes, EXPORT_DTYPES[named])
+        values = values | {"dtype" if "dtype" in values else "torch_dtype": named}
+    parts = family.parts(config.model, prefix)
+    specs = tensor_specs(state.program, parts, dtypes, EXPORT_DTYPES[named])
+    return Target(family, values, parts, specs, imported)
+
+
+def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> None:
+    """Refuse a model that cannot be quantized so, before anything is written.
+
+    Raises:
+        ZeroError: its layers are not `torch.nn.Linear`s, or do not divide into blocks.
+    """
+    if not target.family.linear:
+        raise ZeroError(
+            f"--weights {how.format}: transformers' {target.family.architecture} has Conv1D layers, which "
+            "compressed-tensors does not quantize; OPT and LLaMA models can be exported so"
+        )
+    for tensor in how.tensors(state.program, target.parts):
+        how.check(tensor)
+
+
+def export_model(
+    state: TrainState,
+    config: RunConfig,
+    folder: RunFolder,
+    target: Target,
+    out: Path,
+    how: WeightFormat | None = None,
+    largest_file: int = 5 * 10**9,
+) -> None:
+    """Write a model; in several processes all must call, and the first writes.
+
+    Args:
+        state: the trained model.
+        config: of the run.
+        folder: of the run.
+        target: what to write, from `plan_export`.
+        out: the folder to make; it appears when it is complete.
+        how: the quantization of the linear layers; None leaves them as they are.
+        largest_file: bytes of tensors in one file.
+
+    Raises:
+        ZeroError: `out` exists, or a weight does not fit the dtype.
+    """
+    draft = out.with_name(out.name + ".unfinished")
+    quantized = set() if how is None else {t.name for t in how.tensors(state.program, target.parts)}
+    specs: dict[str, TensorSpec] = {}
+    for name, spec in target.specs.items():
+        specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
+    from_first(lambda: _make_folder(out, draft))
+    writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
+    for tensor, values in each_tensor(state, target.parts):
+        name = tensor.name
+        if writer is None or name not in target.specs:
+            continue
+        spec = target.specs[name]
+        if how is not None and name in quantized:
+            for part, array in how.encode(name, values, spec).items():
+                writer.write(part, array)
+        else:
+            writer.write(name, cast(name, values, spec.dtype))
+    if writer is not None:
+        writer.close()
+        _write_settings(target, how, config, folder, draft)
+        draft.rename(out)
+    from_first(lambda: None)  # nobody reads before all is there
+
+
+def quantized_state(state: TrainState, target: Target, out: Path, how: WeightFormat) -> TrainState:
+    """The state with the weights that an export holds, decoded, read from its files into shards."""
+    files = QuantizedFiles(SafetensorFiles(out), how)
+    return replace(state, params=load_params(state.program, files, target.parts))
+
+
+def _make_folder(out: Path, draft: Path) -> None:
+    if out.exists():
+        raise ZeroError(f"{out} exists: choose another folder, or delete it yourself")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise ZeroError(f"{draft}: cannot write: {error.strerror or error}") from error
+
+
+def _write_settings(
+    target: Target, how: WeightFormat | None, config: RunConfig, folder: RunFolder, out: Path
+) -> None:
+    values = target.values
+    if how is not None:
+        values = values | {"quantization_config": how.config(["lm_head"])}
+    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if target.imported is not None and config.data.tokenizer == str(folder.tokenizer.absolute()):
+        copy_files(target.imported, out, KEPT)
+    else:
+        write_tokenizer(open_tokenizer(config.data, folder.data), out)

@@ -1,0 +1,125 @@
+"""The model families that can be imported and exported."""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface import gpt2, llama, opt
+from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.mapping import Parts
+from zerojax.models import GPTConfig
+from zerojax.validation.untrusted import short
+
+
+@dataclass(frozen=True)
+class Family:
+    """What transformers and zerojax call the same things.
+
+    Attributes:
+        model_type: the config.json's.
+        architecture: the config.json's, of the causal language model.
+        prefix: what its tensors' names begin with; files of the model without its head leave it out.
+        buffers: patterns of names that old files have and that hold no weights.
+        linear: whether its kernels are `torch.nn.Linear`s, which compressed-tensors can quantize.
+        read: from the keys of a config.json to the model; refuses what zerojax does not compute.
+        write: from the model to the keys of a config.json; refuses what the family has no word for.
+        parts: the tensors of each leaf, for a model and a prefix.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    buffers: tuple[str, ...]
+    linear: bool
+    read: Callable[[ConfigKeys], GPTConfig]
+    write: Callable[[GPTConfig], dict[str, Any]]
+    parts: Callable[[GPTConfig, str], Parts]
+
+    def prefix_in(self, names: Collection[str]) -> str:
+        """The prefix that a file's names have: the family's, or none."""
+        return self.prefix if any(name.startswith(self.prefix) for name in names) else ""
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a tensor of that name holds a mask or a table that the model computes itself."""
+        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            "transformer.",
+            (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+            False,
+            gpt2.read,
+            gpt2.write,
+            gpt2.parts,
+        ),
+        Family("opt", "OPTForCausalLM", "model.", (), True, opt.read, opt.write, opt.parts),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            "model.",
+            (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+            True,
+            llama.read,
+            llama.write,
+            llama.parts,
+        ),
+    )
+}
+
+
+def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, list[str]]:
+    """The family and shape that a config.json describes.
+
+    Args:
+        values: of the file.
+        origin: its name, for errors.
+
+    Returns:
+        The family, the model's shape, and a line for each key that is not taken over.
+
+    Raises:
+        ZeroError: an architecture, key or value that is not understood; names it.
+    """
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ZeroError(f"{origin}: model_type = {short(kind)} is not supported: there are {known}")
+    keys = ConfigKeys(values, origin)
+    for name in keys.take("architectures", list, []):
+        if name not in (family.architecture, *(f"{stem}Model" for stem in ("GPT2", "OPT", "Llama"))):
+            raise ZeroError(
+                f"{origin}: architectures = {short(name)} is not supported: "
+                "zerojax has causal language models"
+            )
+    try:
+        model = family.read(keys)
+    except ZeroError as error:
+        raise ZeroError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
+    keys.finish()
+    return family, model, keys.notes
+
+
+def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
+    """The family that a model belongs to, and its config.json.
+
+    Raises:
+        ZeroError: it belongs to none; says why not, for each.
+    """
+    reasons = []
+    for family in FAMILIES.values():
+        try:
+            config = family.write(model)
+        except ZeroError as error:
+            reasons.append(str(error))
+            continue
+        about = {"architectures": [family.architecture], "model_type": family.model_type}
+        return family, about | config | {"initializer_range": model.init_std}
+    raise ZeroError(f"no Hugging Face family has this model: {'; '.join(reasons)}")

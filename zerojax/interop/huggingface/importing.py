@@ -1,0 +1,80 @@
+"""A run that begins with the weights of a Hugging Face model."""
+
+import json
+from contextlib import closing
+from dataclasses import replace
+
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface.load import check_tensors, load_params
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface.source import FREE, Source, model_section
+from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
+from zerojax.multihost.agreement import from_first
+from zerojax.run.build import abstract_model
+from zerojax.run.checkpoints import Checkpoints, Record
+from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.train.state import TrainState, begin_with
+
+TENSORS = "tensors.json"
+"""In RUN/huggingface: the dtype of each tensor of the files, by name."""
+
+
+def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainState:
+    """Begin a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
+
+    In several processes all must call; each reads what its own devices hold.
+
+    Args:
+        source: the model.
+        config: of the run; its model must be the source's but for settings such as dropout.
+        folder: of the run; must hold none yet.
+
+    Returns:
+        The imported state: parameters without an optimizer, under exact ZeRO-3.
+
+    Raises:
+        ZeroError: another model, a run that is there already, or files that do not hold this model.
+    """
+    if config.model != model_section(source.model, config.model):
+        raise ZeroError(
+            f"the model is that of {source.folder}: of [model], only {', '.join(FREE)} can be set"
+        )
+    files = SafetensorFiles(source.folder)
+    # With dropout, blocks have a salt each: saved here, it lets a run turn dropout on.
+    model = replace(config.model, dropout=config.model.dropout or 0.5)
+    plain = ZeroSection(compute_dtype=config.zero.compute_dtype)
+    state = abstract_model(replace(config, model=model, zero=plain))
+    parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
+    check_tensors(state.program, files, source.family, parts)
+    with closing(RunLock(folder)) as lock:
+        from_first(lock.take)
+        from_first(lambda: _write_files(source, files, folder))
+        state = begin_with(state, load_params(state.program, files, parts), config.train.seed)
+        mesh = state.program.mesh
+        record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
+        with Checkpoints(folder.checkpoints) as checkpoints:
+            checkpoints.save(0, state, record)
+        from_first(lambda: _finish(source, config, folder))
+    return state
+
+
+def _write_files(source: Source, files: SafetensorFiles, folder: RunFolder) -> None:
+    """What an export needs to write the same model back, and the run's tokenizer."""
+    if folder.config.exists() or folder.checkpoints.exists():
+        raise ZeroError(f"{folder.path} holds a run already: choose another --run-dir")
+    folder.huggingface.mkdir(exist_ok=True)
+    copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
+    dtypes = {name: spec.dtype for name, spec in files.specs.items() if not source.family.is_buffer(name)}
+    (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")
+    if source.tokenizer is not None:
+        folder.tokenizer.parent.mkdir(exist_ok=True)
+        source.tokenizer.save(folder.tokenizer)
+
+
+def _finish(source: Source, config: RunConfig, folder: RunFolder) -> None:
+    folder.write_config(config)  # last: what has a config.toml is a run
+    folder.update_summary(
+        status="imported", step=0, source=str(source.folder), family=source.family.model_type
+    )

@@ -1,0 +1,126 @@
+"""From Hugging Face files straight into shards: of each leaf, each device's part and nothing else is read."""
+
+import math
+from typing import Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Float32, PyTree, Shaped
+
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface.families import Family
+from zerojax.interop.huggingface.mapping import Parts, Tensor, layer_tensors, tensors_of
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
+from zerojax.sharding.layout import Leaf
+from zerojax.sharding.param_tree import to_tree
+from zerojax.train.spec import Program
+
+
+class Files(Protocol):
+    """Tensors that can be read in parts."""
+
+    specs: dict[str, TensorSpec]
+
+    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
+        """A part of a tensor: one range for each dimension; without any, all of it."""
+        ...
+
+
+FLOATS = ("F32", "F16", "BF16")
+Index = tuple[slice, ...]
+
+
+def check_tensors(program: Program, files: SafetensorFiles, family: Family, parts: Parts) -> None:
+    """Compare what the files have with what the model needs, by headers alone.
+
+    Raises:
+        ZeroError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
+    """
+    needed = {tensor.name: tensor for leaf in program.leaves for tensor in tensors_of(leaf, parts)}
+    for name, tensor in needed.items():
+        if name not in files.specs:
+            if tensor.part.required:
+                raise ZeroError(f"the files lack {name}")
+            continue
+        spec = files.specs[name]
+        if spec.shape != tensor.shape:
+            raise ZeroError(f"{name} has shape {spec.shape}, and the config makes it {tensor.shape}")
+        if spec.dtype not in FLOATS:
+            raise ZeroError(f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}")
+    unknown = [name for name in files.specs if name not in needed and not family.is_buffer(name)]
+    if unknown:
+        raise ZeroError(
+            f"the model has no place for {', '.join(sorted(unknown)[:4])}, so nothing is imported"
+        )
+
+
+def load_params(program: Program, files: Files, parts: Parts) -> PyTree:
+    """Master weights from checked files, each read where it will live.
+
+    A process asks its files for the ranges that its own devices hold; a leaf is placed before the next is
+    read. So a host needs memory for its shards and for one device's part of one layer's leaf.
+
+    Returns:
+        fp32 arrays as `TrainState.params` has them, nested by path.
+
+    Raises:
+        ZeroError: a file's second copy of a tied matrix differs from the first.
+    """
+    placed = {}
+    for leaf in program.leaves:
+        sharding = program.sharding(program.param_spec(leaf))
+
+        def read(index: Index | None, leaf: Leaf = leaf) -> np.ndarray:
+            assert index is not None  # the type allows it for shardings that have no index
+            return _stored_part(leaf, index, files, parts)
+
+        placed[leaf.path] = jax.make_array_from_callback(leaf.stored_shape, sharding, read)
+        jax.block_until_ready(placed[leaf.path])
+    return to_tree(placed)
+
+
+def _stored_part(leaf: Leaf, index: Index, files: Files, parts: Parts) -> Float32[np.ndarray, "..."]:
+    """The part of a leaf's stored array (`Leaf.stored_shape`) that an index selects."""
+    if leaf.layers is None:
+        start, stop, _ = index[0].indices(leaf.padded)
+        flat = _flat_part(leaf, None, start, stop, files, parts)
+        return flat.reshape(-1, *(1,) * (len(leaf.stored_shape) - 1))
+    start, stop, _ = index[1].indices(leaf.padded)
+    layers = range(leaf.layers)[index[0]]
+    stacked = np.empty((len(layers), stop - start), np.float32)
+    for row, layer in zip(stacked, layers, strict=True):
+        row[:] = _flat_part(leaf, layer, start, stop, files, parts)
+    return stacked.reshape(*stacked.shape, *(1,) * (len(leaf.stored_shape) - 2))
+
+
+def _flat_part(
+    leaf: Leaf, layer: int | None, start: int, stop: int, files: Files, parts: Parts
+) -> Float32[np.ndarray, " n"]:
+    """Elements [start, stop) of one layer, flat and padded: whole rows are read, and cut."""
+    width = leaf.shape[-1] if leaf.shape else 1
+    end = min(stop, leaf.size)
+    first, last = start // width, -(-end // width)
+    flat = np.zeros(stop - start, np.float32)
+    if end <= start:
+        return flat
+    rows = np.empty((last - first, width), np.float32)
+    for tensor in layer_tensors(leaf, layer, parts):
+        if tensor.name not in files.specs:
+            continue
+        values = _read_rows(tensor, slice(first, last), files).astype(np.float32)
+        if not tensor.part.required and not np.array_equal(values, rows[:, tensor.part.columns]):
+            raise ZeroError(
+                f"{tensor.name} differs from the token embedding, and the config says that they are tied"
+            )
+        rows[:, tensor.part.columns] = values
+    flat[: end - start] = rows.reshape(-1)[start - first * width : end - first * width]
+    return flat
+
+
+def _read_rows(tensor: Tensor, rows: slice, files: Files) -> np.ndarray:
+    """Rows of the leaf's matrix (a vector is one row) from one tensor."""
+    if len(tensor.shape) < 2:
+        return files.read(tensor.name).reshape(1, math.prod(tensor.shape))
+    if tensor.part.transposed:
+        return files.read(tensor.name, slice(None), rows).T
+    return files.read(tensor.name, rows, slice(None))

@@ -1,0 +1,101 @@
+"""Which Hugging Face tensors make up a leaf of a `zerojax.models.GPT`.
+
+A leaf is named by its path, with `block/` for what every block has: "embed/embedding",
+"block/attention/qkv/kernel". Its matrix is (in, out); the tensors of a family are columns of it, laid down
+either way round.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zerojax.sharding.layout import Leaf
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Hugging Face tensor as a range of a leaf's columns (of its last axis).
+
+    Attributes:
+        name: the tensor's; "{layer}" in it stands for the number of the block.
+        start: its first column in the leaf.
+        stop: the column after its last; None is the end.
+        transposed: whether the file holds it as (out, in).
+        required: False for a second copy of a tied matrix, which a file may have or leave out.
+    """
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+    transposed: bool = False
+    required: bool = True
+
+    @property
+    def columns(self) -> slice:
+        """The range of columns."""
+        return slice(self.start, self.stop)
+
+    def file_shape(self, leaf_shape: Shape) -> Shape:
+        """The tensor's shape in a file, for a leaf of the given shape (of one layer)."""
+        *rows, width = leaf_shape
+        shape = (*rows, len(range(width)[self.columns]))
+        return shape[::-1] if self.transposed else shape
+
+
+Parts = dict[str, tuple[Part, ...]]
+
+
+def whole(name: str) -> tuple[Part, ...]:
+    """A leaf that is one tensor, as it stands."""
+    return (Part(name),)
+
+
+def matrix(name: str) -> tuple[Part, ...]:
+    """A kernel that is one `torch.nn.Linear`'s weight, which PyTorch holds as (out, in)."""
+    return (Part(name, transposed=True),)
+
+
+def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[Part, ...]:
+    """A leaf whose columns are several tensors in a row."""
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    return tuple(
+        Part(name, start, start + width, transposed)
+        for name, start, width in zip(names, starts, widths, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file, and where it is in the model.
+
+    Attributes:
+        name: in the file.
+        shape: in the file.
+        leaf: the leaf that it is a part of.
+        layer: which of the leaf's stacked layers, or None.
+        part: which of its columns.
+    """
+
+    name: str
+    shape: Shape
+    leaf: Leaf
+    layer: int | None
+    part: Part
+
+
+def tensors_of(leaf: Leaf, parts: Parts) -> Iterator[Tensor]:
+    """Every tensor that a leaf is made of, layer by layer."""
+    for layer in range(leaf.layers) if leaf.layers is not None else (None,):
+        yield from layer_tensors(leaf, layer, parts)
+
+
+def layer_tensors(leaf: Leaf, layer: int | None, parts: Parts) -> Iterator[Tensor]:
+    """The tensors of one layer of a leaf; `layer` is None where the leaf is not stacked."""
+    first, *rest = leaf.path
+    number = layer
+    if first == "blocks":  # ("blocks", "block", ...) when stacked, ("blocks", "3", ...) in a list
+        number = int(rest[0]) if layer is None else layer
+        first, rest = "block", rest[1:]
+    for part in parts["/".join((first, *rest))]:
+        yield Tensor(part.name.format(layer=number), part.file_shape(leaf.shape), leaf, layer, part)

@@ -1,0 +1,204 @@
+"""Quantized weights as compressed-tensors, the format of vLLM and transformers, holds them.
+
+The codes and scales are those of `pallas_kernels`, so the decoded weights are, bit for bit, what zerojax's
+codec decodes to. Integers are stored as "pack-quantized": `weight_packed` holds code + 2^(bits-1) in words
+of 32 bits, the first element lowest; fp8 as "naive-quantized": `weight` is float8_e4m3fn. `weight_scale` has
+one number for each block: bf16 in bf16 models and fp32 in others, which holds the codec's bf16 exactly.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32, Shaped, UInt8
+
+import pallas_kernels
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface.mapping import Parts, Tensor, tensors_of
+from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
+from zerojax.train.spec import Program
+
+Format = Literal["int8", "int4", "int2", "fp8"]
+Direction = Literal["input", "output"]
+
+_WORD = 32  # bits; so many columns always fill whole words
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the linear layers of a model are quantized.
+
+    Attributes:
+        format: of the codes.
+        block: elements that share a scale.
+        along: "input": blocks lie along the inputs of one output, the groups of compressed-tensors.
+            "output": along the outputs for one input, as ZeRO++ sends a kernel in training.
+    """
+
+    format: Format
+    block: int
+    along: Direction = "input"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return pallas_kernels.BITS[self.format]
+
+    @property
+    def packed(self) -> bool:
+        """Whether codes are packed into words."""
+        return self.format != "fp8"
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(outputs, inputs) that share a scale."""
+        return (1, self.block) if self.along == "input" else (self.block, 1)
+
+    def tensors(self, program: Program, parts: Parts) -> Iterator[Tensor]:
+        """The tensors that are quantized: the matrices of the blocks; not embeddings, not the output."""
+        for leaf in program.leaves:
+            yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)
+
+    def check(self, tensor: Tensor) -> None:
+        """Refuse a tensor that does not divide into blocks.
+
+        Raises:
+            ZeroError: names it, and the way out.
+        """
+        height, width = self.block_shape
+        outputs, inputs = tensor.shape
+        if outputs % height or inputs % width:
+            extent = inputs if self.along == "input" else outputs
+            raise ZeroError(
+                f"{tensor.name} has {extent} {self.along}s, which do not divide into blocks of {self.block}: "
+                "choose another --block-size, or blocks --along the other way"
+            )
+
+    def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
+        """The tensors that stand for one in a file."""
+        height, width = self.block_shape
+        outputs, inputs = spec.shape
+        scale = TensorSpec("BF16" if spec.dtype == "BF16" else "F32", (outputs // height, inputs // width))
+        if not self.packed:
+            return {name: TensorSpec("F8_E4M3", spec.shape), f"{name}_scale": scale}
+        words = -(-inputs * self.bits // _WORD)
+        return {
+            f"{name}_packed": TensorSpec("I32", (outputs, words)),
+            f"{name}_scale": scale,
+            f"{name}_shape": TensorSpec("I64", (2,)),
+        }
+
+    def encode(
+        self, name: str, values: Float32[np.ndarray, "outputs inputs"], spec: TensorSpec
+    ) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """The tensors that stand for one in a file.
+
+        Raises:
+            ZeroError: a weight is not finite.
+        """
+        rows = values if self.along == "input" else values.T
+        payload = np.asarray(pallas_kernels.encode(np.ascontiguousarray(rows), self.format, block=self.block))
+        size = rows.shape[1] * self.bits // 8
+        scales = np.ascontiguousarray(payload[:, size:]).view(ml_dtypes.bfloat16)
+        if not np.isfinite(scales.astype(np.float32)).all():
+            raise ZeroError(f"{name} holds numbers that are not finite, or too large for {self.format}")
+        codes = _unpack(payload[:, :size], self.bits)
+        if self.along == "output":
+            codes, scales = codes.T, scales.T
+        scale = scales.astype(DTYPES[self.specs(name, spec)[f"{name}_scale"].dtype])
+        if not self.packed:
+            return {name: np.ascontiguousarray(codes).view(ml_dtypes.float8_e4m3fn), f"{name}_scale": scale}
+        offset = codes ^ np.uint8(1 << (self.bits - 1))  # two's complement + 2^(bits-1)
+        return {
+            f"{name}_packed": _pack(offset, self.bits),
+            f"{name}_scale": scale,
+            f"{name}_shape": np.array(values.shape, np.int64),
+        }
+
+    def config(self, ignored: list[str]) -> dict[str, Any]:
+        """The config.json's `quantization_config`.
+
+        Args:
+            ignored: names of the linear modules that are left as they are.
+        """
+        grouping: dict[str, Any] = {"strategy": "group", "group_size": self.block}
+        if self.along == "output":
+            grouping = {"strategy": "block", "block_structure": list(self.block_shape)}
+        weights = {"num_bits": self.bits, "type": "int" if self.packed else "float", "symmetric": True}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized" if self.packed else "naive-quantized",
+            "quantization_status": "compressed",
+            "ignore": ignored,
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {**weights, "dynamic": False, **grouping}}
+            },
+        }
+
+
+class QuantizedFiles:
+    """Files that `WeightFormat` wrote, read as if they held fp32 weights."""
+
+    def __init__(self, files: SafetensorFiles, how: WeightFormat) -> None:
+        """Take the names of the weights; nothing is read."""
+        self._files = files
+        self._how = how
+        self.specs: dict[str, TensorSpec] = {}
+        for name, spec in files.specs.items():
+            base, _, kind = name.rpartition("_")
+            if name.endswith("_scale"):
+                height, width = how.block_shape
+                self.specs[base] = TensorSpec("F32", (spec.shape[0] * height, spec.shape[1] * width))
+            elif kind not in ("packed", "shape") and f"{name}_scale" not in files.specs:
+                self.specs[name] = spec
+
+    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
+        """A part of a tensor: decoded to fp32 where it is quantized."""
+        if f"{name}_scale" not in self._files.specs:
+            return self._files.read(name, *ranges)
+        how = self._how
+        extents = self.specs[name].shape
+        steps = [max(how.block_shape[0], 1), max(how.block_shape[1], _WORD if how.packed else 1)]
+        # Whole blocks, and whole words, around what is wanted.
+        outer = [
+            slice(r.indices(n)[0] // step * step, min(n, -(-r.indices(n)[1] // step) * step))
+            for r, n, step in zip(ranges, extents, steps, strict=True)
+        ]
+        codes = self._codes(name, *outer)
+        height, width = how.block_shape
+        blocks = (_divided(outer[0], height), _divided(outer[1], width))
+        scales = self._files.read(f"{name}_scale", *blocks).astype(np.float32)
+        values = codes * scales.repeat(height, axis=0).repeat(width, axis=1)
+        starts = [r.indices(n)[0] - o.start for r, n, o in zip(ranges, extents, outer, strict=True)]
+        sizes = [len(range(n)[r]) for r, n in zip(ranges, extents, strict=True)]
+        return values[starts[0] : starts[0] + sizes[0], starts[1] : starts[1] + sizes[1]]
+
+    def _codes(self, name: str, rows: slice, columns: slice) -> Float32[np.ndarray, "rows columns"]:
+        if not self._how.packed:
+            return self._files.read(name, rows, columns).astype(np.float32)
+        bits = self._how.bits
+        words = slice(columns.start * bits // _WORD, -(-columns.stop * bits // _WORD))
+        packed = self._files.read(f"{name}_packed", rows, words)
+        codes = _unpack(packed.view(np.uint8), bits)[:, : columns.stop - columns.start]
+        return codes.astype(np.float32) - (1 << (bits - 1))
+
+
+def _divided(span: slice, by: int) -> slice:
+    return slice(span.start // by, -(-span.stop // by))
+
+
+def _unpack(packed: UInt8[np.ndarray, "rows bytes"], bits: int) -> UInt8[np.ndarray, "rows codes"]:
+    """Codes of 8, 4 or 2 bits from bytes, lowest first; the bits above a code's own are 0."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (packed[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
+    return codes.reshape(len(packed), -1)
+
+
+def _pack(codes: UInt8[np.ndarray, "rows codes"], bits: int) -> Shaped[np.ndarray, "rows words"]:
+    """Codes as little-endian int32 words, lowest first, zeros behind the last."""
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (_WORD // bits))))
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    packed = np.bitwise_or.reduce(codes.reshape(len(codes), -1, 8 // bits) << shifts, axis=-1)
+    return np.ascontiguousarray(packed, np.uint8).view("<i4")

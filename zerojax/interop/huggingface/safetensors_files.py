@@ -1,0 +1,282 @@
+"""Safetensors files: parts of tensors read without the rest, tensors written one after the other.
+
+The safetensors library writes a file only from all of its tensors at once, reads no float8 without PyTorch,
+and takes the last of two tensors of one name; the tests hold both ways against it. The format: eight bytes
+of header length, a JSON header with each tensor's dtype, shape and offsets, then the bytes (little-endian,
+row-major).
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+
+from zerojax.errors import ZeroError
+from zerojax.validation.untrusted import parse_json, short
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    **{f"{kind}{8 * size}": np.dtype(f"{kind}{size}".lower()) for kind in "IU" for size in (1, 2, 4, 8)},
+    "BOOL": np.dtype(np.bool_),
+}
+"""Names in a header, and the dtypes of numpy (bfloat16 and float8 are those that JAX uses)."""
+_LONGEST_HEADER = 100_000_000  # the library's own limit
+_FILE_NAME = re.compile(r"\w[\w. =+-]{0,200}\.safetensors")
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 1 << 60
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a header says of a tensor.
+
+    Attributes:
+        dtype: "F32", "BF16", ...
+        shape: its dimensions.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class SafetensorFiles:
+    """The tensors of a model's folder; bytes are read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers.
+
+        Args:
+            folder: holds model.safetensors, or several files and model.safetensors.index.json.
+
+        Raises:
+            ZeroError: there are none, one is damaged, or index and files do not agree.
+        """
+        self._arrays: dict[str, np.ndarray] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        listed = _listed(folder)
+        for file in sorted(set(listed.values())) or [SINGLE]:
+            path = folder / file
+            for name, (spec, start) in _read_header(path).items():
+                if listed and listed.get(name) != file:
+                    where = f"in {listed[name]}" if name in listed else "nowhere"
+                    raise ZeroError(f"{path} has {short(name)}, which {INDEX} lists {where}")
+                self.specs[name] = spec
+                self._arrays[name] = _mapped(path, spec, start)
+        if absent := sorted(listed.keys() - self.specs.keys()):
+            raise ZeroError(
+                f"{folder / INDEX} lists {short(absent[0])}, which {listed[absent[0]]} does not have"
+            )
+
+    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
+        """A part of a tensor, in its own dtype: one range for each dimension; without any, all of it."""
+        return np.array(self._arrays[name][ranges])
+
+
+def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+    """Each tensor of a file, and where its bytes begin.
+
+    The rules are the format's, and those of the safetensors library's own check: the tensors fill the data
+    from its first byte to its last, each after the one before. Keys must differ, of which the library would
+    take the last.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if not 8 <= 8 + length <= min(size, _LONGEST_HEADER):
+                raise ValueError(f"of its {size:,} bytes the header would take {length:,}")
+            header = parse_json(file.read(length).decode())
+        return _check_header(header, 8 + length, size)
+    except OSError as error:
+        raise ZeroError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ZeroError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+def _check_header(header: Any, begin: int, size: int) -> dict[str, tuple[TensorSpec, int]]:
+    """What a header says, of a file of `size` bytes whose data begin at `begin`.
+
+    Raises:
+        ValueError: it breaks a rule of the format.
+    """
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"__metadata__ = {short(metadata)} should be an object of texts")
+    found: dict[str, tuple[TensorSpec, int]] = {}
+    end = begin
+    for name, (spec, start, stop) in sorted(
+        ((name, _check_entry(name, entry)) for name, entry in header.items()), key=lambda one: one[1][1:]
+    ):
+        if begin + start != end:
+            raise ValueError(
+                f"{short(name)} begins at byte {begin + start:,}, and what is before ends at {end:,}"
+            )
+        found[name] = spec, end
+        end = begin + stop
+    if end != size or not found:
+        raise ValueError(f"{len(found)} tensors end at byte {end:,} of {size:,}")
+    return found
+
+
+def _check_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    """A tensor of a header: what it is, and the offsets of its first byte and of that after its last."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{short(name)} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in tuple(DTYPES):
+        raise ValueError(f"{short(name)} is of dtype {short(dtype)}: one of {', '.join(DTYPES)}")
+    if not _are_counts(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{short(name)} has shape {short(shape)}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{short(name)} has data_offsets {short(offsets)}")
+    spec, (start, stop) = TensorSpec(dtype, tuple(shape)), offsets
+    if math.prod(max(1, extent) for extent in shape) >= _MOST_ELEMENTS or stop - start != spec.nbytes:
+        raise ValueError(f"{short(name)} has {stop - start:,} bytes, and shape {short(shape)} of {dtype}")
+    return spec, start, stop
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _mapped(path: Path, spec: TensorSpec, start: int) -> np.ndarray:
+    """A tensor as a view of its file: only what is read of it comes into memory."""
+    if 0 in spec.shape:
+        return np.zeros(spec.shape, DTYPES[spec.dtype])
+    raw = np.memmap(path, np.uint8, "r", start, (spec.nbytes,))
+    return raw.view(np.ndarray).view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The index's map from tensor to file; empty where there is one file alone.
+
+    Raises:
+        ZeroError: there are no files, or the index is none; or it leads out of the folder.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return _check_index(parse_json(index.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ZeroError(f"{index}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ZeroError(f"{index}: not an index of safetensors files: {error}") from error
+    if (folder / SINGLE).is_file():
+        return {}
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ZeroError(
+            f"{folder} has PyTorch pickles, which run code when they are read: save the model again by "
+            "transformers' save_pretrained, which writes safetensors"
+        )
+    raise ZeroError(f"{folder} has no {SINGLE} and no {INDEX}")
+
+
+def _check_index(values: Any) -> dict[str, str]:
+    listed = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError("it has no weight_map")
+    for name, file in listed.items():
+        # A bare name: never an absolute path, nor one that leads out of the folder.
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise ValueError(f"{short(name)} is listed in {short(file)}, which is no file of this folder")
+    return listed
+
+
+def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[str]]:
+    """Which tensors go to which file, in the order given, files of at most `most` bytes where that can be."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, spec in specs.items():
+        if shards[-1] and used + spec.nbytes > most:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += spec.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    total = len(shards)
+    return {f"model-{i:05}-of-{total:05}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+class SafetensorWriter:
+    """Files whose tensors are written in any order, one at a time."""
+
+    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], most: int) -> None:
+        """Write headers and index, and make room.
+
+        Args:
+            folder: where to; there already.
+            specs: every tensor that will be written.
+            most: bytes of tensors in a file; one larger than that gets a file of its own.
+        """
+        self._specs = specs
+        self._places: dict[str, tuple[BinaryIO, int]] = {}
+        self._files: list[BinaryIO] = []
+        shards = plan_shards(specs, most)
+        for file_name, names in shards.items():
+            self._open(folder / file_name, names)
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+                "weight_map": {name: file for file, names in shards.items() for name in names},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _open(self, path: Path, names: Iterable[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            spec = self._specs[name]
+            offsets = [end, end + spec.nbytes]
+            header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+            end = offsets[1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the format aligns the data
+        file = path.open("wb")
+        self._files.append(file)
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = 8 + len(text)
+        file.truncate(start + end)
+        for name in names:
+            self._places[name] = (file, start + header[name]["data_offsets"][0])
+
+    def write(self, name: str, values: Shaped[np.ndarray, "..."]) -> None:
+        """Write one tensor.
+
+        Args:
+            name: one of those announced, not written yet.
+            values: of the shape and dtype announced.
+        """
+        spec = self._specs[name]
+        assert (values.shape, values.dtype) == (spec.shape, DTYPES[spec.dtype]), name  # our own arithmetic
+        file, offset = self._places.pop(name)
+        file.seek(offset)
+        file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+    def close(self) -> None:
+        """Finish the files; every tensor must have been written."""
+        for file in self._files:
+            file.close()
+        assert not self._places, f"never written: {sorted(self._places)}"

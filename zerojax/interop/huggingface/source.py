@@ -1,0 +1,75 @@
+"""A Hugging Face model's folder: its shape and its tokenizer, from small files alone."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface.families import Family, read_model
+from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
+from zerojax.models import GPTConfig
+from zerojax.run.data import BPETokenizer
+from zerojax.validation.untrusted import parse_json
+
+FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face model's folder, its weights not read yet.
+
+    Attributes:
+        folder: where it is.
+        family: what it is called there.
+        model: its shape.
+        tokenizer: None where it has none.
+        notes: a line for each of its settings that is not taken over.
+    """
+
+    folder: Path
+    family: Family
+    model: GPTConfig
+    tokenizer: BPETokenizer | None
+    notes: list[str]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Source":
+        """Read the config.json and the tokenizer.
+
+        Raises:
+            ZeroError: there is no model, or one that zerojax does not compute; names what it does not know.
+        """
+        values = read_config_json(folder)
+        family, model, notes = read_model(values, str(folder / "config.json"))
+        tokenizer = read_tokenizer(folder, values)
+        if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+            raise ZeroError(
+                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, and the model embeddings for "
+                f"{model.vocab_size}"
+            )
+        return cls(folder, family, model, tokenizer, notes)
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder.
+
+    Raises:
+        ZeroError: there is none, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ZeroError(
+            f"{path}: {error.strerror or error}; a Hugging Face model's folder has one"
+        ) from error
+    except ValueError as error:
+        raise ZeroError(f"{path}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ZeroError(f"{path}: not a JSON object")
+    return values
+
+
+def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:
+    """An imported model's shape with those settings of another that do not change what it computes."""
+    return replace(source, **{name: getattr(wanted, name) for name in FREE})

@@ -1,0 +1,107 @@
+"""Tokenizers between a Hugging Face folder and a run: tokenizer.json, or vocab.json with merges.txt."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from zerojax.run.data import BPETokenizer, ByteTokenizer, DataError, Tokenizer
+from zerojax.run.data.tokenizer import END_OF_TEXT, SETTINGS, read_inner, read_settings, special_token
+
+TOKENIZER = "tokenizer.json"
+KEPT = (
+    TOKENIZER,
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a folder that are kept as they are, to be written back."""
+
+
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
+    """The tokenizer of a Hugging Face folder, or None where there is none.
+
+    Args:
+        folder: the model's.
+        config: of its config.json, which may name the token that ends a text.
+
+    Raises:
+        DataError: there is one that zerojax does not read; says what to do.
+    """
+    path = folder / TOKENIZER
+    if path.is_file():
+        inner = read_inner(path)
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        inner = _from_vocabulary(folder)
+    elif found := [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]:
+        raise DataError(
+            f"{folder / found[0]}: SentencePiece models are not read: write {TOKENIZER} by transformers' "
+            f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
+        )
+    else:
+        return None
+    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
+    end = special_token(settings, "eos_token") or _named(inner, config.get("eos_token_id"))
+    start = special_token(settings, "bos_token") or _named(inner, config.get("bos_token_id"))
+    return BPETokenizer(inner, end_of_text=end, begin_of_text=start)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a tokenizer for transformers; bytes become a byte-level BPE without merges, id for id."""
+    if isinstance(tokenizer, ByteTokenizer):
+        tokenizer = BPETokenizer(_bytes_as_bpe(), end_of_text=END_OF_TEXT)
+    tokenizer.save(folder / TOKENIZER)
+    settings = read_settings(folder / SETTINGS) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy those files of a folder that are there."""
+    for name in names:
+        if (source / name).is_file():
+            (target / name).write_bytes((source / name).read_bytes())
+
+
+def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
+    """GPT-2's and OPT's byte-level BPE from the two files of their slow tokenizers."""
+    try:
+        model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{folder}: vocab.json and merges.txt are no tokenizer: {error}") from error
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
+    names = {special_token(settings, f"{role}_token") for role in ("bos", "eos", "pad", "unk")}
+    tokenizer.add_special_tokens(sorted(name for name in names if name))
+    return tokenizer
+
+
+def _bytes_as_bpe() -> tokenizers.Tokenizer:
+    """`ByteTokenizer` as a tokenizer.json; byte 0, which text never holds, is the end of a text."""
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
+    others = [byte for byte in range(256) if byte not in printable]
+    of_byte = {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    assert sorted(of_byte.values()) == characters
+    vocabulary = {of_byte[byte]: byte for byte in range(1, 256)} | {END_OF_TEXT: 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _named(tokenizer: tokenizers.Tokenizer, ids: Any) -> str | None:
+    """The token of an id, or of the first of several."""
+    number = ids[0] if isinstance(ids, list) and ids else ids
+    if not isinstance(number, int) or isinstance(number, bool):
+        return None
+    return tokenizer.id_to_token(number) if 0 <= number < tokenizer.get_vocab_size() else None

@@ -1,0 +1,135 @@
+"""Accepts connections, a bounded number at a time until they have shown that they belong to the job."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from zerojax.multihost.peers.handshake import admit
+from zerojax.multihost.peers.messages import Connection, Message
+
+# Connections that have not yet shown what they are. More wait in the kernel's queue.
+PENDING = 128
+
+# Seconds in which one must show it; and after which it goes, where others wait. An idle crowd of the queue's
+# length takes 16 s to go.
+_PATIENCE = 10.0
+_PATIENCE_IN_A_CROWD = 0.5
+
+# Seconds before accepting is tried again when the system had no file left for it.
+_PAUSE = 0.1
+
+_BACKLOG = 4096
+
+
+class Listener:
+    """The sockets at the coordinator's address."""
+
+    def __init__(self, token: str, serve: Callable[[Connection, Message], Awaitable[None]]) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            token: of the job.
+            serve: called for each connection that knows it, with its first message; when it returns, the
+                connection is closed.
+        """
+        self.refused = 0  # connections that did not know the token
+        self._token = token
+        self._serve = serve
+        self._pending: dict[asyncio.Task[None], float] = {}  # when they came; the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: list[asyncio.Task[None]] = []
+
+    def open(self, host: str | None, port: int) -> None:
+        """Listen, on all interfaces where `host` is None.
+
+        Raises:
+            OSError: the address is not ours, or the port is taken.
+        """
+        self._accepting = [self._start(self._accept(listening)) for listening in _listen(host, port)]
+
+    def close(self) -> None:
+        """Accept no more; the connections that there are stay."""
+        for task in self._accepting:
+            task.cancel()
+
+    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listening:
+            listening.setblocking(False)
+            while True:
+                await self._make_room()
+                try:
+                    accepted, _ = await loop.sock_accept(listening)
+                except OSError:  # no file left, or the connection has gone again
+                    await asyncio.sleep(_PAUSE)
+                    continue
+                task = self._start(self._greet(accepted))
+                self._pending[task] = loop.time()
+                task.add_done_callback(lambda task: self._pending.pop(task, None))
+
+    async def _make_room(self) -> None:
+        """Wait until there is room for one more, or until the oldest has had its time."""
+        while len(self._pending) >= PENDING:
+            oldest, came = next(iter(self._pending.items()))
+            left = came + _PATIENCE_IN_A_CROWD - asyncio.get_running_loop().time()
+            if left <= 0:
+                self._pending.pop(oldest)
+                oldest.cancel()
+            else:
+                await asyncio.wait(self._pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _greet(self, accepted: socket.socket) -> None:
+        """One connection, from its coming to its end."""
+        try:
+            connection = Connection(*await asyncio.open_connection(sock=accepted))
+        except OSError:  # it has gone again
+            accepted.close()
+            return
+        message = None
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE):
+                    if await admit(connection, self._token):
+                        message = await connection.receive()
+                    else:
+                        self.refused += 1
+            if task := asyncio.current_task():
+                self._pending.pop(task, None)
+            if isinstance(message, dict):
+                await self._serve(connection, message)
+        finally:
+            await connection.close()
+
+
+def _listen(host: str | None, port: int) -> list[socket.socket]:
+    """Sockets that listen at all addresses of a host's name, or (None) at all there are.
+
+    Raises:
+        OSError: the name is unknown, the address is not ours, or the port is taken.
+    """
+    if host is None and socket.has_dualstack_ipv6():
+        both = socket.AF_INET6
+        return [socket.create_server(("", port), family=both, backlog=_BACKLOG, dualstack_ipv6=True)]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    failure = OSError(errno.EADDRNOTAVAIL, "no such address")
+    for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+        try:
+            sockets.append(socket.create_server(address, family=family, backlog=_BACKLOG))
+        except OSError as error:
+            failure = error
+            # "localhost" has an IPv6 address even where the kernel has no IPv6.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                sockets.clear()
+                break
+    if not sockets:
+        raise failure
+    return sockets

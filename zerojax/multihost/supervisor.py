@@ -1,0 +1,259 @@
+"""Run the processes of one job on this machine, and end them together.
+
+Their output comes out line by line under their names; SIGTERM and SIGINT are handed on; when one of
+them fails the others are told to end and, after a grace, made to.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from zerojax.multihost import pdeathsig
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process to run."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended."""
+
+    name: str
+    code: int  # its exit code; 128 + n when signal n ended it
+    told: bool  # it was ended, or ended itself, because another failed, a signal came, or time was up
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended."""
+
+    outcomes: tuple[Outcome, ...]
+    signals: tuple[int, ...]  # those that this process got meanwhile and handed on
+
+    @property
+    def code(self) -> int:
+        """The job's exit code: the highest of those that ended by themselves, else of all."""
+        own = [o.code for o in self.outcomes if not o.told]
+        return max(own, default=0) or max((o.code for o in self.outcomes), default=0)
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The names of those that failed by themselves; else of those that only SIGKILL could end."""
+        own = tuple(o.name for o in self.outcomes if o.code and not o.told)
+        return own or tuple(o.name for o in self.outcomes if o.code == 128 + signal.SIGKILL)
+
+
+def describe(code: int) -> str:
+    """An exit code in words: "exit code 3", "SIGKILL"."""
+    if code > 128:
+        with suppress(ValueError):
+            return signal.Signals(code - 128).name
+    return f"exit code {code}"
+
+
+def run(
+    tasks: Sequence[Task],
+    *,
+    grace: float = 30.0,
+    timeout: float | None = None,
+    output: BinaryIO | None = None,
+    good: Collection[int] = (0,),
+    follows: int | None = None,
+) -> Result:
+    """Start all tasks and wait until all have ended.
+
+    Every task gets a session of its own; signals go to its process group, as from a terminal. The
+    first SIGTERM or SIGINT that this process gets is handed on without a time limit, so that a job
+    can save; after a second one, the grace runs.
+
+    Args:
+      tasks: what to run, in the order of the result.
+      grace: seconds between telling tasks to end and killing them.
+      timeout: seconds after which all are told to end.
+      output: where their lines go, standard output by default.
+      good: exit codes of a task after which the others go on.
+      follows: exit code of a task that ended because it noticed another one's failure.
+
+    Raises:
+      TimeoutError: `timeout` passed; all tasks have ended.
+    """
+    return _Job(tasks, grace, timeout, output or sys.stdout.buffer, good, follows).run()
+
+
+class _Job:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        grace: float,
+        timeout: float | None,
+        output: BinaryIO,
+        good: Collection[int],
+        follows: int | None,
+    ):
+        self.tasks = tasks
+        self.grace = grace
+        self.timeout = timeout
+        self.output = output
+        self.good = good
+        self.follows = follows
+        self.lock = threading.Lock()
+        # What happens: ("signal", number) or ("end", index). SimpleQueue may be put to by a handler.
+        self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.told: set[int] = set()
+        self.signals: list[int] = []
+        self.deadline: float | None = None  # when those that are left are killed
+
+    def run(self) -> Result:
+        with self._handing_on():
+            try:
+                return self._run()
+            finally:
+                for process in self.processes:
+                    if process.returncode is None:
+                        _signal(process, signal.SIGKILL)
+                        process.wait()
+
+    def _run(self) -> Result:
+        for task in self.tasks:
+            process = subprocess.Popen(
+                [sys.executable, "-IS", pdeathsig.__file__, *task.command],
+                env=dict(task.env),
+                pass_fds=task.pass_fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self.processes.append(process)
+        copiers = [threading.Thread(target=self._copy, args=(i,), daemon=True) for i in self._all()]
+        watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in self._all()]
+        for thread in copiers + watchers:
+            thread.start()
+        late = self._wait()
+        for thread in copiers:  # at once, unless something that left its session holds the pipe
+            thread.join(timeout=5)
+        if late:
+            raise TimeoutError(f"not done after {self.timeout:g} s: {', '.join(late)}")
+        outcomes = (
+            Outcome(self.tasks[i].name, _exit_code(self.processes[i]), i in self.told) for i in self._all()
+        )
+        return Result(tuple(outcomes), tuple(self.signals))
+
+    def _all(self) -> range:
+        return range(len(self.tasks))
+
+    def _wait(self) -> list[str]:
+        """Handle what happens until all have ended; return the names of those whose time was up."""
+        running = set(range(len(self.tasks)))
+        late: list[str] = []
+        limit = time.monotonic() + self.timeout if self.timeout is not None else None
+        while running:
+            kind, value = self._next_event(limit if not late else None)
+            if kind == "end":
+                running.discard(value)
+                # Whatever it has left behind, before its number may go to another process.
+                _signal(self.processes[value], signal.SIGKILL)
+                self.processes[value].wait()
+                self._react(value, running)
+            elif kind == "signal":
+                self.signals.append(value)
+                self._tell(running, value, limited=len(self.signals) > 1)
+            elif kind == "timeout":
+                late = [self.tasks[i].name for i in sorted(running)]
+                self._tell(running, signal.SIGTERM, limited=True)
+            else:
+                names = ", ".join(self.tasks[i].name for i in sorted(running))
+                self._say(f"killing {names}: still running {self.grace:g} s after being told to end")
+                self._tell(running, signal.SIGKILL, limited=False)
+                self.deadline = None
+        return late
+
+    def _react(self, ended: int, running: set[int]) -> None:
+        """End the others where a task has failed."""
+        code = _exit_code(self.processes[ended])
+        if code in self.good or not running or ended in self.told:
+            return
+        if code == self.follows:
+            self.told.add(ended)
+        else:
+            self._say(f"{self.tasks[ended].name} ended with {describe(code)}; ending the others")
+        self._tell(running, signal.SIGTERM, limited=True)
+
+    def _next_event(self, limit: float | None) -> tuple[str, int]:
+        times = [t for t in (self.deadline, limit) if t is not None]
+        try:
+            wait = max(0.0, min(times) - time.monotonic()) if times else None
+            return self.events.get(timeout=wait)
+        except queue.Empty:
+            return ("kill" if min(times) == self.deadline else "timeout"), 0
+
+    def _tell(self, indices: set[int], number: int, *, limited: bool) -> None:
+        self.told |= indices
+        for i in indices:
+            _signal(self.processes[i], number)
+        if limited and self.deadline is None:
+            self.deadline = time.monotonic() + self.grace
+
+    def _watch(self, index: int) -> None:
+        """Report a task's end, and leave the reaping to the main thread; a thread of its own."""
+        os.waitid(os.P_PID, self.processes[index].pid, os.WEXITED | os.WNOWAIT)
+        self.events.put(("end", index))
+
+    def _copy(self, index: int) -> None:
+        """Copy a task's output until it ends; a thread of its own."""
+        prefix = f"[{self.tasks[index].name}] ".encode()
+        stream = self.processes[index].stdout
+        assert stream is not None
+        with stream:
+            for line in stream:
+                # A reader that went away (| head) must not stop the task.
+                with self.lock, suppress(OSError, ValueError):
+                    self.output.write(prefix + line.rstrip(b"\n") + b"\n")
+                    self.output.flush()
+
+    def _say(self, line: str) -> None:
+        with self.lock:
+            print(f"zerojax: {line}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _handing_on(self) -> Iterator[None]:
+        """Hand SIGTERM and SIGINT on; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = signal.SIGTERM, signal.SIGINT
+        before = [
+            signal.signal(number, lambda number, _: self.events.put(("signal", number))) for number in numbers
+        ]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signal the process group of a process that has not been reaped."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    code = process.returncode
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,61 @@
+"""An exponential average of the weights, kept by the optimizer beside its moments.
+
+It is a transform like any other, the last of its chain:
+`optax.chain(optax.adamw(1e-3), average_weights(0.999))`.
+The average is fp32 and sharded as the master weights are: 4 bytes per parameter over all devices.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int32, PyTree
+
+from zerojax.errors import ZeroError
+
+
+class AverageState(NamedTuple):
+    """The state of `average_weights`.
+
+    Attributes:
+        averaged_count: updates that the average is of.
+        averaged_params: the average, shaped and sharded as the parameters; zeros before the first update.
+    """
+
+    averaged_count: Int32[Array, ""]
+    averaged_params: PyTree
+
+
+def average_weights(decay: float) -> optax.GradientTransformation:
+    """Keep an average of the weights that this update and those before it led to.
+
+    After n updates the average is sum_i w_i p_i with weights w_i in proportion to decay^(n - i), which sum
+    to 1 from the first update on (the debiased average of Adam, Kingma and Ba, section 3, applied to
+    weights): nothing of the initial weights is in it.
+
+    Args:
+        decay: of a weight's part per update, in (0, 1).
+
+    Returns:
+        A transform that leaves the updates as they are. It must come last in its chain.
+
+    Raises:
+        ZeroError: `decay` is not in (0, 1).
+    """
+    if not 0 < decay < 1:
+        raise ZeroError(f"average_weights: decay={decay} must lie between 0 and 1.")
+
+    def init(params: Any) -> AverageState:
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        return AverageState(jnp.zeros((), jnp.int32), zeros)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
+        count = jnp.asarray(optax.safe_increment(state.averaged_count))
+        share = (1 - decay) / -jnp.expm1(count * math.log(decay))
+        after = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda a, p: a + share * (p - a), state.averaged_params, after)
+        return updates, AverageState(count, average)
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,162 @@
+"""Muon on shards: every matrix is orthogonalised whole, by one device, and all devices share the work.
+
+Muon (Jordan, 2024) replaces a matrix's momentum by a nearly orthogonal matrix of the same row and column
+spaces, which needs the matrix whole, while ZeRO stores it in pieces. So the matrices of one shape are dealt
+out over the devices: one all-to-all brings each device all pieces of its own few matrices, it runs
+Newton-Schulz on them, and a second all-to-all takes the pieces back to their owners. A device sends each of
+its elements twice, however many devices there are: on N nodes 2 P (N - 1)/N elements per step between all
+of them, where gathering the weights once sends N times as many.
+
+Momentum stays with the parameters, shaped and sharded as they are, and checkpoints as any moment does.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32, PyTree, Shaped
+
+from zerojax.optim.shard_check import OnLayout
+from zerojax.sharding.layout import OWNED, Leaf
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.zero_config import ZeroConfig
+
+IsMatrix = Callable[[Leaf], bool]
+# Updates get the root-mean-square of AdamW's (Liu et al., "Muon is Scalable for LLM Training", section
+# 2.2), so that one learning rate and one weight decay do for both.
+_CONSISTENT_RMS = 0.2
+
+
+def is_hidden_matrix(leaf: Leaf) -> bool:
+    """Matrices but those of embeddings, whose rows are looked up rather than multiplied with."""
+    return len(leaf.shape) == 2 and leaf.path[-1] != "embedding"
+
+
+def scale_by_muon(
+    *,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    is_matrix: IsMatrix = is_hidden_matrix,
+) -> OnLayout:
+    """Muon for matrices and Adam for the rest, as optax's `muon(consistent_rms=0.2)` on whole leaves.
+
+    Weight decay, if wanted, and a learning rate must follow:
+    `zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(1e-3))`.
+
+    Args:
+        beta: decay of the matrices' momentum.
+        b1: decay of the first moment of the rest.
+        b2: decay of the second moment of the rest.
+        eps: added to the root of the second moment of the rest.
+        is_matrix: which leaves are Muon's; all must have two dimensions in one layer.
+
+    Returns:
+        What `TrainState.create` makes a transform of, once the layout is known.
+    """
+
+    def make(mesh: Mesh, leaves: Sequence[Leaf], zero: ZeroConfig) -> optax.GradientTransformation:
+        matrices = [leaf for leaf in leaves if is_matrix(leaf) and leaf.size]
+        mine = {leaf.path for leaf in matrices}
+        labels = to_tree({leaf.path: "muon" if leaf.path in mine else "adam" for leaf in leaves})
+        # Orthogonalising needs no more digits than the forward pass, and they cross the network.
+        wire = jnp.dtype(zero.compute_dtype)
+        axes = OWNED if zero.stage > 0 else ()
+        muon = optax.chain(_momentum(beta), _orthogonalised(mesh, matrices, axes, wire))
+        return optax.partition({"muon": muon, "adam": optax.scale_by_adam(b1, b2, eps)}, labels)
+
+    return OnLayout(make)
+
+
+class MomentumState(NamedTuple):
+    """An average of gradients, and of how many it is."""
+
+    updates: Int32[Array, ""]
+    mu: PyTree
+
+
+def _momentum(beta: float) -> optax.GradientTransformation:
+    """Nesterov momentum, debiased: the element-wise part of optax's `scale_by_muon`."""
+
+    def init(params: Any) -> MomentumState:
+        return MomentumState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MomentumState]:
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = jnp.asarray(optax.safe_increment(state.updates))
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
+        return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), MomentumState(count, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _orthogonalised(
+    mesh: Mesh, matrices: Sequence[Leaf], axes: tuple[str, ...], wire: jnp.dtype
+) -> optax.GradientTransformation:
+    """Replace stored leaves by their orthogonalised selves, scaled by shape."""
+    shapes: dict[tuple[int, ...], list[Leaf]] = {}
+    for leaf in matrices:
+        shapes.setdefault((*leaf.shape, leaf.shard), []).append(leaf)
+    specs = {leaf.path: leaf.spec(axes) for leaf in matrices}
+
+    def on_device(blocks: dict[Path, Array]) -> dict[Path, Array]:
+        result = {}
+        for leaves in shapes.values():
+            parts = [blocks[leaf.path].reshape(leaf.layers or 1, -1) for leaf in leaves]
+            rows = _dealt_out(jnp.concatenate(parts), leaves[0], axes, wire)
+            ends = [sum(len(part) for part in parts[: i + 1]) for i in range(len(parts) - 1)]
+            for leaf, part in zip(leaves, jnp.split(rows, ends), strict=True):
+                result[leaf.path] = part.reshape(blocks[leaf.path].shape)
+        return result
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        given = from_tree(updates)
+        return to_tree(given | run({path: given[path] for path in specs}))
+
+    return optax.stateless(update)
+
+
+@jax.named_scope("orthogonalise")
+def _dealt_out(
+    rows: Float[Array, "n shard"], leaf: Leaf, axes: tuple[str, ...], wire: jnp.dtype
+) -> Float[Array, "n shard"]:
+    """This device's pieces of n matrices, orthogonalised on whichever device has each whole."""
+    n, devices = len(rows), leaf.world.size if axes else 1
+    each = -(-n // devices)
+    sent = jnp.pad(rows, ((0, each * devices - n), (0, 0))).reshape(devices, each, -1)
+    pieces = _exchange(sent.astype(wire), axes).astype(jnp.float32)
+    whole = pieces.transpose(1, 0, 2).reshape(each, -1)
+    done = _orthogonal(whole[:, : leaf.size].reshape(each, *leaf.shape)).reshape(each, -1)
+    done = jnp.pad(done, ((0, 0), (0, leaf.padded - leaf.size)))
+    back = done.reshape(each, devices, -1).transpose(1, 0, 2)
+    return _exchange(back.astype(wire), axes).astype(jnp.float32).reshape(devices * each, -1)[:n]
+
+
+def _exchange(x: Shaped[Array, "devices each shard"], axes: tuple[str, ...]) -> Array:
+    """Row i goes to device i, which puts it where this device's number says."""
+    if not axes:
+        return x
+    return lax.all_to_all(lax.optimization_barrier(x), axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _orthogonal(matrices: Float[Array, "n rows columns"]) -> Float[Array, "n rows columns"]:
+    """Newton-Schulz by optax: without momentum its transform does nothing else; zeros stay zeros."""
+    dims = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    transform = optax.chain(
+        optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims),
+        optax.scale(_CONSISTENT_RMS * math.sqrt(max(matrices.shape[1:]))),
+    )
+    updates: Any = transform.update(matrices, transform.init(matrices))[0]
+    return updates

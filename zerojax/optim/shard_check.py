@@ -1,0 +1,152 @@
+"""Optimizers on shards: which are right there, and where their state lives.
+
+An optimizer sees the model's own tree of paths, each leaf flat and padded but of its natural rank
+(``Leaf.stored_shape``), as global arrays: norms over a leaf or over the whole tree are right across
+shards, and padding stays zero. What looks at a leaf's shape (Adafactor's factors, Muon's matrices) can't
+be right, and is found out by comparing, on a small copy of the tree, natural against flat.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax.errors import ZeroError
+from zerojax.sharding.layout import Leaf
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.zero_config import ZeroConfig
+
+# Adafactor factors a matrix from 128 rows on: a smaller probe would not see it.
+_PROBE_SIDE = 128
+_PADDING = 3
+
+
+@dataclass(frozen=True)
+class OnLayout:
+    """An optimizer that must know where each element lives: a transform is made of it for each program.
+
+    Whoever writes one answers for its being right on shards; it is not probed.
+
+    Attributes:
+        make: from the mesh, the layouts and the options to the transform of stored leaves.
+    """
+
+    make: Callable[[Mesh, Sequence[Leaf], ZeroConfig], optax.GradientTransformation]
+
+
+Optimizer = optax.GradientTransformation | OnLayout
+
+
+def chain(*parts: Optimizer) -> Optimizer:
+    """As `optax.chain`, of parts some of which must know the layout."""
+    if not any(isinstance(part, OnLayout) for part in parts):
+        return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
+
+    def make(mesh: Mesh, leaves: Sequence[Leaf], zero: ZeroConfig) -> optax.GradientTransformation:
+        made = (part.make(mesh, leaves, zero) if isinstance(part, OnLayout) else part for part in parts)
+        return optax.chain(*made)
+
+    return OnLayout(make)
+
+
+def state_specs(tx: optax.GradientTransformation, leaves: Sequence[Leaf], specs: Any) -> Any:
+    """How the optimizer's state is sharded: moments like their parameters, the rest replicated.
+
+    Args:
+        tx: the optimizer.
+        leaves: the layouts.
+        specs: per path, the PartitionSpec of the stored parameter.
+
+    Returns:
+        A tree of PartitionSpecs of the structure of ``tx.init``'s result.
+    """
+    params = to_tree({leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32) for leaf in leaves})
+    state = jax.eval_shape(tx.init, params)
+
+    def place(value: Any, param: Any, spec: PartitionSpec) -> Any:
+        if isinstance(value, optax.MaskedNode):
+            return value
+        return spec if value.shape == param.shape else PartitionSpec()
+
+    return optax.tree_utils.tree_map_params(
+        tx,
+        place,
+        state,
+        params,
+        to_tree(specs),
+        transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+
+
+def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[Leaf]) -> None:
+    """Refuse an optimizer whose update of a flat, padded leaf differs from that of the leaf itself.
+
+    Two updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared.
+
+    Raises:
+        ZeroError: naming the leaf on which they differ, or what the optimizer said of the flat tree.
+    """
+    rng = np.random.default_rng(0)
+    natural: dict[Any, Any] = {}
+    seen: set[tuple[int, ...]] = set()
+    for leaf in leaves:
+        # One leaf of each shape is large enough to be factored; the others only need the right rank.
+        side = 3 if leaf.natural_shape in seen else _PROBE_SIDE
+        seen.add(leaf.natural_shape)
+        keep = 1 if leaf.layers else 0
+        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.natural_shape))
+        natural[leaf.path] = rng.standard_normal(shape).astype(np.float32)
+    grads = [
+        {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in natural.items()} for _ in "12"
+    ]
+    stacked = {leaf.path: leaf.layers is not None for leaf in leaves}
+
+    def flat(values: Any) -> dict[Any, np.ndarray]:
+        return {path: _flat(x, stacked[path]) for path, x in values.items()}
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        wanted = _two_updates(tx, natural, grads)
+        try:
+            found = _two_updates(tx, flat(natural), [flat(g) for g in grads])
+        except Exception as error:
+            raise ZeroError(
+                f"the optimizer can't work on sharded leaves, which are flat: {error} "
+                "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
+                "zerojax.scale_by_muon."
+            ) from error
+    for path, update in flat(wanted).items():
+        if not np.allclose(update, found[path], rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ZeroError(
+                f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
+                "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do). Use "
+                "a transform that works element by element, or by norms of whole leaves; for Muon, "
+                "zerojax.scale_by_muon."
+            )
+
+
+def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
+    """As ``Leaf.stored_shape`` has it, with some padding."""
+    rows = x.reshape(x.shape[0] if stacked else 1, -1)
+    padded = np.pad(rows, ((0, 0), (0, _PADDING)))
+    rank = max(1, x.ndim - (1 if stacked else 0))
+    shape = (padded.shape[1], *(1,) * (rank - 1))
+    return padded.reshape(x.shape[0], *shape) if stacked else padded.reshape(shape)
+
+
+def _two_updates(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[Any, np.ndarray]:
+    """The sum of two updates; the second sees the state that the first left."""
+
+    def run(params: Any, first: Any, second: Any) -> Any:
+        state = tx.init(params)
+        one, state = tx.update(first, state, params)
+        two, _ = tx.update(second, state, params)
+        return jax.tree.map(jnp.add, one, two)
+
+    updates = jax.jit(run)(to_tree(params), *(to_tree(g) for g in grads))
+    return {path: np.asarray(x) for path, x in from_tree(updates).items()}

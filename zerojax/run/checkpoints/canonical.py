@@ -1,0 +1,302 @@
+"""A train state as the model knows it: natural shapes, without mesh, stage, padding or wire format.
+
+Checkpoints hold this form, so one that was written on 2 x 4 devices by ZeRO++ is read on 3 x 2 by exact
+ZeRO-3. A leaf whose first dimension divides by the devices is cut there, as its owners have it cut: nothing
+is sent for it, within nodes or between them. Others are gathered and cut, one at a time, so that no
+device holds more than one whole leaf; they are small, or of odd sizes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import traverse_util
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from zerojax.errors import ZeroError
+from zerojax.sharding.layout import OWNED, Leaf, from_stored, to_stored
+from zerojax.sharding.mesh import LOCAL, NODE
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.spec import Program, abstract
+from zerojax.train.state import TrainState, copied, secondary_of, shardings_of
+
+Tree = dict[str, Any]
+_COUNTERS = ("step", "skipped_in_row", "seed")
+MADE_ANEW = ("secondary", "residual", "average", "losses")
+"""Kinds that a program makes afresh when a checkpoint has none that fits it."""
+
+
+def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
+    """Everything that a step depends on, by name, each array in its natural shape.
+
+    Args:
+        state: filled.
+        on_host: put each array into page-locked memory of the hosts before the next is made, so that the
+            devices hold one at a time.
+
+    Returns:
+        Copies: none shares memory with the state, which may be donated. A nested dict: "counters",
+        "params", "optimizer" (moments of parameters in their shapes), "other", where the optimizer
+        averages weights "average" ("count", and "params" in their shapes), and where the state has them
+        "secondary" (natural shapes), "residual" (as stored: it belongs to its mesh) and "losses". Arrays
+        without elements are left out, as there is nothing to keep.
+    """
+    tree: Tree = {}
+    for name, (leaf, x) in _entries(state).items():
+        copy = copied(x) if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
+        tree[name] = _to_host(copy) if on_host else copy
+    return _nested(tree)
+
+
+def abstract_natural(state: TrainState) -> Tree:
+    """Shapes, dtypes and shardings of what `to_natural` would return."""
+    return _nested(
+        {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if leaf is None
+            else _natural(state, leaf, x)
+            for name, (leaf, x) in _entries(state).items()
+        }
+    )
+
+
+def from_natural(state: TrainState, tree: Tree) -> TrainState:
+    """Undo `to_natural`, perhaps on another mesh, stage or wire format than the tree was made under.
+
+    Args:
+        state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
+        tree: natural arrays. An average of weights, and the losses that spikes are told by, begin anew where
+            the tree has none. Delta's secondary copies are made afresh from the parameters where the tree
+            has none, and residuals start at zero where the tree has none of this mesh.
+
+    Raises:
+        ZeroError: the tree lacks a parameter or optimizer state that this program has.
+    """
+    entries = _entries(state)
+    given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    made_anew = tuple(f"{kind}/" for kind in MADE_ANEW if kind not in tree)
+    lacking = sorted(n for n in entries if n not in given and not n.startswith(made_anew))
+    if lacking:
+        raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
+    stored = {
+        name: given[name] if leaf is None else _convert(state.program, leaf, given[name], x)
+        for name, (leaf, x) in entries.items()
+        if name in given
+    }
+    if "secondary" in tree:
+        return _put(state, stored)
+    return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+
+
+def with_weights(state: TrainState, tree: Tree) -> TrainState:
+    """A state with other weights; its optimizer's state, counters and residuals stay as they are.
+
+    Args:
+        state: filled.
+        tree: natural arrays as `to_natural` gives them: "params", and "other" where the model has any.
+    """
+    entries = _entries(state)
+    given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    stored = {name: x for name, (_, x) in entries.items() if not name.startswith("secondary/")}
+    for name, value in given.items():
+        leaf, x = entries[name]
+        stored[name] = value if leaf is None else _convert(state.program, leaf, value, x)
+    return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+
+
+def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
+    """`filled` with the secondary copies that a program as `state`'s keeps, made from its parameters."""
+    if not state.secondary:
+        return filled
+    shardings = shardings_of(state.secondary)
+    make = jax.jit(functools.partial(secondary_of, state.program), out_shardings=shardings)
+    return filled.replace(secondary=make(filled.params))
+
+
+def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
+    """Each array of a state by name, with its layout where it has one; empty arrays left out."""
+    leaves = {leaf.path: leaf for leaf in state.program.leaves}
+    entries: dict[str, tuple[Leaf | None, Array]] = {
+        f"counters/{name}": (None, getattr(state, name)) for name in _COUNTERS
+    }
+    for field in ("params", "secondary"):
+        for path, x in from_tree(getattr(state, field)).items():
+            entries["/".join((field, *path))] = (leaves[path], x)
+    layouts = jax.tree.leaves(_layouts(state))
+    moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    for (path, x), layout in zip(moments, layouts, strict=True):
+        name = _optimizer_name(path)
+        entries[name] = (layout if isinstance(layout, Leaf) else None, x)
+    entries |= {f"other/{name}": (None, x) for name, x in state.other.items()}
+    for path, x in from_tree(state.residual).items():
+        entries["/".join(("residual", *path))] = (None, x)
+    entries |= {f"losses/{name}": (None, x) for name, x in state.losses.items()}
+    return {
+        name: (leaf, x) for name, (leaf, x) in entries.items() if (leaf.count if leaf is not None else x.size)
+    }
+
+
+def _optimizer_name(path: Any) -> str:
+    """A kind of its own for averaged weights, so that they are read without the moments."""
+    for number, key in enumerate(path):
+        if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
+            return _name(f"average/{field.removeprefix('averaged_')}", path[number + 1 :])
+    return _name("optimizer", path)
+
+
+def _name(field: str, path: Any) -> str:
+    return f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
+
+
+def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
+    """A state of the arrays that `_entries` names; the others are zeros."""
+
+    def pick(field: str, path: Any, x: Any) -> Array:
+        name = _optimizer_name(path) if field == "optimizer" else _name(field, path)
+        if name in stored:
+            return stored[name]
+        return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
+
+    def fill(field: str, tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(functools.partial(pick, field), tree)
+
+    return state.replace(
+        **{name: stored[f"counters/{name}"] for name in _COUNTERS},
+        params=fill("params", state.params),
+        opt_state=fill("optimizer", state.opt_state),
+        other=fill("other", state.other),
+        secondary=fill("secondary", state.secondary),
+        residual=fill("residual", state.residual),
+        losses=fill("losses", state.losses),
+    )
+
+
+def _layouts(state: TrainState) -> Any:
+    """The optimizer state's tree with the layout of the parameter that each leaf is a moment of, or 0."""
+
+    def layout(value: Any, param: Any, leaf: Leaf) -> Any:
+        if isinstance(value, optax.MaskedNode):
+            return value
+        return leaf if value.shape == param.shape else 0
+
+    return optax.tree_utils.tree_map_params(
+        state.program.tx,
+        layout,
+        state.opt_state,
+        state.params,
+        to_tree({leaf.path: leaf for leaf in state.program.leaves}),
+        transform_non_params=lambda _: 0,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+
+
+def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
+    """One array to its natural or stored form, whichever `like` has.
+
+    A function is compiled per layout and kept by the program.
+    """
+    source, target = _spec(x), _spec(like)
+    cut = _cut_alike if _is_cut_by_rows(leaf) else _cut_anew
+    on_device = cut(leaf, source, target, like)
+
+    def make() -> Callable[[Array], Array]:
+        run = jax.shard_map(on_device, mesh=program.mesh, in_specs=source, out_specs=target, check_vma=False)
+        return jax.jit(run)
+
+    key = f"natural {leaf.natural_shape} {leaf.layers} {leaf.shard} {x.shape} {source} {like.shape} {target}"
+    # One at a time, to need no more memory than that. Besides, XLA:CPU starts and runs programs on the same
+    # few threads: a process that starts 32 at once waits for ever when another process is not as far.
+    return jax.block_until_ready(program.once(key, make)(x))
+
+
+def _is_cut_by_rows(leaf: Leaf) -> bool:
+    """Whether what a device owns of a layer is a range of its first dimension."""
+    return leaf.padded == leaf.size and bool(leaf.shape) and leaf.shape[0] % leaf.world.size == 0
+
+
+def _cut_alike(
+    leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+) -> Callable[[Array], Array]:
+    """What a device does for a leaf that is cut by rows: both forms are its numbers in the same order."""
+    axis = 0 if leaf.layers is None else 1
+    have, want = _axes(source, axis), _axes(target, axis)
+    shape = (*like.shape[:axis], -1, *like.shape[axis + 1 :])
+
+    def on_device(part: Array) -> Array:
+        for name in (NODE, LOCAL):  # owners are numbered along nodes first
+            if name in have and name not in want:
+                part = lax.all_gather(part, name, axis=axis, tiled=True)
+        part = part.reshape(shape)
+        for name in (LOCAL, NODE):
+            if name in want and name not in have:
+                part = _own_part(part, name, axis)
+        return part
+
+    return on_device
+
+
+def _cut_anew(
+    leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+) -> Callable[[Array], Array]:
+    """What a device does for any other leaf: gather it, and cut its own part out.
+
+    The partitioner, asked for the same reshape, gathers as well, and warns about it.
+    """
+    to_form = from_stored if like.shape == leaf.natural_shape else to_stored
+
+    def on_device(part: Array) -> Array:
+        for axis in range(part.ndim):
+            if names := _axes(source, axis):
+                part = lax.all_gather(part, names, axis=axis, tiled=True)
+        whole = to_form(part, leaf).reshape(like.shape)
+        for axis in range(whole.ndim):
+            if names := _axes(target, axis):
+                whole = _own_part(whole, names, axis)
+        return whole
+
+    return on_device
+
+
+def _own_part(x: Array, names: str | tuple[str, ...], axis: int) -> Array:
+    size = x.shape[axis] // lax.axis_size(names)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, axis)
+
+
+def _axes(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
+    """The mesh axes that a dimension is cut over."""
+    names = spec[axis] if axis < len(spec) else None
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+
+def _to_host(x: Array) -> Array:
+    return jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
+
+
+def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
+    assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
+    return x.sharding.spec
+
+
+def _natural(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
+    return abstract(leaf.natural_shape, x.dtype, state.program.sharding(_natural_spec(leaf)))
+
+
+def _natural_spec(leaf: Leaf) -> PartitionSpec:
+    """As its owners have it cut; else over as many devices as some dimension divides by."""
+    if _is_cut_by_rows(leaf):
+        return leaf.spec()
+    world = leaf.world
+    for axes, parts in ((OWNED, world.size), (LOCAL, world.local), (NODE, world.nodes)):
+        for number, extent in enumerate(leaf.natural_shape):
+            if parts > 1 and extent and extent % parts == 0:
+                return PartitionSpec(*(None,) * number, axes)
+    return PartitionSpec()
+
+
+def _nested(flat: dict[str, Any]) -> Tree:
+    return traverse_util.unflatten_dict(flat, sep="/")

@@ -1,0 +1,191 @@
+"""The seal of a checkpoint: what it holds, to the last byte, and what the trainer noted with it.
+
+`STEP/seal.json` lists every other file with its size and CRC-32, which finds accidents, not forgery. It is
+written when all processes have written all their files, before the checkpoint gets its name.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dacite
+
+from zerojax.errors import ZeroError
+from zerojax.validation.checksummed_json import dump_checked, load_checked
+
+SEAL = "seal.json"
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 22
+# Reading and checksumming leave Python's lock, and a file system serves several readers faster than one.
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+class DamagedError(ZeroError):
+    """A checkpoint is not what was saved; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint says besides its arrays.
+
+    Attributes:
+        config: the run's settings, as `config_to_dict` gives them.
+        position: of the training batches.
+        skipped: steps without an update so far.
+        seconds: of training so far, over all starts of the run, by a clock that never jumps.
+        mesh: (nodes, devices per node) that it was written on.
+        metrics: of the step, such as "validation_loss"; may be empty.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    position: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+    seconds: float = 0.0
+    mesh: tuple[int, int] = (0, 0)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """A checkpoint's contents.
+
+    Attributes:
+        step: optimizer steps done.
+        saved_at: Unix time, for people to read; nothing is decided by it.
+        record: what the trainer noted.
+        files: relative path -> (bytes, CRC-32).
+        format: version of this layout.
+    """
+
+    step: int
+    saved_at: float
+    record: Record
+    files: dict[str, tuple[int, int]]
+    format: int = _FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but the seal."""
+        return sum(size for size, _ in self.files.values())
+
+
+def write_seal(path: Path, step: int, saved_at: float, record: Record) -> Seal:
+    """Read all files of a complete checkpoint and seal it.
+
+    Raises:
+        OSError: a file cannot be read or the seal not written.
+    """
+    names = sorted(_files(path))
+    files = dict(zip(names, _map(lambda name: _size_and_checksum(path / name), names), strict=True))
+    seal = Seal(step, saved_at, record, files)
+    with (path / SEAL).open("w", encoding="utf-8") as file:
+        file.write(dump_checked(asdict(seal)))
+        file.flush()
+        os.fsync(file.fileno())  # as Orbax does with the arrays: a name must not outlive its contents
+    return seal
+
+
+def read_seal(path: Path) -> Seal:
+    """The seal of a checkpoint; its files are not looked at.
+
+    Raises:
+        DamagedError: no seal, or a damaged one.
+    """
+    try:
+        data = load_checked((path / SEAL).read_text(encoding="utf-8"))
+        hooks = dacite.Config(strict=True, cast=[tuple])
+        seal = dacite.from_dict(Seal, data, hooks)
+    except FileNotFoundError:
+        raise DamagedError(f"{SEAL} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{SEAL}: {error.strerror or error}") from error
+    except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
+        raise DamagedError(f"{SEAL} is damaged: {error}") from error
+    if seal.format != _FORMAT:
+        raise DamagedError(f"{SEAL} is of format {seal.format}, and this version reads {_FORMAT}")
+    return seal
+
+
+def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Seal:
+    """Compare a checkpoint with its seal.
+
+    Args:
+        path: of the checkpoint.
+        step: that it should be of.
+        checksums: read every byte; without, names and sizes only.
+
+    Raises:
+        DamagedError: names the first file that is missing, unknown, too short, too long or changed.
+    """
+    seal = read_seal(path)
+    if step not in (None, seal.step):
+        raise DamagedError(f"{SEAL} is that of step {seal.step}")
+    try:
+        found = {name: (path / name).stat().st_size for name in _files(path)}
+        if problems := _differences(seal, found):
+            raise DamagedError(_summary(problems))
+        if checksums:
+            changed = _map(lambda name: _size_and_checksum(path / name) != seal.files[name], list(found))
+            problems = [
+                f"{name} has changed (wrong checksum)"
+                for name, yes in zip(found, changed, strict=True)
+                if yes
+            ]
+            if problems:
+                raise DamagedError(_summary(problems))
+    except OSError as error:
+        raise DamagedError(f"{error.filename}: {error.strerror or error}") from error
+    return seal
+
+
+def _differences(seal: Seal, found: dict[str, int]) -> list[str]:
+    missing = [f"{name} is missing" for name in seal.files if name not in found]
+    unknown = [f"{name} does not belong to it" for name in found if name not in seal.files]
+    sizes = [
+        f"{name} has {found[name]} bytes, not {size}"
+        for name, (size, _) in seal.files.items()
+        if name in found and found[name] != size
+    ]
+    return missing + sizes + unknown
+
+
+def _summary(problems: list[str]) -> str:
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+def _files(path: Path) -> Iterator[str]:
+    """Relative names of all plain files but the seal, as the directory has them, never as a file says.
+
+    Raises:
+        OSError: a folder cannot be read.
+        DamagedError: a link, or another thing that no checkpoint has.
+    """
+    for folder, folders, names in os.walk(path, onerror=_raise):
+        for name in [*folders, *names]:
+            entry = Path(folder, name)
+            if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
+                raise DamagedError(f"{entry.relative_to(path)} is no plain file")
+        yield from (
+            str(relative) for name in names if str(relative := Path(folder, name).relative_to(path)) != SEAL
+        )
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _map(function: Any, names: list[str]) -> list[Any]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(function, names))
+
+
+def _size_and_checksum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc

@@ -1,0 +1,159 @@
+"""Saving while training goes on: Orbax writes, a thread seals, names and clears up."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from zerojax.errors import RunError
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints.manifest import Record, write_seal
+from zerojax.run.checkpoints.retention import Retention
+from zerojax.run.checkpoints.select import sealed
+from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
+from zerojax.train.state import TrainState, check_there
+
+
+class Checkpoints:
+    """The checkpoints that a run writes.
+
+    In several processes all save together, to one file system; the first one seals and clears up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention | None = None,
+        *,
+        start: int | None = None,
+        clock: Callable[[], float] = time.time,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        """Take the folder over, and remove what a process that died there left half written.
+
+        Args:
+            folder: of the checkpoints; made when the first is saved.
+            retention: what is kept; all by default.
+            start: the step that the run goes on from, which is saved already; None if it begins.
+            clock: Unix time, noted for people.
+            say: told, perhaps in another thread, what could not be deleted; saving goes on.
+        """
+        self._folder = folder
+        self._retention = retention or Retention()
+        self._clock = clock
+        self._say = say
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: tuple[int, Future[None]] | None = None
+        self._last = start
+        self._beside_training: bool | None = None
+        if jax.process_index() == 0:
+            for line in step_dirs.clear_leftovers(folder):
+                say(line)
+
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Finish what is being written."""
+        self.close()
+
+    def save(self, step: int, state: TrainState, record: Record, *, despite_skips: bool = False) -> bool:
+        """Begin to save; returns when the arrays are copied: on the devices, or to the hosts.
+
+        They stay on the devices until they are written if, at the first save, there is room for that beside
+        training. A step that was saved already is left as it is.
+
+        While steps are skipped nothing is saved: the update before the first of them may have broken the
+        weights, and the checkpoints from before it would have to make room. Save again after the next step.
+
+        Args:
+            step: names the checkpoint.
+            state: what to save; may be donated as soon as this returns.
+            record: what to note with it.
+            despite_skips: save all the same, as an evaluation has shown that the weights are good.
+
+        Returns:
+            Whether the step is saved, or was; False where it was skipped.
+
+        Raises:
+            RunError: this or the save before failed, on a full disk perhaps; older ones are intact.
+            ZeroError: the state was donated.
+        """
+        check_there(state)
+        if step == self._last:
+            return True
+        if int(np.asarray(state.skipped_in_row)) and not despite_skips:
+            return False
+        self.wait()
+        draft = step_dirs.unfinished(self._folder, step)
+        if self._beside_training is None:  # later on, the peak has these copies in it
+            self._beside_training = fit_beside_training(state)
+        arrays = to_natural(state, on_host=not self._beside_training)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with transfer_options(state, beside_training=self._beside_training):
+                writing = ocp.save_checkpointables_async(str(draft.absolute()), arrays)
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._saving = step, self._worker.submit(self._finish, writing, step, record)
+        self._last = step
+        return True
+
+    def check(self) -> None:
+        """Notice, without waiting, that the save under way has failed; errors as `save`."""
+        if self._saving is not None and self._saving[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what is being saved is complete; errors as `save`."""
+        if self._saving is None:
+            return
+        (step, done), self._saving = self._saving, None
+        try:
+            done.result()
+        except Exception as error:
+            raise self._failure(step, error) from error
+
+    def close(self) -> None:
+        """Wait, and end the thread; errors as `save`."""
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown()
+
+    def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
+        """Wait for the files of all processes, seal them, name them, remove what is not kept."""
+        writing.result()
+        if jax.process_index() != 0:
+            return
+        draft = step_dirs.unfinished(self._folder, step)
+        write_seal(draft, step, self._clock(), record)
+        draft.rename(self._folder / str(step))
+        for surplus in self._retention.surplus(sealed(self._folder)):
+            if (line := step_dirs.remove(self._folder / str(surplus))) is not None:
+                self._say(line)
+
+    def _failure(self, step: int, error: Exception) -> RunError:
+        if jax.process_index() == 0:
+            step_dirs.clear_failed(self._folder, step)
+        return RunError(
+            f"cannot save checkpoint {self._folder / str(step)}: {_reason(error)}; older ones are intact"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The system's own words where there are any: TensorStore wraps them in pages of context."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(found[1]))
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,41 @@
+"""A run's settings: frozen dataclasses, read from TOML, never executed."""
+
+from zerojax.run.config.sections import (
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    LogSection,
+    MeshSection,
+    MixtureSource,
+    OptimizerSection,
+    RunConfig,
+    TrainSection,
+    ZeroSection,
+)
+from zerojax.run.config.toml import (
+    ConfigError,
+    config_from_dict,
+    config_to_dict,
+    dump_config,
+    find_config,
+    load_config,
+)
+
+__all__ = [
+    "CheckpointSection",
+    "ClusterSection",
+    "ConfigError",
+    "DataSection",
+    "LogSection",
+    "MeshSection",
+    "MixtureSource",
+    "OptimizerSection",
+    "RunConfig",
+    "TrainSection",
+    "ZeroSection",
+    "config_from_dict",
+    "config_to_dict",
+    "dump_config",
+    "find_config",
+    "load_config",
+]

@@ -1,0 +1,162 @@
+"""From a TOML file to a `RunConfig` and back, with errors a person can act on.
+
+TOML is data: nothing in a file is ever executed, imported or expanded.
+"""
+
+import dataclasses
+import difflib
+import typing
+from pathlib import Path
+from typing import Any
+
+import dacite
+import tomli_w
+
+from zerojax.errors import ZeroError
+from zerojax.run.config.sections import RunConfig
+from zerojax.validation.untrusted import parse_toml, printable, short
+
+
+class ConfigError(ZeroError):
+    """A settings file that cannot be used; the message names the file, the key and the way out."""
+
+
+def find_config(name: str) -> Path:
+    """The file of a config given as a path, or by the bare name of one that comes with zerojax.
+
+    A bare name such as `gpt-tiny` is looked for as `./gpt-tiny.toml`, `./configs/gpt-tiny.toml` and
+    beside the package's own sources.
+
+    Raises:
+        ConfigError: there is no such file; lists the names there are.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        if path.is_file():
+            return path
+        raise ConfigError(f"{name}: no such file")
+    places = [Path(), Path("configs"), Path(__file__).parents[2] / "configs"]
+    for place in places:
+        if (place / f"{name}.toml").is_file():
+            return place / f"{name}.toml"
+    known = sorted({file.stem for place in places[1:] for file in place.glob("*.toml")})
+    raise ConfigError(f"{name}: no such config{_suggest(name, known)}; there are: {known}")
+
+
+def load_config(path: Path | str) -> RunConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: not readable, not TOML, an unknown key, a value of the wrong type or range.
+    """
+    path = Path(path)
+    try:
+        data = parse_toml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return config_from_dict(data, origin=str(path))
+
+
+def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
+    """Build a `RunConfig` from nested dicts, as TOML and JSON give them.
+
+    Args:
+        data: section -> key -> value; a missing key takes its default.
+        origin: where it came from, for the error messages.
+
+    Raises:
+        ConfigError: naming `origin`, the key and the nearest valid one.
+    """
+    _check_table(RunConfig, data, origin, ())
+    # TOML's `1` is a good learning rate; its list is our tuple.
+    hooks = {float: lambda value: float(value) if type(value) is int else value}
+    try:
+        return dacite.from_dict(RunConfig, _tuples(data), dacite.Config(strict=True, type_hooks=hooks))
+    except dacite.WrongTypeError as error:
+        raise ConfigError(
+            f"{origin}: {error.field_path} = {short(_look_up(data, error.field_path))} should be "
+            f"{_type_name(error.field_type)}"
+        ) from error
+    except (dacite.DaciteError, ValueError, TypeError) as error:
+        raise ConfigError(f"{origin}: {printable(str(error))}") from error
+
+
+def config_to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The inverse of `config_from_dict`; options that are None (not given) are left out."""
+    return _plain(dataclasses.asdict(config))
+
+
+def dump_config(config: RunConfig) -> str:
+    """The config as TOML text that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(config_to_dict(config))
+
+
+def _check_table(cls: Any, data: Any, origin: str, path: tuple[str, ...]) -> None:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{origin}: {'.'.join(path)} should be a table, [{'.'.join(path)}]")
+    types = typing.get_type_hints(cls)
+    for key, value in data.items():
+        dotted = ".".join((*path, key))
+        if key not in types:
+            raise ConfigError(f"{origin}: unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
+        kind = types[key]
+        parts = typing.get_args(kind)
+        if dataclasses.is_dataclass(kind):
+            _check_table(kind, value, origin, (*path, key))
+        elif parts and dataclasses.is_dataclass(parts[0]) and isinstance(value, list):
+            for table in value:
+                _check_table(typing.cast(type, parts[0]), table, origin, (*path, key))
+        elif isinstance(value, bool) and bool not in (kind, *parts):
+            # Python's bool is an int; a TOML `true` where a number belongs is a mistake.
+            raise ConfigError(f"{origin}: {dotted} = {str(value).lower()} should be {_type_name(kind)}")
+
+
+def _suggest_key(dotted: str) -> str:
+    """The nearest valid key: of that section, or of the same name in another one."""
+    section, _, key = dotted.rpartition(".")
+    sections = typing.get_type_hints(RunConfig)
+    keys = {name: [f.name for f in dataclasses.fields(cls)] for name, cls in sections.items()}
+    elsewhere = [f"{name}.{key}" for name, names in keys.items() if key in names]
+    if elsewhere:
+        return f" (did you mean {elsewhere[0]}?)"
+    nearest = difflib.get_close_matches(key, keys.get(section, list(keys)), n=1, cutoff=0.5)
+    return f" (did you mean {'.'.join(filter(None, (section, *nearest)))}?)" if nearest else ""
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def _look_up(data: Any, dotted: str | None) -> Any:
+    for key in (dotted or "").split("."):
+        data = data[key] if isinstance(data, dict) and key in data else data
+    return data
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and no None: what TOML and JSON can say."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _type_name(kind: Any) -> str:
+    """A type as a person would say it: "a whole number", "one of full, attention, none"."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(str(argument) for argument in arguments)
+    if typing.get_origin(kind) is tuple:
+        return "a list: " + "; ".join(_type_name(argument) for argument in arguments)
+    if arguments:
+        return " or ".join(_type_name(a) for a in arguments if a is not type(None))
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))

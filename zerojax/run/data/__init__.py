@@ -1,0 +1,51 @@
+"""Text, tokens and batches."""
+
+from zerojax.run.data.batches import (
+    Batch,
+    Rows,
+    TrainBatches,
+    Windows,
+    make_rows,
+    validation_batches,
+)
+from zerojax.run.data.dataset import Dataset, Part, is_prepared, open_dataset, open_tokenizer
+from zerojax.run.data.formats import DataError, Document
+from zerojax.run.data.mixture import Shares
+from zerojax.run.data.packing import PackedRows, best_fit
+from zerojax.run.data.prepare import prepare
+from zerojax.run.data.source import Source, open_source
+from zerojax.run.data.split import rank, validation_limit
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from zerojax.run.data.tokens import Header, TokenFile, TokenWriter, open_tokens
+
+__all__ = [
+    "BPETokenizer",
+    "Batch",
+    "ByteTokenizer",
+    "DataError",
+    "Dataset",
+    "Document",
+    "Header",
+    "PackedRows",
+    "Part",
+    "Rows",
+    "Shares",
+    "Source",
+    "TokenFile",
+    "TokenWriter",
+    "Tokenizer",
+    "TrainBatches",
+    "Windows",
+    "best_fit",
+    "is_prepared",
+    "load_tokenizer",
+    "make_rows",
+    "open_dataset",
+    "open_source",
+    "open_tokenizer",
+    "open_tokens",
+    "prepare",
+    "rank",
+    "validation_batches",
+    "validation_limit",
+]

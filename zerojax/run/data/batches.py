@@ -1,0 +1,203 @@
+"""Batches of rows of tokens, in an order that depends on the seed and the step alone.
+
+The global batch of step s is the same however many processes there are: each reads its own rows of
+it. So a run's position is one number, and a run may go on with another number of processes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.mixture import Shares
+from zerojax.run.data.packing import PackedRows
+from zerojax.run.data.tokens import TokenFile
+
+Row = dict[str, Int32[np.ndarray, " length_plus_1"]]
+Batch = dict[str, Int32[np.ndarray, "rows length_plus_1"]]
+
+
+class Rows(Protocol):
+    """A random-access sequence of rows of one shape."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`."""
+        ...
+
+
+class Windows:
+    """A token file as a random-access sequence of {"tokens": int32 [T + 1]}; neighbours share a token.
+
+    Window i starts at token i*T, so that every token but the first is predicted exactly once.
+    """
+
+    def __init__(self, file: TokenFile, length: int) -> None:
+        """Cut `file` into windows that predict `length` tokens each.
+
+        Raises:
+            DataError: the file holds fewer than one.
+        """
+        self._tokens = file.tokens
+        self._length = length
+        self._count = (len(file.tokens) - 1) // length
+        if self._count < 1:
+            raise DataError(
+                f"{file.path}: {len(file.tokens)} tokens are too few for one sequence of {length} "
+                "(and the token after it): lower train.sequence_length or bring more text"
+            )
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return self._count
+
+    def __getitem__(self, index: int) -> Row:
+        """Window `index`."""
+        start = index * self._length
+        return {"tokens": np.asarray(self._tokens[start : start + self._length + 1], np.int32)}
+
+
+def make_rows(file: TokenFile, length: int, packing: str) -> Rows:
+    """The rows of a token file: `Windows` for packing "none", `PackedRows` for "documents".
+
+    Raises:
+        DataError: the file is too short for one.
+    """
+    return PackedRows(file, length) if packing == "documents" else Windows(file, length)
+
+
+class TrainBatches(Iterator[Batch]):
+    """An endless stream of this process's part of each global batch, with a position."""
+
+    def __init__(
+        self,
+        sources: Sequence[Rows],
+        *,
+        batch_size: int,
+        seed: int,
+        weights: Sequence[float] = (1.0,),
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        """Start at the first batch.
+
+        Of each source every row is seen once before any is seen again, in an order drawn anew each time;
+        the sources take turns by their weights, so that a small one may be in its tenth round where a
+        large one is in its first.
+
+        Args:
+            sources: the rows of the training split of each source.
+            batch_size: rows of the global batch.
+            seed: of the order.
+            weights: of the sources.
+            process: which of the `processes` this is; it gets rows [process*b, (process+1)*b).
+            processes: how many share the batch; must divide it.
+
+        Raises:
+            DataError: the batch does not divide.
+        """
+        if batch_size % processes:
+            raise DataError(f"{processes} processes cannot share a batch of {batch_size} sequences")
+        rows = batch_size // processes
+        shares = Shares(weights)
+        shuffled = [
+            grain.MapDataset.source(source).seed(_seed_of(seed, number)).shuffle().repeat()
+            for number, source in enumerate(sources)
+        ]
+
+        def load(step: int) -> Batch:
+            first = step * batch_size + process * rows
+            places = [shares.place(row) for row in range(first, first + rows)]
+            return stack_rows([cast(Row, shuffled[source][index]) for source, index in places])
+
+        steps = grain.MapDataset.range(2**62 // batch_size).map(load)
+        # Two threads and a few batches ahead: reading must not compete with the step for cores.
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+        self._iterator = iter(steps.to_iter_dataset(options))
+        self._batch_size = batch_size
+        self._shares = shares
+        self._sizes = [len(source) for source in sources]
+
+    def __next__(self) -> Batch:
+        """The next batch: {"tokens": int32 [rows, T + 1]}, packed with "segments" of the same shape."""
+        return next(self._iterator)
+
+    def rounds(self, step: int) -> list[float]:
+        """How often the first `step` global batches have gone through each source."""
+        taken = self._shares.taken(step * self._batch_size)
+        return [count / size for count, size in zip(taken, self._sizes, strict=True)]
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as JSON-able data: `set_state` goes back to it, to the same next batch."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go to a position that `get_state` gave."""
+        self._iterator.set_state(state)
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        self._iterator.close()
+
+
+def validation_batches(
+    sources: Sequence[Rows],
+    *,
+    batch_size: int,
+    batches: int,
+    weights: Sequence[float] = (1.0,),
+    process: int = 0,
+    processes: int = 1,
+) -> list[Batch]:
+    """The fixed batches that every evaluation uses, spread evenly over the validation splits.
+
+    Args:
+        sources: the rows of the validation split of each source.
+        batch_size: rows of the global batch.
+        batches: how many are wanted; fewer when the splits have too few rows for so many.
+        weights: of the sources, in the batches as in training.
+        process: which of the `processes` this is.
+        processes: how many share each batch.
+
+    Raises:
+        DataError: the splits do not fill one batch.
+    """
+    shares = Shares(weights)
+    count = batches
+    while count and any(n > len(s) for n, s in zip(shares.taken(count * batch_size), sources, strict=True)):
+        count -= 1
+    if not count:
+        sizes = " + ".join(str(len(source)) for source in sources)
+        raise DataError(
+            f"the validation split has {sizes} sequences, and a batch takes "
+            f"{' + '.join(map(str, shares.taken(batch_size)))}: raise data.validation, lower "
+            "train.batch_size, or bring more text"
+        )
+    chosen = [
+        np.linspace(0, len(source) - 1, wanted).astype(int)
+        for source, wanted in zip(sources, shares.taken(count * batch_size), strict=True)
+    ]
+    rows = batch_size // processes
+
+    def load(batch: int) -> Batch:
+        first = batch * batch_size + process * rows
+        places = [shares.place(row) for row in range(first, first + rows)]
+        return stack_rows([sources[source][int(chosen[source][index])] for source, index in places])
+
+    return [load(batch) for batch in range(count)]
+
+
+def stack_rows(rows: Sequence[Row]) -> Batch:
+    """Rows as one batch."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _seed_of(seed: int, source: int) -> int:
+    """A seed of each source's own, so that two sources of one size are not shuffled alike."""
+    return seed if source == 0 else int(np.random.SeedSequence((seed, source)).generate_state(1)[0])

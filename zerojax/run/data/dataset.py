@@ -1,0 +1,174 @@
+"""What a run learns from: the token files of each source, opened."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerojax.run.config import DataSection
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from zerojax.run.data.tokens import TokenFile, open_tokens
+
+SPLITS = ("train", "validation")
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one source.
+
+    Attributes:
+        source: its name in the settings.
+        weight: its share of the sequences, beside the weights of the others.
+        train: the training split.
+        validation: documents that training never sees.
+    """
+
+    source: str
+    weight: float
+    train: TokenFile
+    validation: TokenFile
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens to learn from and tokens to check with.
+
+    Attributes:
+        parts: the sources, one or more.
+        tokenizer: what made the tokens.
+    """
+
+    parts: tuple[Part, ...]
+    tokenizer: Tokenizer
+
+    @property
+    def weights(self) -> list[float]:
+        """The sources' weights."""
+        return [part.weight for part in self.parts]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text that a validation token stands for, on average over the mixture."""
+        headers = [part.validation.header for part in self.parts]
+        ratios = [header.text_bytes / header.tokens for header in headers]
+        return float(np.average(ratios, weights=self.weights))
+
+    def account(self, rounds: Sequence[float]) -> list[dict[str, Any]]:
+        """What each source holds, and how often training has gone through it, as JSON-able data."""
+        return [
+            {
+                "source": part.source,
+                "weight": part.weight,
+                "documents": part.train.header.documents,
+                "tokens": part.train.header.tokens,
+                "rounds": round(turns, 4),
+            }
+            for part, turns in zip(self.parts, rounds, strict=True)
+        ]
+
+    def describe(self) -> str:
+        """The training split in a line: tokens, documents and weights of each source."""
+        return "; ".join(
+            f"{part.train.header.tokens:,} tokens of {part.train.header.documents:,} documents"
+            + (f" in {part.source} ({part.weight / sum(self.weights):.1%})" if len(self.parts) > 1 else "")
+            for part in self.parts
+        )
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder holds finished token files of one source."""
+    return all((folder / f"{split}.json").is_file() for split in SPLITS)
+
+
+def part_folders(settings: DataSection, folder: Path) -> list[Path]:
+    """Where the tokens of each source lie: in the sources, where these are such folders, else in `folder`.
+
+    Those of a mixture lie in folders by number.
+
+    Raises:
+        DataError: only some of the sources are folders of tokens, or one holds the tokens of a mixture.
+    """
+    sources = [Path(one.source).expanduser() for one in settings.sources]
+    for source in sources:
+        if is_prepared(source / "0"):
+            raise DataError(
+                f"{source} holds the tokens of a mixture: name those of its sources, {source}/0 ..."
+            )
+    prepared = [is_prepared(source) for source in sources]
+    if all(prepared):
+        return sources
+    if any(prepared):
+        raise DataError(
+            f"data.mixture: {sources[prepared.index(True)]} holds tokens and "
+            f"{sources[prepared.index(False)]} text: prepare all of them or none"
+        )
+    if not settings.mixture:
+        return [folder]
+    return [folder / str(number) for number in range(len(sources))]
+
+
+def open_dataset(settings: DataSection, folder: Path) -> Dataset:
+    """Open what `prepare` wrote, or, where the sources are such folders themselves, those.
+
+    Raises:
+        DataError: missing or damaged files, or tokens by several tokenizers.
+    """
+    folders = part_folders(settings, folder)
+    tokenizer = load_tokenizer(folders[0] / TOKENIZER)
+    checksum = tokenizer_checksum(folders[0])
+    parts = []
+    for one, place in zip(settings.sources, folders, strict=True):
+        train, validation = (open_tokens(place / f"{split}.bin", verify=settings.verify) for split in SPLITS)
+        if train.header.vocab_size != tokenizer.vocab_size:
+            raise DataError(
+                f"{place}: the tokens are of a vocabulary of {train.header.vocab_size}, the tokenizer "
+                f"has {tokenizer.vocab_size}: files of two preparations are mixed"
+            )
+        if train.header.tokenizer_crc32 != checksum:
+            raise DataError(
+                f"{folders[0] / TOKENIZER}: damaged, or not the one that made the tokens in {place}: wrong "
+                "checksum; delete the damaged folder to prepare the data again"
+            )
+        parts.append(Part(one.source, one.weight, train, validation))
+    return Dataset(tuple(parts), tokenizer)
+
+
+def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
+    """The tokenizer of a run: what made its tokens or, where there are none yet, will make them.
+
+    Raises:
+        DataError: it is to be trained on the data, which are not prepared yet; or its file is gone.
+    """
+    place = part_folders(settings, folder)[0]
+    if is_prepared(place):
+        return load_tokenizer(place / TOKENIZER)
+    if settings.tokenizer == "bpe":
+        raise DataError("data.tokenizer = 'bpe' is trained on the data, and they are not prepared yet")
+    return make_tokenizer(settings, iter(()))
+
+
+def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
+    """The tokenizer that the settings ask for, trained on `texts` where it is to be trained.
+
+    Raises:
+        DataError: there is no such file, or it is no tokenizer.
+    """
+    if settings.tokenizer == "byte":
+        return ByteTokenizer()
+    if settings.tokenizer == "bpe":
+        return BPETokenizer.train(texts, settings.vocab_size)
+    path = Path(settings.tokenizer).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.tokenizer {settings.tokenizer!r}: 'byte', 'bpe' or an existing file")
+    return load_tokenizer(path)
+
+
+def tokenizer_checksum(folder: Path) -> int:
+    """Of the tokenizer's file in a folder; 0 where there is none, as for bytes."""
+    path = folder / TOKENIZER
+    return zlib.crc32(path.read_bytes()) if path.exists() else 0

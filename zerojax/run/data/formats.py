@@ -1,0 +1,245 @@
+"""From a file to its documents: plain text, JSON lines, Parquet and Arrow, a few rows in memory at a time.
+
+Files are data. Nothing in one is executed, imported or unpickled, and no path in one is followed.
+"""
+
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zerojax.errors import ZeroError
+from zerojax.validation.untrusted import short
+
+LONGEST_LINE = 1 << 28
+"""The longest line of a JSON file, in bytes once decompressed; a small archive can hold a huge one."""
+
+_ROWS = 1024
+_PIECES = 64
+_LINES = (".jsonl", ".ndjson")
+_COMPRESSED = (".gz", ".zst")
+_COLUMNAR = (".parquet", ".arrow")
+
+
+class DataError(ZeroError):
+    """A text source or token file that cannot be used; the message names it and the way out."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and where it stands.
+
+    Attributes:
+        place: for messages: a file, "FILE:LINE" or "FILE row ROW"; lines count from 1, rows from 0.
+        text: its bytes; UTF-8, except that a plain text file may hold anything.
+    """
+
+    place: str
+    text: bytes
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file's name says that it holds rows: JSON lines, Parquet or Arrow."""
+    return _lines_suffix(path) is not None or path.suffix.lower() in _COLUMNAR
+
+
+def read_documents(path: Path, column: str) -> Iterator[Document]:
+    """The documents of a file, empty ones left out.
+
+    Args:
+        path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow (both layouts of Arrow's IPC);
+            anything else is one document of plain text.
+        column: which column or key of a row holds the text.
+
+    Raises:
+        DataError: the file is damaged, a row has no such column or no text in it, or what reads this
+            format is not installed; names the file and the row.
+    """
+    if _lines_suffix(path) is not None:
+        documents = _json_documents(path, column)
+    elif path.suffix.lower() == ".parquet":
+        documents = _parquet_documents(path, column)
+    elif path.suffix.lower() == ".arrow":
+        documents = _arrow_documents(path, column)
+    else:
+        with _readable(path):
+            documents = iter([Document(str(path), path.read_bytes())])
+    return (document for document in documents if document.text)
+
+
+def cut_document(path: Path) -> Iterator[Document]:
+    """A lone text file as some 64 documents, cut at line ends, so that a part of it can be held out.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with _readable(path), path.open("rb") as lines:
+        target = max(1, path.stat().st_size // _PIECES)
+        piece: list[bytes] = []
+        first = size = 0
+        for number, line in enumerate(lines, 1):
+            first = first or number
+            piece.append(line)
+            size += len(line)
+            if size >= target:
+                yield Document(f"{path}:{first}", b"".join(piece))
+                piece, first, size = [], 0, 0
+        if piece:
+            yield Document(f"{path}:{first}", b"".join(piece))
+
+
+def _lines_suffix(path: Path) -> str | None:
+    """The compression (or "") of a file of JSON lines; None for other files."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSED else ""
+    return packed if suffixes and suffixes[-1] in _LINES else None
+
+
+def _json_documents(path: Path, column: str) -> Iterator[Document]:
+    with _readable(path), _open_lines(path) as lines:
+        for number in itertools.count(1):
+            line = lines.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            place = f"{path}:{number}"
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{place}: a line of more than {LONGEST_LINE >> 20} MiB")
+            if not line.isspace():
+                yield Document(place, _json_text(line, column, place))
+
+
+def _open_lines(path: Path) -> Any:
+    packed = _lines_suffix(path)
+    if packed == ".gz":
+        return gzip.open(path, "rb")
+    if packed == ".zst":
+        arrow = _pyarrow(path)
+        return io.BufferedReader(arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd"))
+    return path.open("rb")
+
+
+def _json_text(line: bytes, column: str, place: str) -> bytes:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not valid UTF-8 at byte {error.start} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a {type(row).__name__}, where a JSON object belongs")
+    if column not in row:
+        raise _no_column(place, column, list(row))
+    if not isinstance(row[column], str):
+        raise _no_text(place, column, type(row[column]).__name__)
+    try:
+        return row[column].encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: half of a surrogate pair at character {error.start}: no Unicode text"
+        ) from error
+
+
+def _parquet_documents(path: Path, column: str) -> Iterator[Document]:
+    arrow = _pyarrow(path)
+    from pyarrow import parquet
+
+    row = 0
+    with _readable(path, arrow), parquet.ParquetFile(path, memory_map=True) as file:
+        _check_column(arrow, file.schema_arrow, column, path)
+        for batch in file.iter_batches(_ROWS, columns=[column]):
+            yield from _column_documents(arrow, batch.column(column), column, path, row)
+            row += batch.num_rows
+
+
+def _arrow_documents(path: Path, column: str) -> Iterator[Document]:
+    arrow = _pyarrow(path)
+    row = 0
+    with _readable(path, arrow), arrow.memory_map(str(path)) as file:
+        for batch in _record_batches(arrow, file, column, path):
+            yield from _column_documents(arrow, batch.column(column), column, path, row)
+            row += batch.num_rows
+
+
+def _record_batches(arrow: ModuleType, file: Any, column: str, path: Path) -> Iterator[Any]:
+    """The batches of an Arrow file in either layout of the IPC format; `datasets` writes streams."""
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":
+        with arrow.ipc.open_file(file) as reader:
+            _check_column(arrow, reader.schema, column, path)
+            for index in range(reader.num_record_batches):
+                yield reader.get_batch(index)
+    else:
+        with arrow.ipc.open_stream(file) as reader:
+            _check_column(arrow, reader.schema, column, path)
+            yield from reader
+
+
+def _check_column(arrow: ModuleType, schema: Any, column: str, path: Path) -> None:
+    if column not in schema.names:
+        raise _no_column(str(path), column, schema.names)
+    kind = schema.field(column).type
+    if arrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise _no_text(str(path), column, str(kind))
+
+
+def _column_documents(
+    arrow: ModuleType, values: Any, column: str, path: Path, first_row: int
+) -> Iterator[Document]:
+    """The texts of some rows of a column."""
+    if arrow.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if values.null_count:
+        row = first_row + values.is_null().index(True).as_py()
+        raise _no_text(f"{path} row {row}", column, "null")
+    try:
+        # Before any offset in it is believed, and for all rows at once.
+        values.validate(full=True)
+    except arrow.ArrowInvalid as error:
+        last = first_row + len(values) - 1
+        raise DataError(f"{path} rows {first_row} to {last}: {column!r} is damaged: {error}") from error
+    binary = arrow.large_binary() if arrow.types.is_large_string(values.type) else arrow.binary()
+    for row, text in enumerate(values.cast(binary).to_pylist(), first_row):
+        yield Document(f"{path} row {row}", text)
+
+
+def _no_column(place: str, column: str, columns: list[str]) -> DataError:
+    return DataError(
+        f"{place}: no column {column!r} among {short(columns)}: set data.column, or data.pattern"
+    )
+
+
+def _no_text(place: str, column: str, kind: str) -> DataError:
+    return DataError(f"{place}: column {column!r} is {kind}, no text: set data.column, or clean the data")
+
+
+def _pyarrow(path: Path) -> ModuleType:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise DataError(f"{path}: pyarrow reads this format: pip install 'zerojax[data]'") from error
+    return pyarrow
+
+
+@contextmanager
+def _readable(path: Path, arrow: ModuleType | None = None) -> Iterator[None]:
+    """Turn what readers raise on a damaged or unreadable file into a `DataError`."""
+    damage = (EOFError, zlib.error) if arrow is None else (EOFError, arrow.ArrowException)
+    try:
+        yield
+    except DataError:
+        raise
+    except damage as error:
+        raise DataError(f"{path}: damaged: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error

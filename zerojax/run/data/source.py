@@ -1,0 +1,114 @@
+"""Where text comes from: the name of a source to files, and files to documents."""
+
+import glob
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerojax.run.data.formats import DataError, Document, cut_document, is_table, read_documents
+from zerojax.validation.untrusted import parse_json
+
+_SNIFF_BYTES = 8192
+# What `datasets` leaves beside the arrow files of `save_to_disk`.
+_SAVED_DATASET = "state.json"
+_SAVED_SPLITS = "dataset_dict.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a text source, in a fixed order.
+
+    Attributes:
+        files: sorted; each is a document, or a table of them.
+        column: which column of a table holds the text.
+    """
+
+    files: tuple[Path, ...]
+    column: str = "text"
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, in order; a lone file of plain text is cut into some 64.
+
+        Raises:
+            DataError: damage, naming the file and the row.
+        """
+        if len(self.files) == 1 and not is_table(self.files[0]):
+            yield from cut_document(self.files[0])
+            return
+        for file in self.files:
+            yield from read_documents(file, self.column)
+
+
+def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Source:
+    """Find the files behind a source.
+
+    Args:
+        source: "stdlib" for the Python standard library's own .py files without its tests; or the
+            path of a file or folder; or a glob. A folder that `datasets` saved is that dataset.
+        pattern: which files of a folder to take. Hidden files, and files with a NUL byte (which are
+            neither text nor tables), are never taken.
+        column: which column of JSON lines, Parquet and Arrow files holds the text.
+
+    Raises:
+        DataError: nothing there, or no text in it.
+    """
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        files = (p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
+        return _source(root, files, source, column)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if (path / _SAVED_SPLITS).is_file():
+            splits = sorted(child.name for child in path.iterdir() if (child / _SAVED_DATASET).is_file())
+            raise DataError(f"data.source {source!r} holds the splits {splits}: name one, as {path}/SPLIT")
+        if (path / _SAVED_DATASET).is_file():
+            return Source(_saved_files(path), column)
+        return _source(path, path.glob(pattern), f"{source}/{pattern}", column)
+    if path.is_file():
+        return _source(path.parent, [path], source, column)
+    if names := glob.glob(str(path), recursive=True):
+        files = [Path(name) for name in names]
+        return _source(_common_folder(files), files, source, column)
+    raise DataError(f"data.source {source!r}: no such file, folder or glob (from {Path.cwd()})")
+
+
+def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> Source:
+    files = [path for path in paths if path.is_file() and _is_taken(path, root)]
+    if not files:
+        raise DataError(f"data.source {label!r}: no text file in it")
+    if not any(path.stat().st_size for path in files):
+        raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
+    return Source(tuple(sorted(files)), column)
+
+
+def _is_taken(path: Path, root: Path) -> bool:
+    if any(part.startswith(".") for part in path.relative_to(root).parts):
+        return False
+    if is_table(path):
+        return True
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(_SNIFF_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _saved_files(folder: Path) -> tuple[Path, ...]:
+    """The arrow files of a saved dataset; other arrow files beside them are caches."""
+    path = folder / _SAVED_DATASET
+    try:
+        names = [entry["filename"] for entry in parse_json(path.read_text(encoding="utf-8"))["_data_files"]]
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not what `datasets` writes: {error!r}") from error
+    if outside or not names:
+        raise DataError(f"{path}: expected the names of files in this folder, found {outside or 'none'}")
+    return tuple(folder / name for name in names)
+
+
+def _common_folder(files: list[Path]) -> Path:
+    parents = [file.parent for file in files]
+    candidates = [parents[0], *parents[0].parents]
+    return next(c for c in candidates if all(parent.is_relative_to(c) for parent in parents))

@@ -1,0 +1,227 @@
+"""Token files: a flat array on disk, memory-mapped, with the documents' lengths and a JSON header beside it.
+
+`train.bin` holds the tokens of all documents in a row, each between a token that begins a text and one that
+ends it. Where these are the same, as with bytes or GPT-2's tokenizer, two documents have one between them.
+`train.lengths` holds how many tokens each document has, both ends included, as uint32; both files are
+little-endian. `train.json` says how many there are, the dtype and the checksums, its own included. It is
+written last, so a folder without it is unfinished.
+"""
+
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import dacite
+import numpy as np
+from jaxtyping import UInt32
+
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.tokenizer import Tokenizer
+from zerojax.validation.checksummed_json import dump_checked, load_checked
+
+_FORMAT = 2
+_DTYPES = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of a token file.
+
+    Attributes:
+        tokens: how many there are.
+        dtype: uint8, uint16 or uint32, the narrowest that holds the vocabulary.
+        crc32: checksum of the .bin file.
+        vocab_size: every token is below it.
+        documents: how many documents the tokens are of.
+        shared_ends: whether the end of a document is the beginning of the next.
+        lengths_crc32: checksum of the .lengths file.
+        text_bytes: bytes of text that they encode.
+        tokenizer_crc32: checksum of the tokenizer.json that made them; 0 where the tokens are bytes.
+        format: version of this layout.
+    """
+
+    tokens: int
+    dtype: str
+    crc32: int
+    vocab_size: int
+    documents: int
+    shared_ends: bool
+    lengths_crc32: int
+    text_bytes: int
+    tokenizer_crc32: int = 0
+    format: int = _FORMAT
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An opened token file.
+
+    Attributes:
+        path: of the .bin file.
+        header: its description.
+        tokens: memory-mapped array, uint8, uint16 or uint32 [tokens].
+        lengths: memory-mapped array, uint32 [documents]: the tokens of each document, in order, both
+            ends included.
+    """
+
+    path: Path
+    header: Header
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class TokenWriter:
+    """Writes a token file, document by document; the header follows when all went well."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, tokenizer_crc32: int = 0) -> None:
+        """Open the files.
+
+        Args:
+            path: of the .bin file; the others go beside it.
+            tokenizer: its vocabulary decides the dtype.
+            tokenizer_crc32: as in the header.
+
+        Raises:
+            DataError: the disk refuses.
+        """
+        self._path = path
+        self._vocab_size = tokenizer.vocab_size
+        self._tokenizer_crc32 = tokenizer_crc32
+        self._begin, self._end = np.asarray([[tokenizer.begin_of_text], [tokenizer.end_of_text]], np.uint32)
+        self._shared_ends = tokenizer.begin_of_text == tokenizer.end_of_text
+        self._dtype = next(name for name, t in _DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(t).max)
+        self._documents = self._tokens = self._text_bytes = self._crc = self._lengths_crc = 0
+        try:
+            self._file = path.open("wb")
+            self._lengths = path.with_suffix(".lengths").open("wb")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
+
+    def add(self, tokens: UInt32[np.ndarray, " n"], text_bytes: int) -> None:
+        """Add a document: its tokens, without ends, and the bytes that they encode.
+
+        Raises:
+            DataError: the disk refuses.
+        """
+        length = np.asarray(len(tokens) + 2, _DTYPES["uint32"]).tobytes()
+        try:
+            if not (self._shared_ends and self._documents):
+                self._write(self._begin)
+            self._write(tokens)
+            self._write(self._end)
+            self._lengths.write(length)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        self._lengths_crc = zlib.crc32(length, self._lengths_crc)
+        self._documents += 1
+        self._text_bytes += text_bytes
+
+    def _write(self, tokens: np.ndarray) -> None:
+        raw = tokens.astype(_DTYPES[self._dtype]).tobytes()
+        self._file.write(raw)
+        self._crc = zlib.crc32(raw, self._crc)
+        self._tokens += len(tokens)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the files, and without an error write the header.
+
+        Raises:
+            DataError: there is no document, or the disk refuses.
+        """
+        try:
+            self._file.close()
+            self._lengths.close()
+            if error is not None:
+                return
+            if not self._documents:
+                raise DataError(f"{self._path}: no tokens: there is no document in this split")
+            header = Header(
+                tokens=self._tokens,
+                dtype=self._dtype,
+                crc32=self._crc,
+                vocab_size=self._vocab_size,
+                documents=self._documents,
+                shared_ends=self._shared_ends,
+                lengths_crc32=self._lengths_crc,
+                text_bytes=self._text_bytes,
+                tokenizer_crc32=self._tokenizer_crc32,
+            )
+            self._path.with_suffix(".json").write_text(dump_checked(asdict(header)))
+        except OSError as failure:
+            raise _unwritable(self._path, failure) from failure
+
+
+def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
+    """Map a token file into memory.
+
+    Args:
+        path: of the .bin file.
+        verify: read it all once and compare its checksums.
+
+    Raises:
+        DataError: missing, unfinished or damaged; names the file and what is wrong with it.
+    """
+    header = _read_header(path.with_suffix(".json"))
+    lengths_path = path.with_suffix(".lengths")
+    tokens = _map(path, _DTYPES[header.dtype], header.tokens)
+    lengths = _map(lengths_path, _DTYPES["uint32"], header.documents)
+    if verify:
+        for file, array, crc in ((path, tokens, header.crc32), (lengths_path, lengths, header.lengths_crc32)):
+            if _checksum(array) != crc:
+                raise DataError(f"{file}: damaged: wrong checksum; delete its folder to prepare it again")
+    return TokenFile(path, header, tokens, lengths)
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    if size != count * dtype.itemsize:
+        raise DataError(
+            f"{path}: damaged: {size} bytes, where its header says {count} numbers of "
+            f"{dtype.itemsize}; delete its folder to prepare the data again"
+        )
+    # A plain array over the mapping: slicing a memmap takes ten times as long.
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def _unwritable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot write: {error.strerror or error}")
+
+
+def _checksum(array: np.ndarray) -> int:
+    crc = 0
+    step = _CHUNK_BYTES // array.itemsize
+    for start in range(0, len(array), step):
+        crc = zlib.crc32(array[start : start + step].tobytes(), crc)
+    return crc
+
+
+def _read_header(path: Path) -> Header:
+    try:
+        data = load_checked(path.read_text(encoding="utf-8"))
+        if data.get("format") != _FORMAT:
+            raise DataError(
+                f"{path}: format {data.get('format')!r}: this version reads format {_FORMAT}; "
+                "delete its folder to prepare the data again"
+            )
+        header = dacite.from_dict(Header, data, dacite.Config(strict=True))
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
+        raise DataError(f"{path}: damaged, or not the header of a token file: {error}") from error
+    if header.dtype not in _DTYPES or header.tokens < 1 or header.documents < 1:
+        raise DataError(
+            f"{path}: dtype {header.dtype!r}, {header.tokens} tokens of {header.documents} documents: "
+            f"this version reads {', '.join(_DTYPES)}, at least one of each"
+        )
+    return header

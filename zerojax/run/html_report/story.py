@@ -1,0 +1,152 @@
+"""What a run's folder tells about it, however the run ended and whatever is left of its files."""
+
+import json
+import math
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerojax.errors import ZeroError
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.metrics import read_lines
+from zerojax.run.run_dir import RunFolder, sessions
+
+# A run that says it is running and has not written a step for so long is perhaps no more.
+_SILENCE_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run, as far as it is known.
+
+    Attributes:
+        name: the folder's own.
+        path: of the folder.
+        status: "finished", "failed", "stopped", "running", or "unknown".
+        reason: why it failed or stopped, or None.
+        summary: `run.json`.
+        config: section -> key -> value, as `config.toml` has it; empty where it cannot be read.
+        changed: the "section.key" of the settings that are not the defaults.
+        steps: of `metrics.jsonl`.
+        notes: what a reader should know about this page: damaged files, a silent run.
+        written: when `metrics.jsonl` was last written to (Unix time), or None.
+        checkpoints: steps of those that are there.
+        profiles: folders below the run's that hold a trace.
+    """
+
+    name: str
+    path: str
+    status: str
+    reason: str | None
+    summary: dict[str, Any]
+    config: dict[str, dict[str, Any]]
+    changed: frozenset[str]
+    steps: list[dict[str, Any]]
+    notes: list[str]
+    written: float | None
+    checkpoints: list[int]
+    profiles: list[str]
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Steps that have a value of this name, and the values; None where one is not finite."""
+        found = [(line["step"], line[name]) for line in self.steps if name in line]
+        return [step for step, _ in found], [_finite(value) for _, value in found]
+
+    def last(self, name: str) -> float | None:
+        """The newest finite value of a name."""
+        return next((x for x in reversed(self.series(name)[1]) if x is not None), None)
+
+    @property
+    def sessions(self) -> list[dict[str, Any]]:
+        """The starts of the run, oldest first, as `zerojax.run.run_dir.sessions` has them."""
+        return sessions(self.summary)
+
+
+def read_story(folder: RunFolder) -> Story:
+    """Read a run's folder; what cannot be read is noted and left out.
+
+    Raises:
+        ZeroError: there is no run.
+    """
+    if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
+        raise ZeroError(f"{folder.path} is no run folder: it has no {folder.config.name}")
+    notes: list[str] = []
+    steps, damaged = read_lines(folder.metrics)
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+        notes.append(f"{lines} of {folder.metrics.name} cannot be read and were left out.")
+    summary = _summary(folder, notes)
+    status = str(summary.get("status", "unknown"))
+    written = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
+    if not steps:
+        notes.append("No step is done yet, so there is nothing to draw.")
+    elif status == "running":
+        silence = time.time() - (written or 0)
+        if silence > _SILENCE_SECONDS:
+            notes.append(
+                f"The run says it is running, and wrote its last step {silence / 60:.0f} minutes ago: "
+                "it may have been killed."
+            )
+    config, changed = _config(folder, notes)
+    reason = summary.get("reason")
+    return Story(
+        name=folder.path.absolute().name,
+        path=str(folder.path),
+        status=status,
+        reason=None if reason is None else str(reason),
+        summary=summary,
+        config=config,
+        changed=changed,
+        steps=_in_order(steps),
+        notes=notes,
+        written=written,
+        checkpoints=step_dirs.steps(folder.checkpoints),
+        profiles=sorted(
+            str(p.parent.relative_to(folder.path)) for p in folder.profile.glob("**/*.xplane.pb")
+        ),
+    )
+
+
+def _summary(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
+    if not folder.summary.is_file():
+        notes.append(f"There is no {folder.summary.name}: how the run ended is not known.")
+        return {}
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8", errors="replace"))
+    except ValueError:
+        summary = None
+    if not isinstance(summary, dict):
+        notes.append(f"{folder.summary.name} cannot be read: how the run ended is not known.")
+        return {}
+    return summary
+
+
+def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
+    """The settings as written, even by another version of zerojax, and which are not the defaults."""
+    try:
+        written = tomllib.loads(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        notes.append(f"{folder.config.name} cannot be read: {error}")
+        return {}, frozenset()
+    sections = {name: values for name, values in written.items() if isinstance(values, dict)}
+    defaults = config_to_dict(RunConfig())
+    changed = frozenset(
+        f"{section}.{key}"
+        for section, values in sections.items()
+        for key, value in values.items()
+        if defaults.get(section, {}).get(key) != value
+    )
+    return sections, changed
+
+
+def _in_order(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By step; of two lines about one step the newer."""
+    return [line for _, line in sorted({line["step"]: line for line in steps}.items())]
+
+
+def _finite(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None

@@ -1,0 +1,35 @@
+"""What the devices could do, and how full they are."""
+
+import jax
+import psutil
+
+from zerojax.analysis.gpus import GPUS
+
+# Dense bf16 FLOP/s, by the makers' data sheets, of chips that the planner has no table of.
+_OTHERS = {
+    "A100": 312e12,
+    "A800": 312e12,
+    "GB200": 2.5e15,
+    "H800": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6": 918e12,
+}
+_PEAK_BF16 = _OTHERS | {gpu.kind: gpu.flops for gpu in GPUS.values()}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a `jax.Device.device_kind`, or None where the chip is not known."""
+    names = [name for name in _PEAK_BF16 if name in device_kind]
+    return _PEAK_BF16[max(names, key=len)] if names else None
+
+
+def memory_in_use() -> int:
+    """Bytes in use: on the fullest device of this process, or, where devices do not tell, by it."""
+    in_use = [
+        stats["bytes_in_use"]
+        for device in jax.local_devices()
+        if (stats := device.memory_stats()) and "bytes_in_use" in stats
+    ]
+    return max(in_use) if in_use else psutil.Process().memory_info().rss

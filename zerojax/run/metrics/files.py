@@ -1,0 +1,140 @@
+"""Metrics on disk: `metrics.jsonl`, one JSON object a step."""
+
+import errno
+import functools
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.multihost.background import Worker
+from zerojax.run.checkpoints.step_dirs import free
+from zerojax.run.run_dir import write_whole
+
+
+class MetricsFile:
+    """The writer of a run's metrics; a run that goes on continues the file.
+
+    Lines are written by a thread of their own: a disk that hangs holds no step up, and ends the run with an
+    error once too many lines wait for it, or when it has to be waited for.
+    """
+
+    def __init__(self, path: Path, *, start: int = 0, most: int = 1000, patience: float = 60.0) -> None:
+        """Open the file.
+
+        Args:
+            path: of the file.
+            start: steps done so far. What an earlier process wrote about later steps, which will be
+                done again, is dropped.
+            most: lines that may wait to be written.
+            patience: seconds in which the disk has to write one, when they have to be there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_whole(path, "".join(_line(values) for values in read_metrics(path) if values["step"] <= start))
+        self.hangs = False
+        self._path = path
+        self._patience = patience
+        self._most = most
+        # No file object: Python would close it when the process ends, and wait for a disk that hangs.
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._worker = Worker("metrics", most)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a step. A value that is no finite number is written as null, as JSON has no NaN.
+
+        Raises:
+            OSError: an earlier line could not be written, or the disk hangs.
+        """
+        self._check()
+        append = functools.partial(self._append, _line({"step": step, **values}).encode())
+        if not self._worker.put(append):
+            self._wait(self._most - 1)
+            self._worker.put(append)
+
+    def flush(self) -> None:
+        """Wait until all lines are written; errors as `write`."""
+        self._wait(0)
+
+    def close(self) -> None:
+        """Flush and close; errors as `write`."""
+        try:
+            self.flush()
+        finally:
+            self._worker.close()
+            if not self.hangs:
+                os.close(self._file)
+
+    def _append(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._file, line) :]
+
+    def _wait(self, left: int) -> None:
+        """Wait until no more than so many lines are left, as long as some are being written."""
+        while not self.hangs and (now := self._worker.left) > left:
+            self.hangs = not self._worker.wait(self._patience, now - 1)
+        self._check()
+
+    def _check(self) -> None:
+        if self.hangs:
+            raise OSError(
+                errno.ETIMEDOUT, f"the disk has not answered for {self._patience:g} s", str(self._path)
+            )
+        if self._worker.error is not None:
+            raise self._worker.error
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    return json.dumps(finite) + "\n"
+
+
+def move_later_lines(path: Path, step: int) -> Path | None:
+    """Move what a `metrics.jsonl` says about later steps, and what nobody can read, to a file beside it.
+
+    Returns:
+        That file; None where there was nothing to move.
+    """
+    if not path.exists():
+        return None
+    kept, moved = [], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        values = _read_line(line)
+        (moved if values is None or values["step"] > step else kept).append(line)
+    if not moved:
+        return None
+    beside = free(path.with_name(f"{path.name}.undone"))
+    write_whole(beside, "".join(moved))
+    write_whole(path, "".join(kept))
+    return beside
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps in a `metrics.jsonl`, in order; none where there is no file.
+
+    A line that a killed process left half written is left out.
+    """
+    return read_lines(path)[0]
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The steps in a `metrics.jsonl`, in order, and how many lines of it cannot be read."""
+    if not path.exists():
+        return [], 0
+    lines = [_read_line(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    steps = [values for values in lines if values is not None]
+    return steps, len(lines) - len(steps)
+
+
+def _read_line(line: str) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None

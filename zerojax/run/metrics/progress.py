@@ -1,0 +1,111 @@
+"""One line that says how a run is doing: live in a terminal, now and then in a log file."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+from zerojax.formatting import size
+
+# Weight of the newest step in the smoothed step time: half of it is from the last seven steps.
+_SMOOTHING = 0.1
+
+
+class Progress:
+    """The progress line of one run, on the process that prints."""
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        start: int = 0,
+        every: int = 10,
+        console: Console | None = None,
+        shown: bool = True,
+    ) -> None:
+        """Prepare; nothing is printed yet.
+
+        Args:
+            steps: of the whole run.
+            start: done before.
+            every: steps between lines, where there is no terminal.
+            console: where to.
+            shown: whether this process prints at all.
+        """
+        self._console = console or Console(soft_wrap=True, quiet=not shown)
+        self._steps = steps
+        self._every = every
+        self._seconds: float | None = None
+        self._live: RichProgress | None = None
+        if self._console.is_terminal and shown:
+            self._live = RichProgress(
+                BarColumn(20), TextColumn("{task.description}", markup=False), console=self._console
+            )
+            self._task = self._live.add_task("compiling the step", total=steps, completed=start)
+
+    def __enter__(self) -> Self:
+        """Start the live line."""
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the last state of the line standing."""
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, message: str) -> None:
+        """Print a message above the line."""
+        self._console.print(message, markup=False, highlight=False)
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a finished step.
+
+        Args:
+            step: its number.
+            values: of it; "loss", "step_seconds", "tokens_per_second", and where there are any
+                "mfu", "memory_bytes", "internode_bytes", "validation_loss", "skipped_total".
+        """
+        line = self._line(step, values)
+        if self._live is not None:
+            self._live.update(self._task, completed=step, description=line)
+            if "validation_loss" in values:
+                self.say(line)
+        elif step % self._every == 0 or step in (1, self._steps) or "validation_loss" in values:
+            self.say(line)
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        seconds = values["step_seconds"]
+        previous = self._seconds
+        if previous is None:
+            # The first step's time is mostly compilation: it predicts nothing.
+            self._seconds = 0.0
+        elif previous == 0.0:
+            self._seconds = seconds
+        else:
+            self._seconds = previous + _SMOOTHING * (seconds - previous)
+        parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
+        if "validation_loss" in values:
+            parts.append(f"validation {values['validation_loss']:.4f}")
+        parts.append(f"{_short(values['tokens_per_second'])} tok/s")
+        if "mfu" in values:
+            parts.append(f"mfu {values['mfu']:.1%}")
+        if self._seconds:
+            left = timedelta(seconds=round(self._seconds * (self._steps - step)))
+            parts.append(f"left {left}")
+        parts.append(f"mem {size(values['memory_bytes'])}")
+        if "internode_bytes" in values:
+            parts.append(f"wire {size(values['internode_bytes'])}/step")
+        if values.get("skipped_total"):
+            parts.append(f"skipped {values['skipped_total']:.0f}")
+        return " | ".join(parts)
+
+
+def _short(number: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{suffix}"
+    return f"{number:.0f}"

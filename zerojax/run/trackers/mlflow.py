@@ -1,0 +1,58 @@
+"""MLflow, where it is installed; `MLFLOW_TRACKING_URI` says which server or database."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flax import traverse_util
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from zerojax.run.run_dir import RunFolder
+
+
+class MLflow:
+    """One run there, the same in all processes of this run."""
+
+    def __init__(
+        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
+    ) -> None:
+        """Begin the run in the experiment `project`, or go on with it; arguments as `Tracker`."""
+        del start
+        self._client = MlflowClient()
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+            self._run_id = known
+            return
+        experiment = self._client.get_experiment_by_name(project)
+        number = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
+        run = self._client.create_run(number, run_name=folder.path.absolute().name)
+        self._run_id = run.info.run_id
+        flat = traverse_util.flatten_dict(dict(settings), sep=".")
+        params = [Param(name, str(value)) for name, value in flat.items()]
+        for first in range(0, len(params), 100):  # the most that a server takes at once
+            self._client.log_batch(self._run_id, params=params[first : first + 100])
+
+    @property
+    def identity(self) -> str:
+        """The run's id."""
+        return self._run_id
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step.
+
+        Raises:
+            MlflowException: they could not be sent.
+        """
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run_id, [Metric(name, value, now, step) for name, value in values.items()]
+        )
+
+    def close(self, *, failed: bool) -> None:
+        """End the run.
+
+        Raises:
+            MlflowException: the server cannot be reached.
+        """
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")

@@ -1,0 +1,1 @@
+"""When weights are gathered and gradients reduced: the ZeRO stage, units, the prefetching scan."""

@@ -1,0 +1,47 @@
+"""What a unit's backward pass computes again, and what it keeps from the forward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax.zero_config import Remat
+
+# Operations worth keeping under "none". All others fuse into whatever reads them, where a kept result
+# would be written and read through memory, and kept casts or transposes
+# would be copies of gathered weights.
+_EXPENSIVE = frozenset(
+    (
+        "conv_general_dilated",
+        "cumsum",
+        "dot_general",
+        "fft",
+        "gather",
+        "ragged_dot",
+        "scatter",
+        "sort",
+        "top_k",
+    )
+)
+_KERNELS = ("attention", "call", "ffi", "pallas", "triton")
+
+
+def rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Wrap ``body`` so that its vjp keeps what the policy says; of its weights, nothing but themselves."""
+    policies = {
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "attention": _is_attention,
+        "none": _is_expensive,
+    }
+    # The backward pass gathers its own weights, so the compiler can't merge it with the forward pass.
+    return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
+
+
+def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    return params.get("name") == "attention" or "dot_product_attention" in primitive.name
+
+
+def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name in _EXPENSIVE or _is_attention(primitive, **params):
+        return True
+    return any(part in primitive.name for part in _KERNELS)

@@ -1,0 +1,283 @@
+"""A unit: the module whose weights are gathered just before use and dropped after.
+
+A unit's parameters reach the model as ``Sharded`` values, which carry all that a gather needs. Calling the
+unit goes through ``call_unit``: one ``custom_vjp`` that gathers the weights, runs the module, and in the
+backward pass gathers again, runs the module's own vjp and reduces the gradients to their owners.
+
+Where its weights come from and where its gradients go is the ``Route``'s business.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Num
+
+from zerojax.errors import ZeroError
+from zerojax.schedule.breadth_first import all_of, mapped_by, one_after_another
+from zerojax.schedule.remat import rematerialised
+from zerojax.schedule.strategy import Route, Values
+from zerojax.sharding.layout import Leaf
+from zerojax.sharding.wire_format import Seed, mix
+
+Body = Callable[..., Any]
+
+TAKEN = "zerojax: a weight as its unit takes it"
+"""The name of the arrays of a ``Sharded`` weight where its unit reads them (see ``taken``)."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["source", "sink", "seed", "copy"],
+    meta_fields=["leaf", "route"],
+)
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """One parameter as a unit receives it: a value of the model's tree, sliced by scans like any other.
+
+    Attributes:
+        source: the weight at the route's source level.
+        sink: zeros at the sink's level; the gradient is the cotangent of this.
+        seed: salts stochastic rounding; of every layer, where the leaf is stacked.
+        leaf: its layout.
+        route: how it travels.
+        copy: delta's secondary copy, where the unit brings it up to date itself: ``updated`` is what the
+            weight is from then on.
+    """
+
+    source: Num[Array, "..."]
+    sink: Num[Array, "..."]
+    seed: Seed
+    leaf: Leaf
+    route: Route
+    copy: Num[Array, "..."] | None = None
+
+    def updated(self, copy: Num[Array, "..."]) -> "Sharded":
+        """The same weight, from now on found in its secondary copy."""
+        route = dataclasses.replace(self.route, source="secondary")
+        return dataclasses.replace(self, source=copy, copy=None, route=route)
+
+    def __jax_array__(self) -> Array:
+        """Refuse use outside a unit's call: there is no whole weight to give."""
+        raise ZeroError(read_outside(self.leaf.name))
+
+    def __repr__(self) -> str:
+        """Its name alone, as ``translated_errors`` finds it in the errors of others."""
+        return f"Sharded({self.leaf.name!r})"
+
+
+def _refuse(self: Sharded, *_: Any) -> Array:
+    return self.__jax_array__()
+
+
+# Flax hands operators of a parameter on to its value.
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+_OTHERS = ["getitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
+for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
+    setattr(Sharded, f"__{_operator}__", _refuse)
+
+
+def read_outside(weight: str) -> str:
+    """What is wrong with reading a unit's weight of that name outside a call, and what to do instead."""
+    return (
+        f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
+        "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
+        "ZeroConfig.units."
+    )
+
+
+FORWARD_MODE = (
+    "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
+    "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "
+    "derivatives."
+)
+
+# What JAX says where a loss asks for what units do not have, and what to do instead.
+_IN_WORDS = {
+    "can't apply forward-mode differentiation": FORWARD_MODE,
+    "does not support reverse-mode autodiff": (
+        "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
+        'set accumulate_order="depth".'
+    ),
+    "but got uint32": (
+        "a loss took a gradient with respect to unsigned integers. With respect to the model (nnx.grad) it "
+        "can take none: the weights of units are sharded there."
+    ),
+}
+
+
+@contextlib.contextmanager
+def translated_errors() -> Iterator[None]:
+    """Say in zerojax's words what JAX refuses of a loss for reasons that lie in units.
+
+    Raises:
+        ZeroError: for such a TypeError or ValueError.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
+            raise ZeroError(read_outside(found[1])) from error
+        for text, words in _IN_WORDS.items():
+            if text in str(error):
+                raise ZeroError(words) from error
+        raise
+
+
+def is_gathered(weight: Any) -> bool:
+    """Whether a unit's parameter has to be gathered, rather than being there whole (stages 0 to 2)."""
+    return isinstance(weight, Sharded) and weight.route.keep != "full"
+
+
+def materialise(weights: Sequence[Sharded]) -> Values:
+    """Gather weights that belong to no unit; they stay whole until the backward pass is done.
+
+    Their gradients are reduced once, when all uses have contributed.
+    """
+    if not weights:
+        return ()
+    route, leaves, (sources, sinks, seed), _ = take_apart(weights)
+    return _to_whole(route, leaves, route.to_secondary(route.source, sources, leaves), sinks, seed)
+
+
+def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
+    """Run ``body(weights, inputs)`` on gathered weights.
+
+    Args:
+        body: a pure function of whole leaves of natural shape and of ``inputs``; it may close over
+            nothing that is traced.
+        weights: the unit's parameters.
+        inputs: a pytree of arrays: activations, the unit's other state.
+
+    Returns:
+        What ``body`` returns. Cotangents of ``inputs`` are ordinary ones, those of the weights land in
+        their sinks.
+    """
+    route, leaves, (sources, sinks, seed), _ = take_apart(weights)
+    body = jax.named_scope("layer")(rematerialised(body, route.remat))
+
+    def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
+        """For all micro-batches, one after another."""
+        del size
+        *weights_mapped, inputs_mapped = mapped
+        refuse_mapped(weights_mapped)
+        if not any(jax.tree.leaves(inputs_mapped)):
+            out = call_gathered(route, leaves, body, *args)
+            return out, all_of(out, False)
+        out = call_gathered(route, leaves, one_after_another(body, (inputs_mapped,)), *args)
+        return out, all_of(out, True)
+
+    run = mapped_by(in_breadth, functools.partial(call_gathered, route, leaves, body))
+    return run(sources, sinks, seed, inputs)
+
+
+def refuse_mapped(weights: Any) -> None:
+    """Refuse to map a unit over its own weights in breadth.
+
+    Args:
+        weights: whether they are mapped: a pytree of bools.
+
+    Raises:
+        ZeroError: one is.
+    """
+    if any(jax.tree.leaves(weights)):
+        raise ZeroError(
+            "a unit is mapped over its own weights (by jax.vmap in the model?), which micro-batches in "
+            'breadth do not allow: set accumulate_order="depth".'
+        )
+
+
+def take_apart(
+    weights: Sequence[Sharded],
+) -> tuple[Route, tuple[Leaf, ...], tuple[Values, Values, Seed], Values | None]:
+    """A unit's route and layouts; its sources, sinks and seed; its copies, where it has any."""
+    leaves = tuple(weight.leaf for weight in weights)
+    sources = tuple(weight.source for weight in weights)
+    sinks = tuple(weight.sink for weight in weights)
+    copies = tuple(weight.copy for weight in weights if weight.copy is not None)
+    return weights[0].route, leaves, (sources, sinks, weights[0].seed), copies or None
+
+
+def taken[T](values: T) -> T:
+    """The same arrays of ``Sharded`` weights, marked as read by their unit for ``weight_reads``."""
+    return checkpoint_name(values, TAKEN)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _to_whole(route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed) -> Values:
+    """Whole leaves, whose gradient goes to the sinks: that of a loss, and that of a loss's own gradient."""
+    del sinks, seed
+    return route.to_whole(secondary, leaves)
+
+
+def _to_whole_fwd(
+    route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed
+) -> tuple[Values, Seed]:
+    return _to_whole(route, leaves, secondary, sinks, seed), seed
+
+
+def _to_whole_bwd(route: Route, leaves: tuple[Leaf, ...], seed: Seed, grads: Values) -> Any:
+    return None, route.deliver(route.encode(grads, leaves, seed), leaves, seed), None
+
+
+_to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def call_gathered(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    body: Body,
+    sources: Values,
+    sinks: Values,
+    seed: Seed,
+    inputs: Any,
+) -> Any:
+    """``call_unit`` for a unit that is taken apart already."""
+    del sinks, seed
+    # Without the barrier the compiler may gather every unit's weights before the first is used.
+    sources, inputs = lax.optimization_barrier((taken(sources), inputs))
+    return body(route.to_whole(route.to_secondary(route.source, sources, leaves), leaves), inputs)
+
+
+def _call_fwd(
+    route: Route,
+    leaves: tuple[Leaf, ...],
+    body: Body,
+    sources: Values,
+    sinks: Values,
+    seed: Seed,
+    inputs: Any,
+) -> Any:
+    held, inputs = lax.optimization_barrier((taken(sources), inputs))
+    started = route.to_secondary(route.source, held, leaves)
+    # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
+    kept = sources if route.source == route.keep else started
+    vjp: Any
+    out, vjp = jax.vjp(body, _to_whole(route, leaves, started, sinks, seed), inputs)
+    # Whole weights are not residuals: the backward pass gathers them again.
+    _, *others = vjp.args_res
+    return out, (kept, sinks, vjp.replace(args_res=[None, *others]), seed)
+
+
+def _call_bwd(route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any, cotangent: Any) -> Any:
+    del body
+    kept, sinks, vjp, seed = residuals
+    kept, seed = taken((kept, seed))
+    # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
+    kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
+    secondary = route.to_secondary(route.keep, kept, leaves)
+    # Where the loss has a gradient of its own in it, this gather has a gradient, too.
+    whole = _to_whole(route, leaves, secondary, sinks, mix(seed, 1))
+    grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
+    sums = route.deliver(route.encode(grads, leaves, seed), leaves, seed)
+    return None, sums, None, inputs
+
+
+call_gathered.defvjp(_call_fwd, _call_bwd)

@@ -1,0 +1,116 @@
+"""Refuses a model that reads a unit's weights anywhere but in a call of the unit.
+
+A unit's parameters stand in the model's tree as ``Sharded`` values, whose arrays are shards, zeros and random
+seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``, ``module.variables["params"]``, an optax
+norm) would compute with those. Nothing in the tree can prevent it: transformations have to slice, stack and
+pass on the same arrays. So the traced program is checked instead: from a ``Sharded`` value an array may go
+into a unit, which takes it by ``zerojax.schedule.unit.take_apart``, and nowhere else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+
+from zerojax.errors import ZeroError
+from zerojax.schedule.unit import FORWARD_MODE, TAKEN, Sharded, read_outside
+from zerojax.sharding.param_tree import Path
+
+# What moves arrays without computing: vmapped, scanned and rematerialised modules do it to their weights.
+_MOVES = frozenset(
+    (
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "gather",
+        "optimization_barrier",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    )
+)
+
+Names = list[str | None]
+"""For each value the weight that it is of, or None."""
+
+
+def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> None:
+    """Trace ``loss(weights)`` and check what becomes of those that are ``Sharded``.
+
+    Args:
+        loss: returns a pytree of arrays.
+        weights: arrays or ShapeDtypeStructs, perhaps in ``Sharded`` values.
+
+    Raises:
+        ZeroError: something computes with a ``Sharded`` weight, or returns it; the message names it.
+    """
+    traced = jax.make_jaxpr(loss)(weights)
+    names: Names = []
+    for weight in jax.tree.leaves(weights, is_leaf=_is_sharded):
+        names += [weight.leaf.name if _is_sharded(weight) else None] * len(jax.tree.leaves(weight))
+    for name in _follow(traced.jaxpr, names):
+        if name is not None:
+            raise ZeroError(f"{read_outside(name)} It was returned by the loss function.")
+
+
+def _is_sharded(weight: Any) -> bool:
+    return isinstance(weight, Sharded)
+
+
+def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
+    """Which weights leave a program that these enter."""
+    known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
+    for equation in jaxpr.eqns:
+        given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
+        if any(given) and equation.params.get("name") != TAKEN:
+            results = _results(equation, given)
+            known |= {var: name for var, name in zip(equation.outvars, results, strict=True) if name}
+    return [None if isinstance(var, core.Literal) else known.get(var) for var in jaxpr.outvars]
+
+
+def _results(equation: core.JaxprEqn, given: Names) -> Names:
+    """Which weights an equation returns; refuses those that compute."""
+    params = equation.params
+    match equation.primitive.name:
+        case "scan":
+            return _through_loop(params["jaxpr"].jaxpr, given, *_scan_counts(equation))
+        case "while":
+            test, body = params["cond_nconsts"], params["body_nconsts"]
+            carry = given[test + body :]
+            _follow(params["cond_jaxpr"].jaxpr, [*given[:test], *carry])
+            return _through_loop(params["body_jaxpr"].jaxpr, given[test:], body, len(carry))
+        case "cond":
+            results = [_follow(branch.jaxpr, given[1:]) for branch in params["branches"]]
+            return [next(filter(None, names), None) for names in zip(*results, strict=True)]
+        case "custom_lin":
+            raise ZeroError(FORWARD_MODE)
+        case name if name in _MOVES:
+            return [next(filter(None, given))] * len(equation.outvars)
+    inside = list(core.jaxprs_in_params(params))
+    if len(inside) == 1 and len(inside[0].invars) == len(given):
+        return _follow(inside[0], given)
+    weight = next(filter(None, given))
+    where = source_info_util.summarize(equation.source_info)
+    raise ZeroError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
+
+
+def _scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's arguments are constants, and how many are carried."""
+    if "num_carry" in equation.params:  # JAX 0.11.0
+        return equation.params["num_consts"], equation.params["num_carry"]
+    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
+    return constants, carry
+
+
+def _through_loop(body: core.Jaxpr, given: Sequence[str | None], constants: int, carried: int) -> Names:
+    """Follow a loop's body until no further carry turns out to hold a weight."""
+    entering = list(given)
+    while True:
+        leaving = _follow(body, entering)
+        held = [a or b for a, b in zip(entering[constants:], leaving[:carried], strict=False)]
+        if held == entering[constants : constants + carried]:
+            return leaving
+        entering[constants : constants + carried] = held

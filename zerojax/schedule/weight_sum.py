@@ -1,0 +1,181 @@
+"""Norms and penalties of the weights, computed on the shards of the master weights.
+
+A loss function cannot read the weights of units through the model: each is gathered for its unit's call
+alone. What it can have is a sum over their elements. Every device sums over the fp32 master weights that it
+owns, and one scalar crosses the mesh; backward, each element's gradient arises at its owner.
+"""
+
+import contextlib
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Num
+
+from zerojax.errors import ZeroError
+from zerojax.schedule.strategy import Level
+from zerojax.schedule.unit import Sharded
+from zerojax.sharding.layout import OWNED, Leaf
+from zerojax.sharding.mesh import AXES, NODE
+from zerojax.sharding.param_tree import Path
+
+Elementwise = Callable[[Float[Array, "..."]], Float[Array, "..."]]
+Sink = Num[Array, "..."]
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """The master weights that a device owns, while a loss function runs on it.
+
+    Attributes:
+        leaves: the layouts of all parameters.
+        shards: per path ``[.., shard]``, fp32.
+        sinks: per path, where gradients are left (``Sharded.sink``), at ``level``.
+        level: see ``zerojax.schedule.strategy``.
+    """
+
+    leaves: Sequence[Leaf] = ()
+    shards: Mapping[Path, Float[Array, "... shard"]] = field(default_factory=dict)
+    sinks: Mapping[Path, Sink] = field(default_factory=dict)
+    level: Level = "primary"
+
+
+_of_loss: ContextVar[tuple[Any, MasterWeights] | None] = ContextVar("weights of the loss", default=None)
+
+
+@contextlib.contextmanager
+def master_weights(model: Any, weights: MasterWeights) -> Iterator[None]:
+    """Let ``weight_sum(model)`` find the master weights of a model, within this context."""
+    token = _of_loss.set((model, weights))
+    try:
+        yield
+    finally:
+        _of_loss.reset(token)
+
+
+def weight_sum(
+    model: Any, function: Elementwise = jnp.square, *, paths: str | Sequence[str] = "*"
+) -> Float[Array, ""]:
+    """Sum a function of every element of a model's parameters; for a loss function to call.
+
+    With ``jnp.square`` an L2 penalty, with ``jnp.abs`` an L1 penalty; ``jnp.sqrt(weight_sum(model))`` is the
+    norm. It has a gradient with respect to the weights, as a penalty needs. On a mesh it is computed on the
+    shards of the fp32 master weights, whatever the weights are computed with: no weight is gathered, and one
+    scalar is reduced.
+
+    Args:
+        model: what the loss function was given; or an ordinary ``nnx.Module``, such as
+            ``zerojax.gather_model`` returns.
+        function: elementwise, from fp32 to fp32 arrays of the same shape; it closes over nothing that is
+            traced.
+        paths: shell patterns of the paths of the parameters to include, such as ``"*kernel"``; case does
+            not matter.
+
+    Returns:
+        An fp32 scalar, the same on all devices.
+
+    Raises:
+        ZeroError: ``model`` is neither, or no parameter matches.
+    """
+    patterns = [paths.lower()] if isinstance(paths, str) else [path.lower() for path in paths]
+
+    def matches(path: Path) -> bool:
+        return any(fnmatch.fnmatch("/".join(path).lower(), pattern) for pattern in patterns)
+
+    given = _of_loss.get()
+    if given is not None and given[0] is model:
+        weights = given[1]
+        sums = {
+            leaf.path: functools.partial(
+                _sum, leaf, weights.level, function, weights.shards[leaf.path], weights.sinks[leaf.path]
+            )
+            for leaf in weights.leaves
+        }
+    else:
+        sums = {path: functools.partial(_sum_of_whole, function, x) for path, x in _whole_weights(model)}
+    chosen = [add for path, add in sums.items() if matches(path)]
+    if sums and not chosen:
+        raise ZeroError(f"weight_sum: no parameter matches {', '.join(patterns)}; there is {_some(sums)}.")
+    return jnp.asarray(sum(add() for add in chosen), jnp.float32)
+
+
+def _some(paths: Iterable[Path]) -> str:
+    names = ["/".join(path) for path in paths]
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _whole_weights(model: Any) -> Iterator[tuple[Path, Array]]:
+    """The floating-point parameters of an ordinary module."""
+    if not isinstance(model, nnx.Module):
+        raise ZeroError(
+            f"weight_sum was given a {type(model).__name__}: pass the model that the loss function was "
+            "given, or an nnx.Module."
+        )
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        value = variable.get_raw_value()
+        if isinstance(value, Sharded):
+            raise ZeroError(
+                "weight_sum was given a part or a copy of the model whose weights are sharded: pass the "
+                "model that the loss function was given, and choose by paths=."
+            )
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            yield tuple(str(part) for part in path), value
+
+
+def _sum_of_whole(function: Elementwise, x: Num[Array, "..."]) -> Float[Array, ""]:
+    return jnp.sum(function(x.astype(jnp.float32)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sum(
+    leaf: Leaf, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
+) -> Float[Array, ""]:
+    del level, sink
+    return lax.psum(_sum_of_shard(leaf, function, shard), AXES)
+
+
+def _sum_fwd(
+    leaf: Leaf, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
+) -> tuple[Float[Array, ""], Float[Array, "... shard"]]:
+    return _sum(leaf, level, function, shard, sink), shard
+
+
+def _sum_bwd(
+    leaf: Leaf,
+    level: Level,
+    function: Elementwise,
+    shard: Float[Array, "... shard"],
+    cotangent: Float[Array, ""],
+) -> tuple[None, Sink]:
+    # Every device's loss has the sum in it, and their gradients are added up.
+    cotangent = lax.psum(cotangent, AXES)
+    (grad,) = jax.vjp(functools.partial(_sum_of_shard, leaf, function), shard)[1](cotangent)
+    return None, _at_sink(grad, leaf, level)
+
+
+_sum.defvjp(_sum_fwd, _sum_bwd)
+
+
+def _sum_of_shard(leaf: Leaf, function: Elementwise, shard: Float[Array, "... shard"]) -> Float[Array, ""]:
+    """Over what this device owns, without the padding, of which a function may make more than zero."""
+    first = lax.axis_index(OWNED) * leaf.shard
+    return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
+
+
+def _at_sink(grad: Float[Array, "... shard"], leaf: Leaf, level: Level) -> Sink:
+    """The owner's gradient among zeros, as a device's contribution to what the hops will sum."""
+    if level == "primary":
+        return grad
+    axes, size = (NODE, leaf.secondary) if level == "secondary" else (OWNED, leaf.padded)
+    zeros = jnp.zeros((*grad.shape[:-1], size), grad.dtype)
+    placed = lax.dynamic_update_slice_in_dim(zeros, grad, lax.axis_index(axes) * leaf.shard, axis=-1)
+    if level == "secondary":
+        return placed
+    return placed[..., : leaf.size].reshape(leaf.natural_shape)

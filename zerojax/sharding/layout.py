@@ -1,0 +1,154 @@
+"""Where each element of each leaf lives.
+
+A leaf is flattened, padded with zeros to a multiple of the world (times the codec block, where it is
+quantized) and cut into ``local x nodes`` equal blocks, of which device ``(node n, local l)`` owns block
+``l * nodes + n``: as a global array, one dimension sharded ``P(("local", "node"))``. With that order every
+hop is contiguous: an all-gather over ``node`` gives block row ``l``, the secondary partition; one over
+``local`` then gives the leaf; the gradient's two all-to-alls run the same way back (the tensor-slice
+reordering of ZeRO++ section 3.3, equation 2, is this order).
+
+A weight or a gradient is at one of three levels:
+
+========== ================== ==========================================
+level      elements a device  who has it
+========== ================== ==========================================
+primary    P / (nodes*local)  its owner alone
+secondary  P / local          every node once, spread over its devices
+full       P                  everyone
+========== ================== ==========================================
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Num
+
+from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.param_tree import Path
+from zerojax.sharding.wire_format import Codec
+from zerojax.zero_config import ZeroConfig
+
+OWNED = (LOCAL, NODE)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter of the model: its shape, its place and its wire formats.
+
+    Attributes:
+        path: the model's own path to it.
+        shape: natural shape; of one layer, where the leaf is stacked.
+        dtype: the dtype that the model gave it.
+        layers: how many layers are stacked along a leading axis, or None.
+        shard: elements of one layer that one device owns, padding included.
+        weights: codecs of its gather over node and over local.
+        grads: codecs of its gradient's hops over local and over node.
+        number: counts the leaves; salts their random bits.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    layers: int | None
+    world: World
+    shard: int
+    weights: tuple[Codec, Codec]
+    grads: tuple[Codec, Codec]
+    rotation: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The path, joined by "/"."""
+        return "/".join(self.path)
+
+    @property
+    def size(self) -> int:
+        """Elements of one layer, without padding."""
+        return math.prod(self.shape)
+
+    @property
+    def count(self) -> int:
+        """Elements of all layers, without padding."""
+        return self.size * (self.layers or 1)
+
+    @property
+    def padded(self) -> int:
+        """Elements of one layer, padding included."""
+        return self.shard * self.world.size
+
+    @property
+    def secondary(self) -> int:
+        """Elements of one layer's secondary partition on one device, padding included."""
+        return self.shard * self.world.nodes
+
+    @property
+    def natural_shape(self) -> tuple[int, ...]:
+        """The shape in the model, layers included."""
+        return self.shape if self.layers is None else (self.layers, *self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the train state: flat, but of the natural rank.
+
+        The rank is kept by trailing ones, so that an optimizer mask such as ``x.ndim > 1`` sees what it
+        would see on the model.
+        """
+        flat = (self.padded, *(1,) * (len(self.shape) - 1))
+        return flat if self.layers is None else (self.layers, *flat)
+
+    def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:
+        """How the stored array is sharded: over ``axes``, layer by layer where it is stacked."""
+        sharded = axes if axes else None
+        return PartitionSpec(sharded) if self.layers is None else PartitionSpec(None, sharded)
+
+
+def make_leaf(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: str,
+    layers: int | None,
+    *,
+    number: int,
+    world: World,
+    zero: ZeroConfig,
+) -> Leaf:
+    """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide)."""
+    name, rank = "/".join(path), len(shape)
+    node, local = (zero.wire_format_of(name, rank, wanted) for wanted in zero.weight_formats)
+    first, second = (zero.wire_format_of(name, rank, wanted) for wanted in zero.grad_formats)
+    block = zero.block_size
+    weights = (Codec(node, block), Codec(local, block))
+    grads = (Codec(first, block, zero.rounding), Codec(second, block, zero.rounding))
+    quantized = not all(codec.raw for codec in (*weights, *grads))
+    unit = zero.chunks * (block if quantized else 1)
+    shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
+    rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
+    return Leaf(path, shape, dtype, layers, world, shard, weights, grads, rotation, number)
+
+
+def flatten(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, " padded"]:
+    """One layer of natural shape, flat and padded with zeros."""
+    flat = x.reshape(-1)
+    return flat if leaf.padded == leaf.size else jnp.pad(flat, (0, leaf.padded - leaf.size))
+
+
+def unflatten(flat: Num[Array, " padded"], leaf: Leaf) -> Num[Array, "..."]:
+    """Undo ``flatten``."""
+    return flat.reshape(-1)[: leaf.size].reshape(leaf.shape)
+
+
+def to_stored(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, "..."]:
+    """A leaf of natural shape, all layers, as the train state stores it."""
+    flat = flatten(x, leaf) if leaf.layers is None else jax.vmap(lambda y: flatten(y, leaf))(x)
+    return flat.reshape(leaf.stored_shape)
+
+
+def from_stored(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, "..."]:
+    """Undo ``to_stored``."""
+    if leaf.layers is None:
+        return unflatten(x, leaf)
+    return jax.vmap(lambda y: unflatten(y, leaf))(x)

@@ -1,0 +1,139 @@
+"""A wire format: what rows of numbers look like while they cross a mesh axis.
+
+"fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and scales
+after them, made by ``pallas_kernels``. Everything here works on rows: a row is what one peer gets.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num, UInt32
+
+import pallas_kernels
+from zerojax.zero_config import RAW
+
+_RAW_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+Seed = UInt32[Array, ""]
+
+
+def mix(seed: Seed, *salts: int | Array) -> Seed:
+    """Fold ``salts`` (step, leaf, hop, device...) into a 32-bit seed: a counter hash, no state.
+
+    Each salt goes through the finaliser of MurmurHash3, so neighbouring counters give unrelated seeds.
+    """
+    for salt in salts:
+        value = seed ^ (jnp.asarray(salt).astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+        value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
+        value = (value ^ (value >> 13)) * jnp.uint32(0xC2B2AE35)
+        seed = value ^ (value >> 16)
+    return seed
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One wire format with its settings.
+
+    Attributes:
+        fmt: "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2".
+        block: elements that share a scale (unused by the raw formats).
+        rounding: "nearest" or "stochastic".
+    """
+
+    fmt: str
+    block: int
+    rounding: str = "nearest"
+
+    @property
+    def raw(self) -> bool:
+        """Whether the format is a plain dtype, with nothing to encode."""
+        return self.fmt in RAW
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype on the wire."""
+        return jnp.dtype(_RAW_DTYPE.get(self.fmt, jnp.uint8))
+
+    def row_items(self, n: int) -> int:
+        """How many items of ``dtype`` a row of ``n`` elements takes, scales included."""
+        return n if self.raw else pallas_kernels.nbytes(self.fmt, n, self.block)
+
+    def row_bytes(self, n: int) -> int:
+        """How many bytes a row of ``n`` elements takes on the wire, scales included."""
+        return self.row_items(n) * self.dtype.itemsize
+
+    def encode(
+        self, x: Float[Array, "rows n"], *, seed: Seed | None = None, rotation: int = 0
+    ) -> Num[Array, "rows m"]:
+        """Rows as they travel. ``seed`` is read by stochastic rounding alone."""
+        if self.raw:
+            return x.astype(self.dtype)
+        return pallas_kernels.encode(
+            x, self.fmt, block=self.block, rounding=self.rounding, rotation=rotation, seed=seed
+        )
+
+    def decode(self, payload: Num[Array, "rows m"], n: int, dtype: jnp.dtype) -> Float[Array, "rows n"]:
+        """What ``encode`` put in, as ``dtype`` (still rotated, if it was)."""
+        if self.raw:
+            return payload.astype(dtype)
+        return pallas_kernels.decode(payload, self.fmt, n, block=self.block, dtype=dtype)
+
+    def decode_sum(self, payload: Num[Array, "peers m"], n: int, *, rotation: int = 0) -> Float[Array, " n"]:
+        """The fp32 sum over peers, taken in their order, then rotated back."""
+        if self.raw:
+            return sum_rows(payload)
+        return pallas_kernels.decode_sum(payload, self.fmt, n, block=self.block, rotation=rotation)
+
+    def decode_sum_encode(
+        self, payload: Num[Array, "peers m"], out: "Codec", rows: int, n: int, *, seed: Seed
+    ) -> Num[Array, "rows k"]:
+        """Between two hops: sum over peers in fp32, encode again as ``rows`` rows of ``n`` elements."""
+        if self.raw or out.raw:
+            return out.encode(self.decode_sum(payload, rows * n).reshape(rows, n), seed=seed)
+        return pallas_kernels.decode_sum_encode(
+            payload,
+            self.fmt,
+            out.fmt,
+            rows,
+            n,
+            block=self.block,
+            rounding=out.rounding,
+            seed=seed,
+        )
+
+    def encode_delta(self, x: Float[Array, "rows n"], base: Float[Array, "rows n"]) -> Num[Array, "rows m"]:
+        """The difference ``x - base``, taken in fp32, as it travels."""
+        if self.raw:
+            return (x - base.astype(jnp.float32)).astype(self.dtype)
+        return pallas_kernels.encode_delta(x, base, self.fmt, block=self.block)
+
+    def decode_add(
+        self, payload: Num[Array, "rows m"], base: Float[Array, "rows n"]
+    ) -> Float[Array, "rows n"]:
+        """``base`` plus the decoded difference, added in fp32 and rounded once to ``base.dtype``."""
+        if self.raw:
+            total = base.astype(jnp.float32) + payload.astype(jnp.float32)
+            return total.astype(base.dtype)
+        return pallas_kernels.decode_add(payload, base, self.fmt, block=self.block)
+
+
+def sum_rows(rows: Num[Array, "peers n"]) -> Float[Array, " n"]:
+    """The fp32 sum over the leading axis, in index order, so that every backend adds alike."""
+    total = rows[0].astype(jnp.float32)
+    for row in rows[1:]:
+        total = total + row.astype(jnp.float32)
+    return total
+
+
+def as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:
+    """The same memory seen as bytes along the last axis."""
+    if x.dtype == jnp.uint8:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+
+
+def from_bytes(x: Num[Array, "*rows b"], dtype: jnp.dtype) -> Num[Array, "*rows m"]:
+    """Undo ``as_bytes``."""
+    if dtype == jnp.uint8:
+        return x
+    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

@@ -1,0 +1,1 @@
+"""Clusters that are emulated on one machine."""

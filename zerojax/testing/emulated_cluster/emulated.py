@@ -1,0 +1,132 @@
+"""N nodes on one machine, to run and measure a distributed program without a cluster."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO, Self
+
+from zerojax.multihost import supervisor
+from zerojax.multihost.devices import Platform, share_devices
+from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.testing.emulated_cluster import inside
+from zerojax.testing.emulated_cluster.network import INTERFACE, LinkBytes, Network
+
+COORDINATOR_PORT = 9876
+MASTER_PORT = 29500
+
+
+class EmulatedCluster:
+    """A context manager of nodes, each with its own link, host name and devices.
+
+        with EmulatedCluster(nodes=2, devices_per_node=4, rate="10gbit") as cluster:
+            result = cluster.run([sys.executable, "train.py"])
+            print(result.code, cluster.link_bytes())
+
+    A command finds, in its environment:
+
+    - ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID``, ``JAX_NUM_PROCESSES``, which
+      `zerojax.distributed.joined` reads: one process per node; and ``ZEROJAX_JOB_TOKEN``, their secret;
+    - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
+    - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
+    - ``NCCL_HOSTID`` and the interface for NCCL and gloo, so that NCCL uses sockets between the
+      nodes and NVLink within them.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        devices_per_node: int = 1,
+        *,
+        rate: str | None = "10gbit",
+        latency: str | None = None,
+        platform: Platform = "auto",
+    ):
+        """Set the nodes up.
+
+        Args:
+          nodes: how many.
+          devices_per_node: GPUs or emulated CPU devices of each.
+          rate: of each link and direction: "10gbit", "400mbit"; None: unlimited.
+          latency: one-way delay between nodes to add: "50us"; None: none.
+          platform: "gpu", "cpu", or "auto": GPUs if this machine has any.
+
+        Raises:
+          ZeroError: an argument makes no sense, or there are too few GPUs.
+          ClusterError: this machine cannot do it; the message says why.
+        """
+        self.nodes = nodes
+        self._devices = share_devices(nodes, devices_per_node, platform)
+        self._token = new_token()
+        self.network = Network(nodes, rate, latency)
+        names = [f"{self.network.address(i)} node{i}\n" for i in range(nodes)]
+        self._hosts = "".join(["127.0.0.1 localhost\n", *names])
+
+    def __enter__(self) -> Self:
+        """Return the cluster itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the network down, whatever happened."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the network down."""
+        self.network.close()
+
+    def environment(self, node: int) -> dict[str, str]:
+        """The variables that a command on a node finds, the ones of this process included."""
+        # There is no way out of the cluster, and JAX refuses to start with a proxy in its way.
+        env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        head = self.network.address(0)
+        env |= {
+            "JAX_COORDINATOR_ADDRESS": f"{head}:{COORDINATOR_PORT}",
+            "JAX_PROCESS_ID": str(node),
+            "JAX_NUM_PROCESSES": str(self.nodes),
+            VARIABLE: self._token,
+            "MASTER_ADDR": head,
+            "MASTER_PORT": str(MASTER_PORT),
+            "NODE_RANK": str(node),
+            "NNODES": str(self.nodes),
+            "NCCL_HOSTID": f"node{node}",
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_IB_DISABLE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return env | self._devices[node]
+
+    def run(
+        self,
+        command: Sequence[str] | Callable[[int], Sequence[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        grace: float = 30.0,
+        timeout: float | None = None,
+        output: BinaryIO | None = None,
+    ) -> supervisor.Result:
+        """Run a command on every node; see `supervisor.run` for signals, failures and output.
+
+        Args:
+          command: the command, or a function from the node's number to its command.
+          env: variables on top of `environment`.
+          grace: seconds between telling a node to end and killing it.
+          timeout: seconds after which all are ended and TimeoutError is raised.
+          output: where the lines go, under ``[node0]`` and so on; standard output by default.
+        """
+        tasks = []
+        for node, namespace in enumerate(self.network.namespaces):
+            inner = command(node) if callable(command) else command
+            entry = [sys.executable, inside.__file__, str(namespace), f"node{node}"]
+            tasks.append(
+                supervisor.Task(
+                    name=f"node{node}",
+                    command=[*entry, self._hosts, *inner],
+                    env=self.environment(node) | dict(env or {}),
+                    pass_fds=(namespace,),
+                )
+            )
+        return supervisor.run(tasks, grace=grace, timeout=timeout, output=output)
+
+    def link_bytes(self) -> list[LinkBytes]:
+        """What each node has sent and received over its link so far."""
+        return self.network.bytes()

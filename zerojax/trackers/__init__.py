@@ -1,5 +1,0 @@
-"""Who else is told about a run: TensorBoard, Weights & Biases, MLflow."""
-
-from zerojax.trackers.base import Tracker, Trackers, check_trackers, open_trackers, track
-
-__all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers", "track"]

@@ -1,0 +1,1 @@
+"""The train state and the compiled training step."""

@@ -1,0 +1,451 @@
+"""One device's part of a step, inside ``shard_map``: sources, forward and backward, the last hops.
+
+The order of a training step:
+
+1. ``sources``: weights are brought to the level at which units find them: delta's copies get what changed
+   (but those of stacks, which do it layer by layer in 2), stages 0 to 2 gather everything, stage 3 does
+   nothing yet.
+2. ``accumulate``: micro-batches run forward and backward, one by one or all through a unit before the next
+   (``zerojax.schedule.breadth_first``); units gather and reduce as they are called.
+3. ``to_owners``: hops that are taken once per step bring gradients to their owners.
+
+Losses are summed with the number of tokens each is the mean of, and divided once, after the last sum: the
+result is the mean over all tokens of the world, however they are spread.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from zerojax.adapters import Bound, Other, call_loss
+from zerojax.comm.collectives import (
+    all_gather_sum,
+    gather_delta,
+    gather_exact,
+    gather_local,
+    gather_node,
+    reduce_gradients,
+    reduce_node,
+)
+from zerojax.schedule.breadth_first import over_micro_batches
+from zerojax.schedule.unit import Sharded, materialise, translated_errors
+from zerojax.schedule.weight_reads import refuse_reads
+from zerojax.schedule.weight_sum import MasterWeights, master_weights
+from zerojax.sharding.layout import OWNED, Leaf, from_stored, to_stored
+from zerojax.sharding.mesh import AXES, LOCAL
+from zerojax.sharding.param_tree import Path
+from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.spec import Group, Program
+
+Blocks = dict[Path, Num[Array, "..."]]
+Sums = dict[str, Array]
+Forward = Callable[..., tuple[Array, Sums, Other, Blocks]]
+TOKENS = "tokens"
+
+
+class Weights(NamedTuple):
+    """What units are given.
+
+    Attributes:
+        sources: per path, at the level of the route; at "primary" where there is a copy.
+        copies: delta's copies ``[.., nodes, shard]`` of the units that bring them up to date themselves.
+        masters: per path this device's shard ``[.., shard]`` of the master weights.
+    """
+
+    sources: Blocks
+    copies: Blocks
+    masters: Blocks
+
+
+class Placed(NamedTuple):
+    """What a loss function is given.
+
+    Attributes:
+        weights: per path, ``Sharded`` for units and whole for the rest.
+        masters: for ``zerojax.weight_sum``.
+    """
+
+    weights: dict[Path, Any]
+    masters: MasterWeights
+
+
+def flat_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
+    """Stored blocks of this device without their trailing ones: ``[n]``, or ``[layers, n]``."""
+    return {
+        leaf.path: blocks[leaf.path].reshape(*(() if leaf.layers is None else (leaf.layers,)), -1)
+        for leaf in leaves
+    }
+
+
+def stored_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
+    """Undo ``flat_blocks``: give each block back its leaf's rank."""
+    return {
+        leaf.path: blocks[leaf.path].reshape(*blocks[leaf.path].shape, *(1,) * (len(leaf.shape) - 1))
+        for leaf in leaves
+    }
+
+
+def first_secondary(program: Program, params: Blocks) -> Blocks:
+    """Delta's secondary copies, sent whole: flat blocks in, flat blocks out."""
+    return _by_group(program, lambda leaves, _, shards: _flat(gather_exact(shards, leaves)), params)
+
+
+def next_secondary(
+    program: Program, params: Blocks, secondary: Blocks, step: Array, later: Sequence[Group] = ()
+) -> Blocks:
+    """Delta's secondary copies, brought up to date by what changed, or resynchronised.
+
+    Those of the groups that do it ``later`` are left as they are.
+    """
+
+    def update() -> Blocks:
+        return secondary | _by_group(program, _delta, params, secondary, skip=later)
+
+    every = program.zero.delta_resync
+    if not every:
+        return update()
+    due = (step > 0) & (step % every == 0)
+    return lax.cond(due, lambda: first_secondary(program, params), update)
+
+
+def last_secondary(program: Program, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
+    """Delta's secondary copies after a step, of which units have ``updated`` some.
+
+    A unit that the model did not call, or whose result a transformation of JAX's own swallowed, has not:
+    its copy is brought up to date now.
+    """
+    missing = [g for g in program.updating if not all(leaf.path in updated for leaf in g.leaves)]
+    done = [group for group in program.groups if group not in missing]
+    late = _by_group(program, _delta, params, secondary, skip=done)
+    flat = {path: copy.reshape(secondary[path].shape) for path, copy in updated.items()}
+    return secondary | flat | late
+
+
+def sources(program: Program, params: Blocks, secondary: Blocks, updating: Sequence[Group] = ()) -> Weights:
+    """Weights at the level at which units find them; ``updating`` bring their copies up to date."""
+    route, masters = program.route, _masters(program, params)
+    if route.source == "primary":
+        return Weights(params, {}, masters)
+    if route.source == "secondary":
+        rows = {
+            leaf.path: secondary[leaf.path].reshape(
+                *(() if leaf.layers is None else (leaf.layers,)), leaf.world.nodes, leaf.shard
+            )
+            for leaf in program.leaves
+        }
+        later = [leaf.path for group in updating for leaf in group.leaves]
+        found = rows | {path: params[path] for path in later}
+        return Weights(found, {path: rows[path] for path in later}, masters)
+    if program.zero.stage == 0:
+        whole = {
+            leaf.path: from_stored(params[leaf.path], leaf).astype(route.weight_dtype(leaf))
+            for leaf in program.leaves
+        }
+        return Weights(whole, {}, masters)
+
+    def gather(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
+        dtypes = [route.weight_dtype(leaf) for leaf in leaves]
+        return gather_local(gather_node(shards, leaves), leaves, dtypes)
+
+    return Weights(_by_group(program, gather, params), {}, masters)
+
+
+def _masters(program: Program, params: Blocks) -> Blocks:
+    """What this device owns of the master weights, which at stage 0 every device has whole."""
+    if program.zero.stage > 0:
+        return params
+    own = {}
+    for leaf in program.leaves:
+        first = lax.axis_index(OWNED) * leaf.shard
+        own[leaf.path] = lax.dynamic_slice_in_dim(params[leaf.path], first, leaf.shard, axis=-1)
+    return own
+
+
+def accumulate(
+    program: Program, weights: Weights, other: Other, batch: Any, seed: Seed
+) -> tuple[Blocks, Other, dict[str, Array], Blocks]:
+    """Forward and backward over this device's micro-batches.
+
+    Args:
+        program: what to run.
+        weights: as ``sources`` returns.
+        other: non-parameter state.
+        batch: this device's rows.
+        seed: of this step.
+
+    Returns:
+        Gradient sums at the route's sink level; the state as the passes left it; the sums over the
+        world of the loss, of ``tokens`` and of what else the loss function measured; and the copies that
+        units brought up to date.
+    """
+    zero = program.zero
+    sinks = program.by_path(program.route.zero_sink)
+    batches = _micro_batches(batch, zero.accumulate)
+    first = jax.tree.map(lambda x: x[0], batches)
+    _refuse_reads(program, weights, sinks, other, first, seed)
+
+    def run(forward: Forward, other: Other, batch: Any, seed: Seed) -> tuple[Blocks, Other, Sums, Blocks]:
+        def loss(sinks: Blocks) -> tuple[Array, Any]:
+            total, *rest = forward(program, _place(program, weights, sinks, seed), other, batch, seed)
+            return total, rest
+
+        (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
+        return grads, after, sums, updated
+
+    updated: Blocks = {}
+    if zero.passes == 1:
+        forward = _forward if zero.accumulate == 1 else _forward_in_breadth
+        grads, other, sums, updated = run(forward, other, batch, mix(seed, 0))
+    else:
+
+        def body(carry: Any, xs: Any) -> tuple[Any, None]:
+            total, other = carry
+            batch, index = xs
+            grads, other, sums, _ = run(_forward, other, batch, mix(seed, index))
+            return (jax.tree.map(jnp.add, total, (grads, sums)), other), None
+
+        _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), other, first, seed)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
+        ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(zero.accumulate)))
+    return grads, _shared(other), _over_world(sums), updated
+
+
+def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
+    """Forward only: the sums over the world that ``accumulate`` returns."""
+    sinks = program.by_path(program.route.zero_sink)
+    _refuse_reads(program, weights, sinks, other, batch, seed, train=False)
+    placed = _place(program, weights, sinks, seed)
+    _, sums, _, _ = _forward(program, placed, other, batch, seed, train=False)
+    return _over_world(sums)
+
+
+def to_owners(program: Program, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
+    """The hops that are taken once per step.
+
+    Args:
+        program: what to run.
+        grads: sums at the route's sink level.
+        residual: with error feedback, per path ``[.., secondary]``; else empty.
+        seed: of this step.
+
+    Returns:
+        The sums over the world, stored as the parameters are; and the next residuals.
+    """
+    route = program.route
+    if route.sink == "primary":
+        return _without_padding(program, grads, OWNED), residual
+    if route.sink == "secondary":
+        if residual:
+            both = _by_group(program, _feed_back, grads, residual, seed=seed)
+            grads = {path: x for path, (x, _) in both.items()}
+            residual = {path: r for path, (_, r) in both.items()}
+        else:
+            grads = _by_group(program, lambda ls, own, x: reduce_node(x, ls, own)[0], grads, seed=seed)
+        return _without_padding(program, grads, OWNED), _without_padding(program, residual, LOCAL)
+
+    def reduce(leaves: Sequence[Leaf], own: Seed, whole: Sequence[Array]) -> list[Array]:
+        sums = reduce_gradients(whole, leaves, own, route.way)
+        return all_gather_sum(sums, leaves) if program.zero.stage == 0 else sums
+
+    sums = _by_group(program, reduce, grads, seed=seed)
+    if program.zero.stage == 0:
+        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in program.leaves}
+        return flat_blocks(stored, program.leaves), residual
+    return _without_padding(program, sums, OWNED), residual
+
+
+def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+    """Sums over the world as means over its tokens, and how many there were."""
+    count = sums["count"]
+    metrics = {name: total / count for name, total in sums.items() if name not in ("count", TOKENS)}
+    return metrics | ({TOKENS: sums[TOKENS]} if TOKENS in sums else {}), count
+
+
+def _refuse_reads(
+    program: Program,
+    weights: Weights,
+    sinks: Blocks,
+    other: Other,
+    batch: Any,
+    seed: Seed,
+    *,
+    train: bool = True,
+) -> None:
+    """Refuse a loss that reads weights of units outside their calls; leaves nothing in the program."""
+
+    def loss(placed: dict[Path, Any]) -> Any:
+        masters = _place(program, weights, sinks, seed).masters
+        return _loss(program, Placed(placed, masters), other, batch, seed, train=train)[1:]
+
+    refuse_reads(loss, jax.eval_shape(lambda: _place(program, weights, sinks, seed).weights))
+
+
+def _loss(
+    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool
+) -> tuple[Bound, Array, dict[str, Array]]:
+    """Run the loss function on one micro-batch; returns the model as it left it, the loss and aux."""
+    own = mix(seed, lax.axis_index(AXES))
+    key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
+    bound = program.adapter.bind(placed.weights, other, train=train, key=key)
+    with master_weights(bound.model, placed.masters), translated_errors():
+        value, aux = call_loss(program.loss_fn, bound.model, batch, key)
+    return bound, value, aux
+
+
+def _forward(
+    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool = True
+) -> tuple[Array, Sums, Other, Blocks]:
+    """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
+    bound, value, aux = _loss(program, placed, other, batch, seed, train=train)
+    count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
+    total = value * count
+    sums = {"loss": total, "count": count}
+    sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
+    if TOKENS in aux:
+        sums[TOKENS] = count
+    units = {path: weight for path, weight in placed.weights.items() if isinstance(weight, Sharded)}
+    updated = {path: copy for path, copy in bound.updated().items() if units[path].copy is not None}
+    return total, jax.tree.map(lax.stop_gradient, sums), bound.other(), updated
+
+
+def _forward_in_breadth(
+    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed
+) -> tuple[Array, Sums, Other, Blocks]:
+    """``_forward`` for all micro-batches at once. They count as devices do: state is their mean."""
+
+    def forward(batch: Any, index: Array) -> tuple[Array, Sums, Other, Blocks]:
+        return _forward(program, placed, other, batch, mix(seed, index))
+
+    micro = program.zero.accumulate
+    run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
+    totals, sums, after, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
+    total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
+    after = {name: jnp.mean(x, axis=0) if _is_float(x) else x[0] for name, x in after.items()}
+    return total, sums, after, updated
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """A batch's rows in ``count`` parts, along a leading axis; its scalars are those of every part."""
+
+    def cut(x: Array) -> Array:
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, count)
+
+    return jax.tree.map(cut, batch)
+
+
+def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
+    """Every weight as the model gets it."""
+    placed: dict[Path, Any] = {}
+    for number, group in enumerate(program.groups):
+        own = mix(seed, number)
+        if group.layers is not None:
+            own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
+        route, copies = program.route, [weights.copies.get(leaf.path) for leaf in group.leaves]
+        if copies[0] is not None:
+            route = dataclasses.replace(route, source="primary")
+        sharded = [
+            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, route, copy)
+            for leaf, copy in zip(group.leaves, copies, strict=True)
+        ]
+        values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
+        placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
+    return Placed(placed, MasterWeights(program.leaves, weights.masters, sinks, program.route.sink))
+
+
+def _shared(other: Other) -> Other:
+    """State that devices computed from their own data (batch statistics) as its mean over the world."""
+    with jax.named_scope("metrics"):
+        return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in other.items()}
+
+
+def _over_world(sums: Sums) -> Sums:
+    with jax.named_scope("metrics"):
+        return lax.psum(sums, AXES)
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _by_group(
+    program: Program,
+    hop: Callable[..., Sequence[Any]],
+    *values: dict[Path, Any],
+    seed: Seed | None = None,
+    skip: Sequence[Group] = (),
+) -> dict[Path, Any]:
+    """Run ``hop(leaves, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
+    result: dict[Path, Any] = {}
+    for number, group in enumerate(program.groups):
+        if group in skip:
+            continue
+        own = mix(jnp.uint32(0) if seed is None else seed, number)
+        mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
+        out = _over_layers(group, hop, own, mine)
+        result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
+    return result
+
+
+def _over_layers(
+    group: Group, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
+) -> Sequence[Any]:
+    """Run a hop for every layer; where it gives what the last of its values look like, in their place.
+
+    Otherwise the compiler holds the old and the new of all layers at once.
+    """
+    if group.layers is None:
+        return hop(group.leaves, seed, *values)
+    *given, last = values
+
+    def layer(index: Array, own: Any) -> tuple[Any, ...]:
+        return tuple(hop(group.leaves, mix(seed, index), *own))
+
+    def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
+        index, own = xs
+        now = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), replaced)
+        put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return jax.tree.map(put, replaced, layer(index, (*own, now))), None
+
+    indices = jnp.arange(group.layers)
+    one = jax.eval_shape(lambda all_: layer(indices[0], jax.tree.map(lambda x: x[0], all_)), values)
+    if jax.tree.map(lambda x: (x.shape, x.dtype), one) == tuple((x.shape[1:], x.dtype) for x in last):
+        return lax.scan(in_place, last, (indices, tuple(given)))[0]
+    return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
+
+
+def _without_padding(program: Program, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
+    """Blocks with zeros behind each leaf's end.
+
+    A rotation spreads what rounding lost over 32 neighbours, some of which may be padding: left there, it
+    would grow in the master weights and reach their scales, and the gradient's norm.
+    """
+    zeroed = {}
+    for leaf in program.leaves:
+        if not leaf.rotation or leaf.padded == leaf.size or leaf.path not in blocks:
+            continue
+        block = blocks[leaf.path]
+        first = lax.axis_index(axes) * block.shape[-1]
+        zeroed[leaf.path] = jnp.where(first + jnp.arange(block.shape[-1]) < leaf.size, block, 0)
+    return {**blocks, **zeroed}
+
+
+def _flat(rows: Sequence[Array]) -> list[Array]:
+    return [x.reshape(-1) for x in rows]
+
+
+def _delta(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array], copies: Sequence[Array]) -> list[Array]:
+    rows = [x.reshape(leaf.world.nodes, leaf.shard) for x, leaf in zip(copies, leaves, strict=True)]
+    return _flat(gather_delta(shards, rows, leaves))
+
+
+def _feed_back(
+    leaves: Sequence[Leaf], seed: Seed, sums: Sequence[Array], residuals: Sequence[Array]
+) -> Sequence[Any]:
+    owned, kept = reduce_node(sums, leaves, seed, residuals)
+    return list(zip(owned, kept or residuals, strict=True))

@@ -1,0 +1,188 @@
+"""What never changes during a run: the model, where its leaves live, and how they travel."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.adapters import Adapter, LossFn, Model, adapt
+from zerojax.errors import ZeroError
+from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
+from zerojax.schedule.strategy import Route
+from zerojax.sharding.layout import OWNED, Leaf, make_leaf
+from zerojax.sharding.mesh import AXES, LOCAL, NODE, World
+from zerojax.sharding.param_tree import Path
+from zerojax.train.spikes import SpikeRule
+from zerojax.zero_config import ZeroConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that travel together: those of one unit, or the rest of the model.
+
+    Attributes:
+        unit: the unit's name, or None for what belongs to no unit.
+        layers: how many layers it stacks, or None.
+        leaves: their layouts, in the model's order.
+    """
+
+    unit: str | None
+    layers: int | None
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A model, an optimizer, a loss, a mesh and a config, fitted to each other.
+
+    Compared by identity, so that two programs in one process never share a compiled step.
+    """
+
+    mesh: Mesh
+    zero: ZeroConfig
+    adapter: Adapter
+    tx: optax.GradientTransformation
+    loss_fn: LossFn
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Group, ...]
+    route: Route
+    spikes: SpikeRule | None = None
+    cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def world(self) -> World:
+        """The mesh's extents."""
+        return World.of(self.mesh)
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """A compiled function of this program, made at its first use."""
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
+
+    def param_spec(self, leaf: Leaf) -> PartitionSpec:
+        """How a parameter, its gradient and its moments are stored: at stage 0 by everyone."""
+        return leaf.spec(OWNED if self.zero.stage > 0 else ())
+
+    def secondary_spec(self, leaf: Leaf) -> PartitionSpec:
+        """How delta's secondary copy is stored: once per node, spread over its devices."""
+        return leaf.spec((LOCAL,))
+
+    def residual_spec(self, leaf: Leaf) -> PartitionSpec:
+        """How the error-feedback residual is stored: every device its own."""
+        return PartitionSpec(*(() if leaf.layers is None else (None,)), NODE, LOCAL)
+
+    def residual_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The global shape of a leaf's error-feedback residual."""
+        layers = () if leaf.layers is None else (leaf.layers,)
+        return (*layers, self.world.nodes, leaf.padded)
+
+    def secondary_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The global shape of a leaf's secondary copy."""
+        return (leaf.padded,) if leaf.layers is None else (leaf.layers, leaf.padded)
+
+    @property
+    def updating(self) -> tuple[Group, ...]:
+        """Groups whose units bring delta's copies up to date on their way, beside the forward pass.
+
+        With several passes a step, or copies sent whole from time to time, none does: it is done
+        before the first forward pass.
+        """
+        zero = self.zero
+        if not zero.weights_delta or zero.passes > 1 or zero.delta_resync or self.world.nodes == 1:
+            return ()
+        return tuple(group for group in self.groups if group.unit in self.adapter.updating)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """How a batch is sharded: its leading axis over all devices."""
+        return PartitionSpec(AXES)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """A spec on this program's mesh."""
+        return NamedSharding(self.mesh, spec)
+
+    def by_path(self, make: Callable[[Leaf], Any]) -> dict[Path, Any]:
+        """Something for each leaf."""
+        return {leaf.path: make(leaf) for leaf in self.leaves}
+
+
+def build(
+    model: Model,
+    tx: Optimizer,
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh,
+    zero: ZeroConfig,
+    sample_batch: Any,
+    spikes: SpikeRule | None = None,
+) -> Program:
+    """Fit a model, an optimizer, a loss, a mesh and a config to each other; no device is touched.
+
+    Raises:
+        ZeroError: they don't fit; the message says which and what to do.
+    """
+    if tuple(mesh.axis_names) != AXES:
+        raise ZeroError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
+    world = World.of(mesh)
+    check_options(zero, world)
+    adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
+    if not adapter.parameters:
+        raise ZeroError("the model has no floating-point parameters to train.")
+    leaves = tuple(
+        make_leaf(p.path, p.shape, p.dtype, p.layers, number=i, world=world, zero=zero)
+        for i, p in enumerate(adapter.parameters)
+    )
+    units = [p.unit for p in adapter.parameters]
+    if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
+        raise ZeroError(
+            'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
+            "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
+        )
+    groups = tuple(_group(unit, leaves, units) for unit in dict.fromkeys(units))
+    if zero.stage == 3 and all(unit is None for unit in units):
+        warnings.warn(
+            "no unit is named, so the whole model is gathered at once: name its block classes in "
+            "ZeroConfig.units, or use zerojax.Stack, to gather layer by layer.",
+            stacklevel=4,
+        )
+    if isinstance(tx, OnLayout):
+        tx = tx.make(mesh, leaves, zero)
+    else:
+        check_shardable(tx, leaves)
+    return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero), spikes)
+
+
+def check_options(zero: ZeroConfig, world: World) -> None:
+    """Refuse options that do not go with a mesh, or with each other there.
+
+    Raises:
+        ZeroError: naming the options.
+    """
+    if zero.error_feedback and world.nodes == 1:
+        raise ZeroError("error_feedback corrects the node hop, and a mesh of one node has none.")
+    if zero.chunks > 1 and zero.node_hop_once:
+        raise ZeroError(
+            "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "
+            "taken once per step: leave chunks at 1."
+        )
+
+
+def _group(unit: str | None, leaves: tuple[Leaf, ...], units: list[str | None]) -> Group:
+    own = tuple(leaf for leaf, name in zip(leaves, units, strict=True) if name == unit)
+    return Group(unit, own[0].layers, own)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Everyone has all of it."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def abstract(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and place of an array that does not exist yet."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -1,0 +1,358 @@
+"""The train state: what a step takes and returns, how it is made, and how the whole model is had back."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int32, PyTree, UInt32
+
+from zerojax.adapters import LossFn, Model, Other
+from zerojax.errors import ZeroError
+from zerojax.optim.shard_check import Optimizer, state_specs
+from zerojax.sharding.layout import from_stored, to_stored
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.per_device import first_secondary, flat_blocks
+from zerojax.train.spec import Program, abstract, build
+from zerojax.train.spikes import Losses, SpikeRule
+from zerojax.zero_config import ZeroConfig
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "step",
+        "skipped_in_row",
+        "seed",
+        "params",
+        "opt_state",
+        "other",
+        "secondary",
+        "residual",
+        "losses",
+    ],
+    meta_fields=["program"],
+)
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes, as global arrays, and the program that changes it.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        skipped_in_row: steps skipped since the last that was not.
+        seed: all that is random in a run follows from it and from ``step``.
+        params: fp32 master weights, nested by path, each as ``Leaf.stored_shape``.
+        opt_state: the optimizer's.
+        other: non-parameter state by name, replicated.
+        secondary: with ``weights_delta``, the node-local copies, nested by path; else empty.
+        residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
+        losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
+        program: what never changes.
+    """
+
+    step: Int32[Array, ""]
+    skipped_in_row: Int32[Array, ""]
+    seed: UInt32[Array, ""]
+    params: PyTree
+    opt_state: PyTree
+    other: Other
+    secondary: PyTree
+    residual: PyTree
+    losses: Losses
+    program: Program
+
+    @classmethod
+    def create(
+        cls,
+        model: Model,
+        tx: Optimizer,
+        loss_fn: LossFn,
+        *,
+        mesh: Mesh,
+        zero: ZeroConfig | None = None,
+        seed: int = 0,
+        sample_batch: Any = None,
+        spikes: SpikeRule | None = None,
+    ) -> "TrainState":
+        """Make a model and its optimizer state, sharded from birth: no device ever holds all of it.
+
+        Args:
+            model: a callable ``rngs -> nnx.Module``, or a Linen module.
+            tx: an optax transform that works on shards, or one made by ``zerojax.chain``.
+            loss_fn: ``(model, batch[, rngs]) -> scalar`` or ``-> (scalar, aux dict of scalars)``. Where
+                aux has ``"tokens"``, the loss is taken as the mean over so many.
+            mesh: from ``zerojax.make_mesh``.
+            zero: by default exact ZeRO-3.
+            seed: of the parameters and of everything random later.
+            sample_batch: for a Linen module, arrays of a batch's shapes and dtypes.
+            spikes: also skip steps whose loss is a spike; by default none is.
+
+        Raises:
+            ZeroError: something does not fit; before any device is touched.
+        """
+        state = cls.abstract(
+            model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes
+        )
+        return state.replace(**initializer(state)(np.uint32(seed)))
+
+    @classmethod
+    def abstract(
+        cls,
+        model: Model,
+        tx: Optimizer,
+        loss_fn: LossFn,
+        *,
+        mesh: Mesh,
+        zero: ZeroConfig | None = None,
+        sample_batch: Any = None,
+        spikes: SpikeRule | None = None,
+    ) -> "TrainState":
+        """The state's shapes, dtypes and shardings, without its values: for ahead-of-time compiles.
+
+        The mesh may be of devices that are not there. Arguments and errors as ``create``.
+        """
+        zero = zero or ZeroConfig()
+        program = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes)
+        return cls(**abstract_fields(program), program=program)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same state but for ``changes``."""
+        return dataclasses.replace(self, **changes)
+
+
+def abstract_fields(program: Program) -> dict[str, Any]:
+    """Every field of a program's state but the program, as ShapeDtypeStructs with shardings."""
+    zero, everyone = program.zero, program.sharding(PartitionSpec())
+    specs = program.by_path(program.param_spec)
+    params = {
+        leaf.path: abstract(leaf.stored_shape, jnp.float32, program.sharding(specs[leaf.path]))
+        for leaf in program.leaves
+    }
+    opt_state = jax.tree.map(
+        lambda x, spec: abstract(x.shape, x.dtype, program.sharding(spec)),
+        jax.eval_shape(program.tx.init, to_tree(params)),
+        state_specs(program.tx, program.leaves, specs),
+    )
+    secondary = {
+        leaf.path: abstract(
+            program.secondary_shape(leaf),
+            leaf.weights[1].dtype,
+            program.sharding(program.secondary_spec(leaf)),
+        )
+        for leaf in program.leaves
+    }
+    residual = {
+        leaf.path: abstract(
+            program.residual_shape(leaf), jnp.float32, program.sharding(program.residual_spec(leaf))
+        )
+        for leaf in program.leaves
+    }
+    return {
+        "step": abstract((), jnp.int32, everyone),
+        "skipped_in_row": abstract((), jnp.int32, everyone),
+        "seed": abstract((), jnp.uint32, everyone),
+        "params": to_tree(params),
+        "opt_state": opt_state,
+        "other": {
+            name: abstract(x.shape, x.dtype, everyone) for name, x in program.adapter.abstract_other.items()
+        },
+        "secondary": to_tree(secondary) if zero.weights_delta else {},
+        "residual": to_tree(residual) if zero.error_feedback else {},
+        "losses": {
+            name: abstract(x.shape, x.dtype, everyone)
+            for name, x in (jax.eval_shape(program.spikes.start) if program.spikes else {}).items()
+        },
+    }
+
+
+def shardings_of(tree: PyTree) -> PyTree:
+    """The sharding of each leaf of a tree of arrays or of ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def secondary_of(program: Program, params: PyTree) -> PyTree:
+    """Delta's secondary copies, made whole from master weights: at birth, and after a change of mesh."""
+    shard_map = functools.partial(jax.shard_map, mesh=program.mesh, check_vma=False)
+    make = shard_map(
+        lambda blocks: first_secondary(program, flat_blocks(blocks, program.leaves)),
+        in_specs=(program.by_path(program.param_spec),),
+        out_specs=program.by_path(program.secondary_spec),
+    )
+    return to_tree(make(from_tree(params)))
+
+
+def gather_params(state: TrainState) -> dict[str, Any]:
+    """The whole model on every host: natural shapes and dtypes, nested by path.
+
+    Leaves are gathered one at a time, so a device holds one whole leaf at most. In several processes all
+    must call.
+
+    Returns:
+        A nested dict of numpy arrays, which share no memory with the state.
+
+    Raises:
+        ZeroError: the state was donated, or is abstract.
+    """
+    check_there(state)
+    program = state.program
+    params = from_tree(state.params)
+    everyone = program.sharding(PartitionSpec())
+    whole = {}
+    for leaf in program.leaves:
+        natural = program.once(
+            f"natural {leaf.name}",
+            lambda leaf=leaf: jax.jit(
+                lambda x: from_stored(x, leaf).astype(leaf.dtype), out_shardings=everyone
+            ),
+        )
+        whole[leaf.path] = np.asarray(natural(params[leaf.path]))
+    return to_tree(whole)
+
+
+def put_params(state: TrainState, params: PyTree) -> TrainState:
+    """A state whose master weights are ``params``; the optimizer's state stays as it is.
+
+    All but the weights it shares with ``state``: a step from one donates the other as well.
+
+    Args:
+        state: any.
+        params: natural shapes, nested by path, as ``gather_params`` returns; on the host.
+
+    Raises:
+        ZeroError: a path is missing, unknown, or of the wrong shape.
+    """
+    program, given = state.program, from_tree(params)
+    known = {leaf.path: leaf for leaf in program.leaves}
+    if given.keys() != known.keys():
+        odd = sorted("/".join(path) for path in given.keys() ^ known.keys())
+        raise ZeroError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
+    placed = {}
+    for path, leaf in known.items():
+        if np.shape(given[path]) != leaf.natural_shape:
+            raise ZeroError(
+                f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.natural_shape}."
+            )
+        stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
+        placed[path] = jax.device_put(stored, program.sharding(program.param_spec(leaf)))
+    whole = to_tree(placed)
+    secondary = jax.jit(functools.partial(secondary_of, program))(whole) if state.secondary else {}
+    return state.replace(params=whole, secondary=secondary)
+
+
+def gather_model(state: TrainState) -> Any:
+    """An ordinary, unsharded model with the state's weights: for sampling, or to take away.
+
+    Returns:
+        The ``nnx.Module`` in evaluation mode, or for Linen the module's ``apply`` with all its variables. It
+        shares no memory with the state.
+
+    Raises:
+        ZeroError: as ``gather_params``.
+    """
+    program = state.program
+    weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
+    other = {name: copied(x.addressable_data(0)) for name, x in state.other.items()}
+    return program.adapter.whole(weights, other)
+
+
+def check_there(state: TrainState) -> None:
+    """Refuse a state without values, which no compiled function could be given.
+
+    Raises:
+        ZeroError: its arrays were donated to a step, or never made.
+    """
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        raise ZeroError(
+            "the state is abstract: make it by TrainState.create, or restore a checkpoint into it."
+        )
+    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
+        raise ZeroError(
+            "the state was passed to train_step before, which takes its arrays for the next one (donation): "
+            "go on with the state that train_step returned."
+        )
+
+
+def averaged(state: TrainState) -> TrainState:
+    """A state whose weights are the average: to evaluate or to gather, not to train on.
+
+    It shares its arrays with `state`, and is gone when a step is taken from that.
+
+    Raises:
+        ZeroError: the optimizer keeps no average, or has made no update yet.
+    """
+    check_there(state)
+    params = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
+    if params is None:
+        raise ZeroError(
+            "there is no average of the weights: end the optimizer's chain with zerojax.average_weights, or "
+            "set optimizer.ema_decay."
+        )
+    if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
+        raise ZeroError("the average of the weights is of no update yet: take a step first.")
+    secondary = jax.jit(functools.partial(secondary_of, state.program))(params) if state.secondary else {}
+    return state.replace(params=params, secondary=secondary)
+
+
+@jax.jit
+def copied(x: Array) -> Array:
+    """A copy, which outlives a donation of ``x``."""
+    return jnp.copy(x)
+
+
+def initializer(state: TrainState) -> Any:
+    """The compiled function from a seed to a state's first values, each made where it will live."""
+    program = state.program
+
+    def init(seed: Array) -> dict[str, Any]:
+        weights, other = program.adapter.init(jax.random.key(seed))
+        stored = to_tree(
+            {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in program.leaves}
+        )
+        stored = jax.lax.with_sharding_constraint(stored, shardings_of(state.params))
+        return {"params": stored, **_first_values(state, seed, stored, other)}
+
+    return jax.jit(init, out_shardings=_field_shardings(state))
+
+
+def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
+    """A state at step 0 with given master weights; everything else is as ``TrainState.create`` makes it.
+
+    Args:
+        state: abstract.
+        params: as ``TrainState.params``, where they belong already; they are not copied.
+        seed: as of ``create``.
+    """
+
+    def init(seed: Array, stored: PyTree) -> dict[str, Any]:
+        # The initial weights are never read, so that XLA leaves them out.
+        _, other = state.program.adapter.init(jax.random.key(seed))
+        return _first_values(state, seed, stored, other)
+
+    fields = _field_shardings(state)
+    del fields["params"]
+    return state.replace(params=params, **jax.jit(init, out_shardings=fields)(np.uint32(seed), params))
+
+
+def _first_values(state: TrainState, seed: Array, stored: PyTree, other: Other) -> dict[str, Any]:
+    """Every field at step 0 but the parameters."""
+    program = state.program
+    return {
+        "step": jnp.int32(0),
+        "skipped_in_row": jnp.int32(0),
+        "seed": seed.astype(jnp.uint32),
+        "opt_state": program.tx.init(stored),
+        "other": other,
+        "secondary": secondary_of(program, stored) if program.zero.weights_delta else {},
+        "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.residual),
+        "losses": program.spikes.start() if program.spikes else {},
+    }
+
+
+def _field_shardings(state: TrainState) -> dict[str, PyTree]:
+    return {field: shardings_of(getattr(state, field)) for field in abstract_fields(state.program)}

@@ -1,0 +1,330 @@
+"""The step: one compiled function from a state and a batch to the next state and its metrics.
+
+The backward pass and every hop run inside ``shard_map``; the optimizer runs on the global arrays, where a
+norm over the whole tree is right by construction.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from zerojax.adapters import LossFn
+from zerojax.comm.xla_options import compiler_options
+from zerojax.errors import ZeroError
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.sharding.wire_format import mix
+from zerojax.train import per_device
+from zerojax.train.per_device import flat_blocks, means, stored_blocks
+from zerojax.train.spec import Program
+from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of
+
+Metrics = dict[str, Array]
+NUMBER = (bool, int, float, complex)
+"""Python's: what has no dtype of its own."""
+
+
+def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    """Take one optimizer step.
+
+    A step whose loss or gradient is not finite changes nothing but the counters; nor does one whose loss is a
+    spike, where the state has a ``SpikeRule``.
+
+    The state that is passed in is donated: the next one takes its memory, so that there never are two.
+    Write ``state, metrics = train_step(state, batch)`` and don't touch the old one, or a part of it, again.
+    What was copied out of it stays: what ``gather_params`` and ``gather_model`` returned, metrics, and a
+    checkpoint that is still being saved. What only refers to it does not: ``state.params``, and states made
+    by ``state.replace``, ``put_params`` and ``averaged``. The batch is not donated.
+
+    Args:
+        state: the state so far; its arrays are gone afterwards.
+        batch: a pytree of arrays whose leading axis is the global batch, a multiple of the number of
+            devices times ``ZeroConfig.accumulate``; in several processes, this process's part of it.
+            Scalars among them (of no axis, or Python's numbers), such as a schedule's weight, are given to
+            every device and micro-batch as they are; all processes pass the same.
+
+    Returns:
+        The next state, and the metrics as scalar arrays that are still being computed: "loss" and what
+        else the loss function measured (means over the world), "grad_norm", "skipped" (0 or 1),
+        "skipped_in_row"; with a ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that
+        would have been none.
+
+    Raises:
+        ZeroError: the batch does not divide, or the state was donated before.
+    """
+    program = state.program
+    placed = place(program, batch, program.zero.accumulate)
+    check_there(state)
+    return _compiled(program)(state, placed)
+
+
+def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
+    """The loss on a batch and what else the loss function measured; nothing changes.
+
+    Args:
+        state: any; it is not donated.
+        batch: as of ``train_step``, but for ``accumulate``, which does not matter here.
+        loss_fn: what to measure, as the loss of ``TrainState.create``, which it is by default. A Linen module
+            is told of evaluation by its own arguments, so by a loss that gives them: ``model(x,
+            train=False)``. Each function is compiled once: don't make it anew for every call.
+
+    Raises:
+        ZeroError: as ``train_step``.
+    """
+    program = state.program
+    placed = place(program, batch, 1)
+    check_there(state)
+    return _compiled_eval(program)(state, placed, loss_fn or program.loss_fn)
+
+
+def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
+    """The mean gradients that ``train_step`` would hand to the optimizer; nothing changes.
+
+    Arguments and errors as ``train_step``.
+
+    Returns:
+        Nested by path, fp32, stored as the parameters are (``Leaf.stored_shape``).
+    """
+    program = state.program
+    step = program.once(
+        "gradients",
+        lambda: jax.jit(
+            lambda state, batch: _gradients(program, state, batch)[0],
+            compiler_options=compiler_options(program.mesh),
+        ),
+    )
+    placed = place(program, batch, program.zero.accumulate)
+    check_there(state)
+    return step(state, placed)
+
+
+def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+    """The lowered step, for ahead-of-time compiles and audits.
+
+    Args:
+        state: a state, or an abstract one.
+        batch: arrays or ShapeDtypeStructs with the global batch's shapes.
+    """
+    return _compiled(state.program).lower(state, abstract_batch(state.program, batch))
+
+
+def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+    """The lowered evaluation; arguments as ``lower_train_step``."""
+    program = state.program
+    return _compiled_eval(program).lower(state, abstract_batch(program, batch), program.loss_fn)
+
+
+def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
+    """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
+    return _compiled(state.program).trace(state, abstract_batch(state.program, batch))
+
+
+def abstract_batch(program: Program, batch: Any) -> Any:
+    """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
+    _check_batch(batch)
+
+    def place_one(x: Any) -> Any:
+        if isinstance(x, NUMBER):
+            return x
+        _check_rows(program, np.shape(x), program.world.size, program.zero.accumulate)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        sharding = program.sharding(_batch_spec(program, x))
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+
+    return jax.tree.map(place_one, batch)
+
+
+def place(program: Program, batch: Any, accumulate: int) -> Any:
+    """Spread a host batch over the devices, and give its scalars to each of them.
+
+    Arrays that are already in place stay as they are, and Python's numbers are left to jit, for which they
+    have no dtype of their own.
+    """
+    _check_batch(batch)
+    processes = program.once("processes", lambda: len({d.process_index for d in program.mesh.devices.flat}))
+
+    def place_one(x: Any) -> Any:
+        if isinstance(x, NUMBER):
+            return x
+        sharding = program.sharding(_batch_spec(program, x))
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        _check_rows(program, np.shape(x), program.world.size // processes, accumulate)
+        if processes == 1:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(place_one, batch)
+
+
+def _check_batch(batch: Any) -> None:
+    leaves = jax.tree.leaves(batch)
+    if leaves and not any(map(np.shape, leaves)):
+        raise ZeroError(
+            "the batch has scalars alone, which every device is given: no array in it has a leading axis to "
+            "be spread."
+        )
+
+
+def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
+    if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
+        raise ZeroError(
+            f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
+            f"devices x accumulate={accumulate}: its leading axis is the batch."
+        )
+
+
+def _batch_spec(program: Program, x: Any) -> PartitionSpec:
+    """How an array of a batch is sharded: a scalar is everyone's."""
+    return program.batch_spec if np.shape(x) else PartitionSpec()
+
+
+def _compiled(program: Program) -> Any:
+    def make() -> Any:
+        fields = abstract_fields(program)
+        everyone = NamedSharding(program.mesh, PartitionSpec())
+        state = TrainState(**shardings_of(fields), program=program)
+        return jax.jit(
+            _train,
+            donate_argnums=0,
+            out_shardings=(state, everyone),
+            compiler_options=compiler_options(program.mesh),
+        )
+
+    return program.once("train", make)
+
+
+def _compiled_eval(program: Program) -> Any:
+    return program.once(
+        "eval",
+        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(program.mesh)),
+    )
+
+
+def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    program = state.program
+    grads, other, secondary, residual, metrics = _gradients(program, state, batch)
+    grad_norm = optax.tree.norm(grads)
+    ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
+    if program.spikes is not None:
+        limit = program.spikes.limit(losses)
+        spike = metrics["loss"] > limit
+        ok &= ~spike
+        losses = program.spikes.add(losses, metrics["loss"], ok)
+        metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
+    with jax.named_scope("optimizer"):
+        updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+    keep = functools.partial(_where, ok)
+    following = state.replace(
+        step=state.step + 1,
+        skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
+        params=keep(params, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+        other=keep(other, state.other),
+        secondary=secondary,
+        residual=keep(residual, state.residual),
+        losses=losses,
+    )
+    metrics |= {
+        "grad_norm": grad_norm,
+        "skipped": 1 - ok.astype(jnp.int32),
+        "skipped_in_row": following.skipped_in_row,
+    }
+    return following, metrics
+
+
+def _where(ok: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any, Metrics]:
+    """Mean gradients at their owners, and the state that the passes changed."""
+    leaves = program.leaves
+    params_spec = program.by_path(program.param_spec)
+    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
+    residual_spec = program.by_path(program.residual_spec) if state.residual else {}
+
+    def local(
+        params: Any, secondary: Any, residual: Any, other: Any, batch: Any, step: Any, seed: Any
+    ) -> Any:
+        seed = mix(seed, step)
+        blocks = flat_blocks(params, leaves)
+        if secondary:
+            secondary = per_device.next_secondary(program, blocks, secondary, step, later=program.updating)
+        weights = per_device.sources(program, blocks, secondary, program.updating)
+        grads, other, sums, updated = per_device.accumulate(program, weights, other, batch, seed)
+        if secondary:
+            secondary = per_device.last_secondary(program, blocks, secondary, updated)
+        flat = flat_blocks(residual, leaves) if residual else {}
+        grads, kept = per_device.to_owners(program, grads, flat, seed)
+        metrics, count = means(sums)
+        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, leaves)
+        kept = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
+        return grads, other, secondary, kept, metrics
+
+    everyone = PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(
+            params_spec,
+            secondary_spec,
+            residual_spec,
+            everyone,
+            jax.tree.map(functools.partial(_batch_spec, program), batch),
+            everyone,
+            everyone,
+        ),
+        out_specs=(params_spec, everyone, secondary_spec, residual_spec, everyone),
+        check_vma=False,
+    )
+    grads, other, secondary, residual, metrics = run(
+        from_tree(state.params),
+        from_tree(state.secondary),
+        from_tree(state.residual),
+        state.other,
+        batch,
+        state.step,
+        state.seed,
+    )
+    return to_tree(grads), other, to_tree(secondary), to_tree(residual), metrics
+
+
+def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
+    program = dataclasses.replace(state.program, loss_fn=loss_fn)
+    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
+
+    def local(params: Any, secondary: Any, other: Any, batch: Any, step: Any, seed: Any) -> Metrics:
+        blocks = flat_blocks(params, program.leaves)
+        if secondary:
+            # As the next training step will do, or the loss would be that of the weights one update ago.
+            secondary = per_device.next_secondary(program, blocks, secondary, step)
+        weights = per_device.sources(program, blocks, secondary)
+        sums = per_device.evaluate(program, weights, other, batch, mix(seed, step))
+        return means(sums)[0]
+
+    everyone = PartitionSpec()
+    run = jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(
+            program.by_path(program.param_spec),
+            secondary_spec,
+            everyone,
+            jax.tree.map(functools.partial(_batch_spec, program), batch),
+            everyone,
+            everyone,
+        ),
+        out_specs=everyone,
+        check_vma=False,
+    )
+    return run(
+        from_tree(state.params), from_tree(state.secondary), state.other, batch, state.step, state.seed
+    )

@@ -1,0 +1,301 @@
+"""The one set of options: what is sharded, and in which format it travels.
+
+The fields are plain values, so that a config file can hold them; ``ZeroConfig`` refuses combinations that
+can't work or would do nothing, before anything is compiled.
+"""
+
+import dataclasses
+import fnmatch
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from jax.typing import DTypeLike
+
+import pallas_kernels
+from zerojax.errors import ZeroError
+from zerojax.validation.bounds import check_numbers
+from zerojax.validation.dtypes import dtype_name
+
+RAW = ("fp32", "bf16")
+BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
+FORMATS = tuple(BITS)
+COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
+_MOST_CHUNKS = 64
+
+Remat = Literal["full", "attention", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How a model is sharded over the mesh and what crosses each axis.
+
+    Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; None is the format of
+    ``compute_dtype``, which sends exactly what the model computes with. "float32" and ``jnp.bfloat16`` and
+    the like name the first two as well.
+
+    Attributes:
+        stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
+            parameters (ZeRO, Rajbhandari et al.).
+        units: module classes whose weights are gathered just before use and dropped after
+            (``zerojax.Stack`` needs no mention). Without any, the whole model is one unit.
+        compute_dtype: bfloat16 or float32, as a name ("bfloat16", "bf16") or a dtype (``jnp.bfloat16``); kept
+            as the long name. What the gathered weights are in: master weights and optimizer state are
+            always fp32.
+        remat: what a unit's backward pass computes again: "full" everything, "attention" all but the
+            attention's output, "none" only what fuses into its readers (element-wise operations, row
+            sums, casts, layout changes): results of matmuls and kernels are kept.
+        accumulate: micro-batches per optimizer step.
+        accumulate_order: "depth" runs each micro-batch through the whole model before the next; "breadth"
+            runs all of them through a unit before the next unit, so that weights are gathered and
+            gradients reduced once a step, beside compute. It keeps the activations of all micro-batches
+            for the backward pass, and needs units (``zerojax.schedule.breadth_first``).
+        weights: format of the weight all-gather over ``node`` (qwZ, ZeRO++ section 3.1).
+        weights_delta: keep the secondary copy across steps and send only what changed, once per
+            optimizer step (needs ``hpz``).
+        delta_resync: with ``weights_delta``, send the whole weights in the local format every n
+            steps; 0 never.
+        local_weights: format of the all-gather over ``local`` and of the stored secondary copy.
+        hpz: keep the node-local secondary copy for the backward pass (ZeRO++ section 3.2).
+        grads: formats of the gradient hops over ``local`` and over ``node`` (qgZ, section 3.3).
+        grads_hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3).
+        grad_sync: "micro" takes the node hop for every micro-batch, "step" once per optimizer step.
+        block_size: elements that share a scale; a power of two from 64 to 2048, best a divisor of the
+            model's width.
+        rounding: of gradients: "nearest" (half to even) or "stochastic" (a counter hash: reproducible,
+            unbiased). Weights are always rounded to nearest, which keeps their error bound smallest.
+        rotation: 32 rotates gradients by a 32-wide Hadamard matrix before encoding; 0 does not.
+        error_feedback: add what the node hop's encoding lost to the next step's gradient.
+        chunks: into how many pipeline stages the two gradient hops are cut.
+        precise: ``(pattern, format)`` pairs: where a leaf's path ("blocks/attn/kernel") matches the
+            shell pattern, neither its weight nor its gradient travels in fewer bits than ``format``.
+            Vectors and scalars always travel in the compute format. By default embeddings: a rare
+            token's gradient, in one block with a frequent one's, would round to zero in four bits.
+    """
+
+    stage: int = 3
+    units: tuple[type, ...] = ()
+    compute_dtype: DTypeLike = "bfloat16"
+    remat: Remat = "full"
+    accumulate: int = 1
+    accumulate_order: Literal["depth", "breadth"] = "depth"
+    weights: str | None = None
+    weights_delta: bool = False
+    delta_resync: int = 0
+    local_weights: str | None = None
+    hpz: bool = False
+    grads: tuple[str | None, str | None] = (None, None)
+    grads_hops: int = 2
+    grad_sync: Literal["micro", "step"] = "micro"
+    block_size: int = 256
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rotation: int = 0
+    error_feedback: bool = False
+    chunks: int = 1
+    precise: tuple[tuple[str, str], ...] = (("*embed*", "int8"),)
+
+    def __post_init__(self) -> None:
+        """Refuse what can't work.
+
+        Raises:
+            ZeroError: naming the field, its value and the way out.
+        """
+        self._take_names()
+        check_numbers(self, "ZeroConfig.{}".format)
+        for field, allowed in _CHOICES.items():
+            if (value := getattr(self, field)) not in allowed:
+                raise ZeroError(f"ZeroConfig.{field}={value!r} is not one of {allowed}.")
+        for field in ("accumulate", "chunks"):
+            if getattr(self, field) < 1:
+                raise ZeroError(f"ZeroConfig.{field}={getattr(self, field)} must be at least 1.")
+        if self.chunks > _MOST_CHUNKS:
+            raise ZeroError(f"ZeroConfig.chunks={self.chunks} must be at most {_MOST_CHUNKS}.")
+        size = self.block_size
+        if size & (size - 1) or not 64 <= size <= 2048:
+            raise ZeroError(f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048.")
+        for _, floor in self.precise:
+            _check_format("precise", floor)
+        self._check_formats()
+        self._check_stage()
+        self._check_delta()
+        self._check_no_op()
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """A named set of options.
+
+        Args:
+            name: "zero3" is exact ZeRO-3 (3M bytes between nodes a step); "zero++" is as published:
+                int8 weights, hpZ, int4 gradients over two hops (0.75M); "delta" is the best known:
+                int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
+                reduction per optimizer step (0.5M).
+            **overrides: fields to set on top.
+
+        Raises:
+            ZeroError: there is no preset of that name.
+        """
+        if name not in PRESETS:
+            raise ZeroError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}.")
+        return cls(**{**PRESETS[name], **overrides})
+
+    def replace(self, **changes: Any) -> Self:
+        """The same options but for ``changes``, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def compute_format(self) -> str:
+        """The wire format that carries ``compute_dtype`` unchanged."""
+        return COMPUTE_FORMAT[str(self.compute_dtype)]
+
+    @property
+    def weight_formats(self) -> tuple[str, str]:
+        """Formats of the weight gather over ``node`` and over ``local``, None resolved."""
+        return self.weights or self.compute_format, self.local_weights or self.compute_format
+
+    @property
+    def grad_formats(self) -> tuple[str, str]:
+        """Formats of the gradient hops over ``local`` and over ``node``, None resolved."""
+        local, node = self.grads
+        return local or self.compute_format, node or self.compute_format
+
+    @property
+    def passes(self) -> int:
+        """How often the units are run in a step, forward and backward, for one micro-batch or for all."""
+        return 1 if self.accumulate_order == "breadth" else self.accumulate
+
+    @property
+    def node_hop_once(self) -> bool:
+        """Whether gradients cross nodes after the last micro-batch instead of within each."""
+        return self.error_feedback or (self.grad_sync == "step" and self.passes > 1)
+
+    def wire_format_of(self, path: str, rank: int, wanted: str) -> str:
+        """The format in which a leaf's weight or gradient travels where the config says ``wanted``.
+
+        Args:
+            path: the leaf's path, joined by "/".
+            rank: the number of dimensions of one layer's leaf.
+            wanted: "fp32" ... "int2".
+        """
+        if rank < 2:
+            return max(wanted, self.compute_format, key=BITS.__getitem__)
+        floors = [floor for pattern, floor in self.precise if fnmatch.fnmatch(path.lower(), pattern)]
+        return max([wanted, *floors], key=BITS.__getitem__)
+
+    def _take_names(self) -> None:
+        """Put the one name of each dtype in the place of what was given."""
+        names: dict[str, Any] = {
+            "compute_dtype": dtype_name(
+                self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
+            ),
+            "weights": _format_name(self.weights),
+            "local_weights": _format_name(self.local_weights),
+            "grads": tuple(map(_format_name, self.grads)),
+            "precise": tuple((pattern, _format_name(floor)) for pattern, floor in self.precise),
+        }
+        for field, value in names.items():
+            object.__setattr__(self, field, value)  # frozen for everybody else
+
+    def _check_formats(self) -> None:
+        if len(self.grads) != 2:
+            raise ZeroError(f"ZeroConfig.grads={self.grads!r} must name two formats: over local, over node.")
+        named = {"weights": self.weights, "local_weights": self.local_weights}
+        named |= {"grads[0] (local)": self.grads[0], "grads[1] (node)": self.grads[1]}
+        for field, fmt in named.items():
+            _check_format(field, fmt)
+        if self.grads_hops == 1 and len(set(self.grad_formats)) > 1:
+            raise ZeroError(
+                "ZeroConfig.grads_hops=1 sends gradients once, over both axes together: give the same "
+                f"format twice, not grads={self.grads!r}."
+            )
+
+    def _check_stage(self) -> None:
+        if self.stage == 0 and (self.weights or self.local_weights):
+            raise ZeroError("stage 0 gathers no weights: leave weights and local_weights at None.")
+        if self.stage == 0 and set(self.grad_formats) & set(pallas_kernels.QUANTIZED):
+            raise ZeroError(
+                "stage 0 gives every device the whole sum, which has no owner to decode it: use "
+                '"fp32" or "bf16" gradients, or stage 1 and above.'
+            )
+        if self.hpz and self.stage < 3:
+            raise ZeroError(
+                f"hpz keeps a copy for the backward gather, and stage {self.stage} has no such gather: "
+                "use stage 3, or drop hpz."
+            )
+        if self.accumulate_order == "breadth" and self.stage < 3:
+            raise ZeroError(
+                f'accumulate_order="breadth" gathers each unit once for all micro-batches, and stage '
+                f'{self.stage} gathers none: use stage 3, or "depth".'
+            )
+        if self.grad_sync == "step" and self.stage < 2:
+            raise ZeroError(f'stage {self.stage} always reduces once per step: leave grad_sync at "micro".')
+
+    def _check_delta(self) -> None:
+        if self.weights_delta and not self.hpz:
+            raise ZeroError("weights_delta updates the secondary copy: it needs hpz=True.")
+        if self.weights_delta and self.weight_formats[1] not in RAW:
+            raise ZeroError(
+                f"weights_delta adds to the secondary copy in place, which local_weights="
+                f'{self.local_weights!r} would round again at every step: use "bf16" or "fp32".'
+            )
+        if self.delta_resync < 0 or (self.delta_resync and not self.weights_delta):
+            raise ZeroError(
+                f"delta_resync={self.delta_resync} must be 0 or more, and needs weights_delta=True."
+            )
+        if self.error_feedback and self.grad_sync != "step":
+            raise ZeroError(
+                'error_feedback belongs to the optimizer step, not to a micro-batch: set grad_sync="step".'
+            )
+        if self.error_feedback and self.grads_hops == 1:
+            raise ZeroError("error_feedback sits on the node hop: it needs grads_hops=2.")
+        if self.grad_sync == "step" and self.grads_hops == 1:
+            raise ZeroError('grad_sync="step" keeps sums between the two hops: it needs grads_hops=2.')
+
+    def _check_no_op(self) -> None:
+        quantized = set(pallas_kernels.QUANTIZED)
+        if self.rotation and not quantized & set(self.grad_formats):
+            raise ZeroError("rotation helps quantized gradients only: set grads, or rotation=0.")
+        if self.rounding == "stochastic" and not quantized & set(self.grad_formats):
+            raise ZeroError('rounding="stochastic" rounds gradients: set a quantized format in grads.')
+        if self.error_feedback and self.grad_formats[1] == "fp32":
+            raise ZeroError("error_feedback has nothing to feed back: the node hop is exact fp32.")
+        if self.chunks > 1 and self.grads_hops == 1:
+            raise ZeroError("chunks overlap the two gradient hops: grads_hops=1 has only one.")
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "accumulate_order": ("depth", "breadth"),
+    "remat": ("full", "attention", "none"),
+    "grads_hops": (1, 2),
+    "grad_sync": ("micro", "step"),
+    "rounding": ("nearest", "stochastic"),
+    "rotation": (0, 32),
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "zero3": {"stage": 3},
+    "zero++": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int4", "int4")},
+    "delta": {
+        "stage": 3,
+        "weights": "int4",
+        "weights_delta": True,
+        "hpz": True,
+        "grads": ("int8", "int4"),
+        "grad_sync": "step",
+        "rotation": 32,
+        "rounding": "stochastic",
+        "block_size": 128,
+    },
+}
+
+
+def _format_name(given: Any) -> Any:
+    """A wire format's name, where a dtype stands for one; anything else as it is."""
+    with suppress(ZeroError):
+        return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
+    return given
+
+
+def _check_format(field: str, fmt: str | None) -> None:
+    if fmt is not None and fmt not in FORMATS:
+        raise ZeroError(f"ZeroConfig.{field}: {fmt!r} is not one of {', '.join(FORMATS)}.")
