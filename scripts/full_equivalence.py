@@ -1,4 +1,4 @@
-"""The full product behind ``tests/core/test_equivalence.py``: every model, stage, mesh and optimizer.
+"""The full product behind ``tests/train/test_equivalence.py``: every model, stage, mesh and optimizer.
 
 It compiles some three hundred programs, an hour or more on two cores, so CI runs a covering part instead:
 
@@ -17,7 +17,7 @@ def main(names: list[str]) -> int:
     """Compare, print a line for each, and return how many differ."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=12"
-    sys.path[:0] = [str(TESTS), str(TESTS / "core")]
+    sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "train")]
     import jax
     import test_equivalence as part
 

@@ -1,9 +1,9 @@
-"""Write tests/hf/fixtures: tiny models by transformers, tokens, and the logits that transformers gives them.
+"""Write tests/fixtures/huggingface: tiny models by transformers, tokens, and their logits.
 
 Needs PyTorch and transformers, which zerojax does not; any Python that has them will do:
 
     python3.11 -m venv hf && hf/bin/pip install torch transformers safetensors
-    hf/bin/python scripts/hf_fixtures.py tests/hf/fixtures
+    hf/bin/python scripts/hf_fixtures.py tests/fixtures/huggingface
 """
 
 # pyright: reportMissingImports=false

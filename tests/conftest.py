@@ -15,6 +15,7 @@ from environment import prepare, share_compiled
 _MAPS = Path("/proc/self/maps")
 
 prepare()
+pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
 from zerojax import cluster
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS, MEASURED = ROOT / "scripts", ROOT / "docs" / "measured"
 needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
 

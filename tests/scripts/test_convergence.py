@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import for_programs
+from environment import ROOT, for_programs
 
-FOLDER = Path(__file__).parents[2] / "scripts" / "bench"
+FOLDER = ROOT / "scripts" / "bench"
 sys.path.append(str(FOLDER))
 
 import machine_text  # noqa: E402

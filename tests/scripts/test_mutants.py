@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from environment import ROOT
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "acceptance" / "mutants.py"
+SCRIPT = ROOT / "scripts" / "acceptance" / "mutants.py"
 
 CODE = """\
 def double(x):

@@ -1,0 +1,218 @@
+"""The command line: help, errors and exit codes, and whole runs in processes of their own."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from environment import ROOT, for_programs, zerojax
+from micro_run import micro_config
+
+from zerojax.cli import COMMANDS, main
+from zerojax.cli.cluster import emulate_devices
+from zerojax.cli.on_config import Options, parse
+from zerojax.errors import ZeroError
+from zerojax.run.config import MeshSection, RunConfig, dump_config
+from zerojax.run.run_dir import RunFolder
+from zerojax.versions import VERSION
+
+
+@pytest.fixture
+def config(text: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "micro.toml"
+    mesh = {"emulate": True}
+    path.write_text(dump_config(micro_config(text, mesh=mesh, train={"steps": 4}, checkpoint={"every": 2})))
+    return path
+
+
+def test_train_and_go_on(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = zerojax("train", config, "--run-dir", folder, "--train.eval-every", 2)
+    assert done.returncode == 0, done.stderr
+    assert "zero3 on 2 x 4 cpu devices" in done.stdout
+    assert "step 4/4 | loss" in done.stdout
+    assert RunFolder(folder).read_summary()["devices"] == 8
+    again = zerojax("train", config, "--run-dir", folder, "--train.steps", 5, "--resume", "must")
+    assert again.returncode == 0, again.stderr
+    assert "going on from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again.stdout
+    assert "the learning rate follows the schedule of 5 steps: " in again.stdout
+    assert "step 5/5 | loss" in again.stdout
+    refused = zerojax("train", config, "--run-dir", folder, "--resume", "never")
+    assert refused.returncode == 2
+    assert "holds a run at step 5" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_eval_on_one_device_gives_the_loss_of_eight(finished: RunFolder) -> None:
+    done = zerojax("eval", finished.path, "--mesh.nodes", 1, "--mesh.local", 1)
+    assert done.returncode == 0, done.stderr
+    loss = float(done.stdout.split("validation loss ")[1].split()[0])
+    assert loss == pytest.approx(finished.read_summary()["validation_loss"], rel=1e-6)
+
+
+def test_sample(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for options in (["--temperature", "0"], ["--temperature", "0"], ["--seed", "1", "--top-k", "50"]):
+        code = main(["sample", str(finished.path), "--prompt", "all work", "--tokens", "20", *options])
+        assert code == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0].startswith("all work")
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--mesh.nodes", "3"]) == 0
+    out = capfd.readouterr().out
+    for part in ("jax ", "devices", "4 devices per node", "kernels", "memory"):
+        assert part in out
+    assert main(["doctor", "--mesh.nodes", "99"]) == 0
+    assert "refused" in capfd.readouterr().out
+
+
+def test_help_lists_every_option_with_its_meaning(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(Options, "train", ["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for section in fields(RunConfig):
+        for field in fields(section.type):  # type: ignore[arg-type]  # every section is a dataclass
+            option = f"--{section.name}.{field.name.replace('_', '-')}"
+            assert (option in text) == (option != "--data.mixture"), "a list of tables needs a file"
+            assert f"{field.name}:" in (section.type.__doc__ or ""), f"{section.name}.{field.name}"
+    with pytest.raises(SystemExit):
+        parse(Options, "train", [str(config), "--help"])
+    assert "(default: 4)" in capsys.readouterr().out  # the config's own
+
+
+def test_overrides(config: Path) -> None:
+    options = parse(
+        Options, "train", [str(config), "--optimizer.learning-rate", "0.5", "--train.batch_size", "24"]
+    )
+    assert options.settings.optimizer.learning_rate == 0.5
+    assert options.settings.train.batch_size == 24
+    assert options.settings.train.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: zerojax COMMAND"),
+        (["trian"], "no command 'trian'"),
+        (["train"], "name a config first"),
+        (["train", "--train.steps", "5"], "name a config first"),
+        (["train", "gpt-tinny"], "did you mean gpt-tiny?"),
+        (["train", "missing.toml"], "missing.toml: no such file"),
+        (["train", "CONFIG", "--train.stepps", "5"], "--train.steps"),
+        (["train", "CONFIG", "--train.steps", "many"], "invalid literal"),
+        (["train", "CONFIG", "--train.steps", "0"], "train.steps must be at least 1"),
+        (["train", "CONFIG", "--train.accumulate", "3"], "8 does not divide into"),
+        (["train", "CONFIG", "--zero.preset", "zero9"], "no preset 'zero9'"),
+        (["train", "CONFIG", "--zero.stage", "7"], "stage=7 is not one of"),
+        (["train", "CONFIG", "--data.source", "nowhere"], "no such file, folder or glob"),
+        (["train", "CONFIG", "--coordinator", "host:1"], "no process_id given"),
+        (["sample", "nowhere"], "nowhere is no run folder"),
+        (["eval", "nowhere"], "nowhere is no run folder"),
+    ],
+)
+def test_wrong_use(
+    arguments: list[str],
+    message: str,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(config) if word == "CONFIG" else word for word in arguments]
+    try:
+        code = main(given)
+    except SystemExit as exit_:
+        code = exit_.code
+    seen = "".join(capfd.readouterr())
+    assert code == 2
+    assert message in " ".join(seen.split())
+    assert "Traceback" not in seen
+
+
+def test_a_line_leaves_in_one_write() -> None:
+    reader, writer = os.pipe2(os.O_DIRECT)  # what is written at once is read at once, and no more
+    command = [sys.executable, "-u", "-m", "zerojax", "--version"]
+    with open(reader, "rb", buffering=0) as pipe, open(writer, "wb") as target:
+        subprocess.run(command, check=True, env=for_programs(), stdout=target)
+        assert pipe.read(1000) == f"zerojax {VERSION}\n".encode()
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("zerojax 0.")
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(name in usage for name in COMMANDS)
+
+
+def test_a_source_tree_that_is_not_installed(config: Path, tmp_path: Path) -> None:
+    """No metadata of zerojax anywhere: `python -S` sees all packages of this environment but that one."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for file in Path(sysconfig.get_path("purelib")).iterdir():
+        if "zerojax" not in file.name:
+            (packages / file.name).symlink_to(file)
+    environment = for_programs() | {"PYTHONPATH": f"{ROOT}:{packages}"}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", *map(str, arguments)]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
+        )
+
+    assert (
+        "PackageNotFoundError"
+        in run("-c", "from importlib.metadata import version; version('zerojax')").stderr
+    )
+    assert run("-m", "zerojax", "--version").stdout == f"zerojax {VERSION}\n"
+    folder = tmp_path / "run"
+    done = run("-m", "zerojax", "train", config, "--run-dir", folder, "--train.steps", 1)
+    assert done.returncode == 0, done.stderr
+    assert RunFolder(folder).read_summary()["versions"]["zerojax"] == VERSION
+    assert run("-m", "zerojax", "report", folder).returncode == 0
+
+
+def test_the_version_of_an_installation_is_that_of_the_source() -> None:
+    root = ROOT
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    [found] = re.findall(
+        r'^VERSION = "(.*)"$', (root / project["tool"]["hatch"]["version"]["path"]).read_text(), re.M
+    )
+    assert found == VERSION
+
+
+def test_a_config_with_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nstesp = 5\n")
+    assert main(["train", str(tmp_path / "run.toml")]) == 2
+    assert "run.toml: unknown key train.stesp (did you mean train.steps?)" in capsys.readouterr().err
+
+
+class TestEmulateDevices:
+    def test_respects_a_flag_that_is_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=5")
+        emulate_devices(MeshSection(nodes=2, local=4, emulate=True))
+        assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=5"
+
+    def test_devices_are_shared_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+        monkeypatch.setenv("JAX_PROCESS_ID", "0")
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+        emulate_devices(MeshSection(nodes=2, local=4, emulate=True))
+        assert "--xla_dump_to= --xla_force_host_platform_device_count=8" in os.environ["XLA_FLAGS"]
+        monkeypatch.delenv("XLA_FLAGS")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
+        with pytest.raises(ZeroError, match="do not divide among 3 processes"):
+            emulate_devices(MeshSection(nodes=2, local=4, emulate=True))

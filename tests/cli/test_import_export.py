@@ -1,0 +1,130 @@
+"""`zerojax import` and `zerojax export`, and the commands that go on from them."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hf_models import FIXTURES, copy_of, tensors
+
+from zerojax.cli import main
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
+
+MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
+TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(20):
+        (folder / f"{i}.txt").write_text("all work and no play " * (i + 20))
+    return folder
+
+
+def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = str(tmp_path / "run")
+    data = ["--data.source", str(text), "--data.validation", "0.2"]
+    assert main(["import", str(FIXTURES / "llama2"), run, *MESH, *TRAINING, *data]) == 0
+    assert "8,016 parameters, read into the shards of 2 x 4 devices" in capsys.readouterr().out
+    assert main(["eval", run]) == 0
+    before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
+    # Settings of the training may still change, the model's dropout among them; its shape may not.
+    again = ["train", f"{run}/config.toml", "--run-dir", run]
+    assert main([*again, "--model.norm-eps", "0.1"]) == 2
+    assert "holds an imported model with model.norm_eps" in capsys.readouterr().err
+    steps = ["--train.steps", "4", "--optimizer.learning-rate", "1e-2", "--optimizer.warmup-steps", "1"]
+    assert main([*again, *steps, "--zero.remat", "none", "--model.dropout", "0.1"]) == 0
+    assert f"beginning with the weights of {run}/checkpoints/0" in capsys.readouterr().out
+    after = json.loads((tmp_path / "run" / "run.json").read_text())["validation_loss"]
+    assert after < before - 0.1
+    out = tmp_path / "out"
+    assert main(["export", run, str(out), "--dtype", "bfloat16"]) == 0
+    exported, original = tensors(out), tensors(FIXTURES / "llama2")
+    assert exported.keys() == original.keys()
+    changed = [np.abs(exported[n].astype(np.float32) - x).max() > 1e-3 for n, x in original.items()]
+    assert all(changed)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_folder_in_use_is_not_imported_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    with RunLock(RunFolder(run)):
+        assert main(["import", str(FIXTURES / "llama2"), str(run), *MESH, *TRAINING]) == 2
+    assert f"{run} is in use by process {os.getpid()} " in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["lock"]
+
+
+def test_a_run_of_ones_own_is_exported_quantized(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shape = {"vocab_size": 256, "layers": 1, "d_model": 64, "heads": 2, "ffn": 64, "max_seq_len": 32}
+    shape |= {"norm": '"rms"', "positions": '"rope"', "mlp": '"swiglu"', "biases": "false"}
+    config = tmp_path / "own.toml"
+    config.write_text(
+        "[train]\nsequence_length = 16\n[model]\n"
+        + "".join(f"{name} = {value}\n" for name, value in shape.items())
+    )
+    run = str(tmp_path / "run")
+    data = ["--data.source", str(text), "--data.validation", "0.2", "--train.steps", "1"]
+    data += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-2"]
+    assert main(["train", str(config), "--run-dir", run, *MESH, *TRAINING, *data]) == 0
+    out = tmp_path / "out"
+    assert main(["export", run, str(out), "--weights", "int2", "--block-size", "64"]) == 0
+    report = json.loads((out / "zerojax.json").read_text())
+    assert f"perplexity per token: {report['perplexity']:.4f} with int2 weights" in capsys.readouterr().out
+    assert report["perplexity"] == pytest.approx(math.exp(report["validation_loss"]))
+    assert report["perplexity"] != report["perplexity_full"]
+    assert report["validation_tokens"] == 2 * 8 * 16
+    summary = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert report["validation_loss_full"] == pytest.approx(summary["validation_loss"], rel=1e-5)
+    settings = json.loads((out / "config.json").read_text())
+    group = settings["quantization_config"]["config_groups"]["group_0"]
+    assert group["weights"]["num_bits"] == 2
+    assert group["weights"]["group_size"] == 64
+    assert settings["architectures"] == ["LlamaForCausalLM"]
+    assert (out / "tokenizer.json").is_file()
+    # Imported as any other model, but for the quantization.
+    assert main(["import", str(out), str(tmp_path / "again")]) == 2
+    assert "not understood, so not imported: quantization_config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import"], "name the model's folder and the run's"),
+        (["import", "nowhere", "run"], "nowhere/config.json: No such file or directory"),
+        (["import", "MODEL", "run", "--model.layers", "3"], "the model is that of"),
+        (["import", "BARE", "run"], "has no tokenizer: choose one by --data.tokenizer"),
+        (["export", "nowhere", "out"], "nowhere is no run folder"),
+        (["export", "RUN", "out", "--block-size", "64"], "add --weights"),
+        (["export", "RUN", "out", "--weights", "int8", "--block-size", "63"], "block_size=63"),
+        (["export", "RUN", "out", "--shard-gb", "0"], "above 0"),
+        (["export", "RUN", "out"], "has no checkpoint yet"),
+    ],
+)
+def test_wrong_use(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    bare = copy_of("llama2", tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.toml").touch()
+    words = {"MODEL": str(FIXTURES / "llama2"), "BARE": str(bare), "RUN": "begun"}
+    try:
+        code = main([words.get(word, word) for word in arguments])
+    except SystemExit as exit_:
+        code = exit_.code
+    seen = "".join(capsys.readouterr())
+    assert code == 2
+    assert message in " ".join(seen.split())
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "out").exists()

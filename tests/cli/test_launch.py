@@ -1,0 +1,194 @@
+"""zerojax launch, with small programs in the place of the trainer."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from zerojax.cli import launch
+from zerojax.errors import ZeroError
+
+pytestmark = pytest.mark.alone
+
+SHOW = """
+import os, sys
+token = os.environ["ZEROJAX_JOB_TOKEN"]
+print(*sys.argv[1:], os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"].split()[-1], token)
+"""
+JOIN = r"""
+import sys
+from zerojax import distributed
+coordinator, rank, count = sys.argv[-5], int(sys.argv[-3]), int(sys.argv[-1])
+with distributed.joined(coordinator, rank, count):
+    import jax
+    from jax.experimental import multihost_utils
+    total = multihost_utils.process_allgather(jax.numpy.array([rank + 1.0])).sum()
+    # In one write: Gloo prints to the same pipe.
+    sys.stdout.write(f"total {float(total)} devices {jax.device_count()}\n")
+"""
+
+
+def job(program, nodes=2, **options):
+    return launch.Job(["a", "b"], nodes, 2, "cpu", program=[sys.executable, "-c", program], **options)
+
+
+@pytest.fixture
+def attempts(tmp_path):
+    """A program that notes each start of rank 0 and then runs a line; and the count so far."""
+    notes = tmp_path / "notes"
+
+    def program(line):
+        return (
+            "import sys, os, time; rank, count = int(sys.argv[-3]), int(sys.argv[-1])\n"
+            f"path = {str(notes)!r}\n"
+            "if rank == 0: open(path, 'a').write(f'{count} ')\n"
+            "time.sleep(0.3); tries = len(open(path).read().split())\n" + line
+        )
+
+    return program, lambda: [int(n) for n in notes.read_text().split()]
+
+
+def test_what_each_process_is_told(capfd):
+    assert launch.launch(job(SHOW, nodes=3)) == 0
+    lines = sorted(capfd.readouterr().out.splitlines())
+    pattern = (
+        r"\[rank (\d)\] train a --mesh\.nodes 3 --mesh\.local 2 b "
+        r"--coordinator 127\.0\.0\.1:(\d+) --process-id (\d) --num-processes 3 "
+        r"cpu --xla_force_host_platform_device_count=2 ([0-9a-f]{64})"
+    )
+    found = [re.fullmatch(pattern, line) for line in lines]
+    assert all(found), lines
+    assert [(m[1], m[3]) for m in found if m] == [(str(i), str(i)) for i in range(3)]
+    assert len({(m[2], m[4]) for m in found if m}) == 1
+
+
+def test_each_attempt_has_a_token_of_its_own(tmp_path):
+    program = f"import os, sys\nwith open({str(tmp_path / 'tokens')!r}, 'a') as file:\n" + (
+        "    print(os.environ['ZEROJAX_JOB_TOKEN'], file=file)\nsys.exit(1)"
+    )
+    assert launch.launch(job(program, nodes=1, restarts=2)) == 1
+    tokens = (tmp_path / "tokens").read_text().split()
+    assert len(tokens) == len(set(tokens)) == 3
+
+
+def test_two_processes_meet(capfd):
+    assert launch.launch(job(JOIN)) == 0
+    out = capfd.readouterr().out
+    for rank in range(2):
+        assert f"[rank {rank}] total 3.0 devices 4" in out
+
+
+def test_a_death_ends_the_job_and_names_the_rank(capfd):
+    program = "import sys, os, time\nif sys.argv[-3] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    started = time.monotonic()
+    assert launch.launch(job(program)) == 128 + 9
+    assert time.monotonic() - started < 30
+    assert "rank 1 ended with SIGKILL" in capfd.readouterr().err
+
+
+def test_restarts_until_it_works(attempts, capfd):
+    program, starts = attempts
+    assert launch.launch(job(program("sys.exit(0 if tries == 3 else 1)"), restarts=5)) == 0
+    assert starts() == [2, 2, 2]
+    assert "3 restarts are left" in capfd.readouterr().err
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(attempts, capfd):
+    program, starts = attempts
+    assert launch.launch(job(program("time.sleep(0.5 * rank); sys.exit(75)"), restarts=5)) == 75
+    assert starts() == [2]
+    assert "ending the others" not in capfd.readouterr().err
+
+
+def test_the_cause_is_looked_for_among_those_that_did_not_only_follow(attempts, capfd):
+    program, starts = attempts
+    line = "sys.exit(0 if tries > 1 else 4 if rank == 0 else (time.sleep(0.5), 9)[1])"
+    assert launch.launch(job(program(line), nodes=2, restarts=5, min_nodes=1)) == 0
+    # Rank 1 was told to end before it could fail by itself: nobody is known to be at fault.
+    assert starts() == [2, 2]
+    assert "rank 0 ended" not in capfd.readouterr().err
+
+
+def test_a_process_that_hangs_is_left_out(attempts):
+    program, starts = attempts
+    line = "tries == 1 and (os.kill(os.getpid(), 19) if rank else (time.sleep(1), sys.exit(4)))"  # SIGSTOP
+    assert launch.launch(job(program(line), nodes=2, restarts=1, min_nodes=1, grace=0.5)) == 0
+    assert starts() == [2, 1]
+
+
+def test_gives_up_when_no_restart_is_left(attempts):
+    program, starts = attempts
+    assert launch.launch(job(program("sys.exit(5)"), restarts=1)) == 5
+    assert starts() == [2, 2]
+
+
+def test_wrong_use_is_not_repeated(attempts):
+    program, starts = attempts
+    assert launch.launch(job(program("sys.exit(2)"), restarts=5)) == 2
+    assert starts() == [2]
+
+
+def test_goes_on_with_the_nodes_that_are_left(attempts):
+    program, starts = attempts
+    line = "sys.exit(1) if rank == count - 1 and count > 1 else time.sleep(0.5 if count == 1 else 60)"
+    assert launch.launch(job(program(line), nodes=3, restarts=5, min_nodes=1, grace=5)) == 0
+    assert starts() == [3, 2, 1]
+
+
+def test_a_signal_ends_it_for_good(attempts):
+    program, starts = attempts
+
+    def interrupt():
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert launch.launch(job(program("time.sleep(60)"), restarts=5)) == 128 + signal.SIGTERM
+    thread.join()
+    assert starts() == [2]
+
+
+def test_the_command_line():
+    parsed = launch.parse(
+        [
+            "--nodes",
+            "2",
+            "--devices-per-node",
+            "4",
+            "--restarts",
+            "3",
+            "gpt-tiny",
+            "--run-dir",
+            "x",
+            "--nodes",
+            "9",
+        ]
+    )
+    assert (parsed.nodes, parsed.devices_per_node, parsed.restarts) == (2, 4, 3)
+    assert parsed.train == ["gpt-tiny", "--run-dir", "x", "--nodes", "9"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"restarts": -1}, "restarts"),
+        ({"min_nodes": 3}, "min_nodes"),
+        ({"nodes": 0}, "at least 1"),
+    ],
+)
+def test_refuses(options, message):
+    with pytest.raises(ZeroError, match=message):
+        launch.launch(job("pass", **options))
+
+
+def test_wrong_options_end_with_code_2():
+    code = "from zerojax.cli import launch; launch.run(['--nodes', '2'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--devices-per-node" in done.stderr

@@ -1,0 +1,53 @@
+"""What JAX finds in the environment of the tests, and of the programs that they start.
+
+Most of a test's time is compiling: so the compiler optimizes less than it does by default, and what one test
+has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3 pytest`` optimizes all.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_LEVEL = "--xla_backend_optimization_level"
+_FLAGS = {
+    "--xla_force_host_platform_device_count": 12,  # enough for a 4 x 3 mesh
+    # Twelve devices on two busy cores may take longer to meet than the 40 s after which XLA aborts.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    _LEVEL: 0,
+}
+
+
+def prepare() -> None:
+    """Set the variables of this process, before JAX reads them."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    given = os.environ.get("XLA_FLAGS", "")
+    flags = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
+
+
+def share_compiled(folder: Path) -> None:
+    """Keep compiled programs in a folder, for this process and those that it starts."""
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    import jax  # not before the environment is prepared
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+def for_programs() -> dict[str, str]:
+    """The variables of a program that emulates its devices itself, as one that a person starts does."""
+    level = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.startswith(_LEVEL)]
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(level)}
+
+
+def zerojax(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end, as a person does."""
+    command = [sys.executable, "-m", "zerojax", *map(str, arguments)]
+    return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)

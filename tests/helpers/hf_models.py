@@ -1,0 +1,56 @@
+"""Tiny models made by transformers, and helpers that look at files without zerojax's own reader."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from zerojax.interop.huggingface import Source, import_model, model_section
+from zerojax.models import GPTConfig
+from zerojax.run.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
+from zerojax.run.run_dir import RunFolder
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "huggingface"
+NAMES = ("gpt2", "opt", "llama2", "llama3")
+
+
+def run_config(model: GPTConfig, preset: str = "zero++") -> RunConfig:
+    """Settings of a run of a model, on 2 x 4 devices."""
+    return RunConfig(
+        model=model_section(model, GPTConfig()),
+        train=TrainSection(steps=4, batch_size=8, sequence_length=16, eval_every=2, eval_batches=2),
+        optimizer=OptimizerSection(warmup_steps=2),
+        zero=ZeroSection(preset=preset, compute_dtype="float32"),
+        mesh=MeshSection(nodes=2, local=4),
+        log=LogSection(trackers=()),
+    )
+
+
+def begin_run(model: Path, folder: RunFolder) -> None:
+    """Import a model with its tokenizer."""
+    source = Source.open(model)
+    config = run_config(source.model)
+    data = replace(config.data, tokenizer=str(folder.tokenizer.absolute()))
+    import_model(source, replace(config, data=data), folder)
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, as the safetensors library reads them."""
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def copy_of(
+    name: str, folder: Path, config: dict[str, Any] | None = None, **changed: np.ndarray | None
+) -> Path:
+    """A committed model in one file, with other keys in its config.json and other tensors; None removes."""
+    folder.mkdir()
+    values = json.loads((FIXTURES / name / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(values))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((FIXTURES / name / file).read_bytes())
+    wanted = {key: x for key, x in (tensors(FIXTURES / name) | changed).items() if x is not None}
+    save_file(wanted, folder / "model.safetensors")
+    return folder

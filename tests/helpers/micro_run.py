@@ -1,0 +1,102 @@
+"""A run small enough to make in seconds."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerojax
+from zerojax.run import trainer as trainer_module
+from zerojax.run.config import RunConfig, config_from_dict
+from zerojax.run.data import Batch, TrainBatches
+from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import MetricsFile
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.trainer import Trainer
+
+MICRO: dict[str, dict[str, Any]] = {
+    "train": {
+        "steps": 8,
+        "batch_size": 8,
+        "sequence_length": 16,
+        "eval_every": 4,
+        "eval_batches": 2,
+        "max_skips": 3,
+    },
+    "model": {"vocab_size": 256, "layers": 2, "d_model": 16, "heads": 2, "max_seq_len": 32},
+    "data": {"validation": 0.2},
+    "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
+    "zero": {"compute_dtype": "float32"},
+    "mesh": {"nodes": 2, "local": 4},
+    "checkpoint": {"every": 3},
+    "log": {"trackers": []},
+}
+
+
+def micro_config(text: Path, **sections: dict[str, Any]) -> RunConfig:
+    """The settings of a micro run, some changed."""
+    data = {name: dict(values) for name, values in MICRO.items()}
+    data["data"]["source"] = str(text)
+    for name, values in sections.items():
+        data[name] |= values
+    return config_from_dict(data)
+
+
+def train(config: RunConfig, folder: Path, **options: Any) -> Trainer:
+    with Trainer.open(config, RunFolder(folder), **options) as trainer:
+        trainer.train()
+    return trainer
+
+
+def losses(folder: Path) -> list[tuple[int, float, float | None]]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [(line["step"], line["loss"], line.get("validation_loss")) for line in lines]
+
+
+class Stop(Exception):
+    """A process that dies."""
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let the step with this number never come."""
+    real, done = zerojax.train_step, iter(range(1, step))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        if next(done, None) is None:
+            raise Stop
+        return real(state, batch)
+
+    monkeypatch.setattr(zerojax, "train_step", train_step)
+
+
+class Poisoned(Iterator[Batch]):
+    """Batches with a token outside the vocabulary in some steps, which makes the loss NaN."""
+
+    def __init__(self, batches: TrainBatches, steps: set[int]) -> None:
+        self.batches, self.steps, self.step = batches, steps, 0
+        self.get_state, self.rounds, self.close = batches.get_state, batches.rounds, batches.close
+
+    def __next__(self) -> Batch:
+        self.step += 1
+        batch = next(self.batches)
+        return {"tokens": batch["tokens"] + 1000} if self.step in self.steps else batch
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    real = trainer_module.make_batches
+
+    def make_batches(*arguments: Any) -> Any:
+        batches, validation = real(*arguments)
+        return Poisoned(batches, steps), validation
+
+    monkeypatch.setattr(trainer_module, "make_batches", make_batches)
+
+
+def hang(files: MetricsFile) -> None:
+    """Put a pipe that nobody reads, and that is full, in the place of a file."""
+    _, end = os.pipe()
+    os.write(end, bytes(fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)))
+    os.dup2(end, files._file)

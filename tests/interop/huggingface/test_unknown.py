@@ -1,0 +1,104 @@
+"""What is not understood is refused by name, and nothing is written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hf_models import FIXTURES, copy_of, run_config, tensors
+
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface import Source, import_model
+from zerojax.interop.huggingface.families import describe_model
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.models import GPTConfig
+from zerojax.run.run_dir import RunFolder
+
+OLD_ROPE = {"rope_parameters": None}  # as before transformers 5
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("llama2", {"model_type": "mistral"}, "model_type = 'mistral' is not supported: there are gpt2, opt"),
+        ("llama2", {"sliding_window": 64}, "not understood, so not imported: sliding_window = 64"),
+        ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ("llama2", {"attention_bias": True}, "attention_bias and mlp_bias"),
+        ("llama2", {"pretraining_tp": 2}, "pretraining_tp = 2"),
+        ("llama2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        ("llama2", {"rope_parameters": ROPE}, "original_max_position_embeddings is missing"),
+        (
+            "llama2",
+            OLD_ROPE | {"rope_scaling": {"type": "linear", "factor": "4"}},
+            "factor = '4' should be float",
+        ),
+        ("llama2", OLD_ROPE | {"rope_scaling": {"type": "linear", "beta": 1, "factor": 2}}, "beta = 1"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "causal language models"),
+        ("llama2", {"num_hidden_layers": "2"}, "num_hidden_layers = '2' should be int"),
+        ("llama2", {"hidden_size": None}, "hidden_size is missing"),
+        ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim = 12 is not supported, only 24"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"activation_function": "tanh"}, "activation_function = 'tanh'"),
+    ],
+)
+def test_of_a_config(name, keys, message, tmp_path):
+    with pytest.raises(ZeroError, match=message):
+        Source.open(copy_of(name, tmp_path / "model", keys))
+
+
+def test_dropout_is_noted():
+    assert any("resid_pdrop = 0.1" in note for note in Source.open(FIXTURES / "gpt2").notes)
+    assert Source.open(FIXTURES / "llama2").notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama2", {"model.norm.weight": None}, "the files lack model.norm.weight"),
+        ("llama2", {"model.norm.weight": np.ones(15, np.float32)}, r"has shape \(15,\).*makes it \(16,\)"),
+        ("llama2", {"model.norm.weight": np.ones(16, np.int32)}, "of dtype I32: weights are one of"),
+        ("llama2", {"model.extra.weight": np.ones(16, np.float32)}, "no place for model.extra.weight"),
+        (
+            "llama3",
+            {"lm_head.weight": np.ones((80, 16), np.float32)},
+            "lm_head.weight differs from the token",
+        ),
+    ],
+)
+def test_of_tensors(name, changed, message, tmp_path):
+    source = Source.open(copy_of(name, tmp_path / "model", None, **changed))
+    with pytest.raises(ZeroError, match=message):
+        import_model(source, run_config(source.model), RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_of_files(tmp_path: Path):
+    with pytest.raises(ZeroError, match=r"no model\.safetensors"):
+        SafetensorFiles(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ZeroError, match="run code when they are read"):
+        SafetensorFiles(tmp_path)
+    assert tensors(FIXTURES / "gpt2").keys() == SafetensorFiles(FIXTURES / "gpt2").specs.keys()
+
+
+def test_of_another_model_and_of_a_run_that_is_there(tmp_path):
+    source, folder = Source.open(FIXTURES / "opt"), RunFolder(tmp_path)
+    other = run_config(GPTConfig(vocab_size=80, layers=1, d_model=8, heads=1, max_seq_len=16))
+    with pytest.raises(ZeroError, match=r"\[model\]"):
+        import_model(source, other, folder)
+    folder.config.touch()
+    with pytest.raises(ZeroError, match="holds a run already"):
+        import_model(source, run_config(source.model), folder)
+
+
+def test_of_a_model_that_no_family_has():
+    with pytest.raises(ZeroError, match=r"no Hugging Face family.*GPT-2 has 'layer'.*LLaMA has 'rope'"):
+        describe_model(GPTConfig(norm="rms"))
+    for model, kind in (
+        (GPTConfig(), "gpt2"),
+        (GPTConfig(position_offset=2, mlp="relu"), "opt"),
+        (GPTConfig(norm="rms", positions="rope", mlp="swiglu", biases=False), "llama"),
+    ):
+        assert describe_model(model)[0].model_type == kind

@@ -1,0 +1,299 @@
+"""Whatever comes over a connection, from strangers or from processes of the job: refused, or right.
+
+Each test sends a thousand seeded inputs, valid ones that were damaged among them.
+"""
+
+import asyncio
+import json
+import random
+import socket
+import struct
+import time
+from contextlib import suppress
+
+import pytest
+
+from zerojax.multihost.peers import handshake
+from zerojax.multihost.peers.client import Member
+from zerojax.multihost.peers.coordinator import Hub
+from zerojax.multihost.peers.listener import Listener
+from zerojax.multihost.peers.messages import LIMIT, Connection, Piece, Verdict, parse, printable
+
+pytestmark = pytest.mark.alone
+
+INPUTS = 1000
+TOKEN = "a token for the fuzz test"
+
+STRINGS = [
+    '""', '"x"', '"\\u001b[2J\\u0007"', '"\\ud800"', '"\\u202e"', '"a\\nzerojax: all is well"',
+    json.dumps("x" * 5000),
+]  # fmt: skip
+DEEP = "[" * 5000 + "]" * 5000
+NASTY = [
+    "null", "true", "-1", "0", "1", "2", "1e26", "1" + "0" * 400, "1" * 5000, "Infinity", "NaN", "1.5", "[]",
+    "{}", "[[]]", DEEP, '{"say": "go"}', *STRINGS,
+]  # fmt: skip
+VERDICT = {"kind": "failed", "rank": 1, "why": "rank 1 failed: no such source", "code": 1}
+MESSAGES = [
+    {"say": "here", "rank": 1, "size": 2, "facts": {"train.seed": "1"}},
+    {"say": "here", "rank": 1, "size": 2, "facts": {"\x1b]0;title\x07": "1"}},
+    {"say": "answer", "nonce": "ab" * 32, "proof": "cd" * 32},
+    {"say": "challenge", "nonce": "ab" * 32},
+    {"say": "welcome", "proof": "ab" * 32},
+    {"say": "refused"},
+    {"say": "alive"},
+    {"say": "done"},
+    {"say": "all done"},
+    {"say": "go"},
+    {"say": "busy"},
+    *[{"say": "end", "verdict": VERDICT}] * 3,
+]
+
+
+def frame(data, kind=1, stream=0, size=None):
+    return struct.pack(">BII", kind, stream, len(data) if size is None else size) + data
+
+
+def damaged_json(rng, message):
+    """A message, perhaps with something else in some of its places."""
+    hole, string_hole = "\0hole\0", "\0string\0"
+
+    def walk(value):
+        if rng.random() < 0.15:
+            return string_hole if isinstance(value, str) and rng.random() < 0.5 else hole
+        return (
+            {k: walk(v) for k, v in value.items() if rng.random() > 0.05}
+            if isinstance(value, dict)
+            else value
+        )
+
+    text = json.dumps(walk(message) if rng.random() < 0.8 else message)
+    for name, values in ((hole, NASTY), (string_hole, STRINGS)):
+        while json.dumps(name) in text:
+            text = text.replace(json.dumps(name), rng.choice(values), 1)
+    return text.encode()
+
+
+def damaged(rng, message):
+    """The bytes of a message: as they should be, damaged, or nothing of the kind."""
+    data = damaged_json(rng, message)
+    match rng.randrange(8):
+        case 0:
+            return rng.randbytes(rng.randrange(200))
+        case 1:
+            return frame(data, kind=rng.choice([0, 2, 3, 255]), stream=rng.choice([0, 1, 2**32 - 1]))
+        case 2:
+            return frame(data, size=rng.choice([0, 1, len(data) + 1, LIMIT, LIMIT + 1, 2**32 - 1]))
+        case 3:
+            whole = bytearray(frame(data))
+            for _ in range(rng.randrange(1, 4)):
+                whole[rng.randrange(len(whole))] = rng.randrange(256)
+            return bytes(whole)
+        case 4:
+            return rng.choice([b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"SSH-2.0-x\r\n", b""])
+        case _:
+            return frame(data)
+
+
+def talk(rng, first):
+    """A first message, often as it should be, and some more."""
+    begin = damaged(rng, first) if rng.random() < 0.5 else frame(json.dumps(first).encode())
+    return begin + b"".join(damaged(rng, rng.choice(MESSAGES)) for _ in range(rng.randrange(5)))
+
+
+async def pair():
+    """Two connected connections; the second one bare."""
+    ours, theirs = socket.socketpair()
+    return Connection(*await asyncio.open_connection(sock=ours)), await asyncio.open_connection(sock=theirs)
+
+
+def check_harmless(verdict):
+    assert isinstance(verdict, Verdict)
+    assert verdict.why.isprintable()
+    assert len(verdict.why) < 3000
+    f"{verdict}".encode()
+
+
+def check_sent(data):
+    """Every frame that was sent is one, and no line of them is unfit to be shown."""
+    while data:
+        _, _, size = struct.unpack(">BII", data[:9])
+        message = parse(data[9 : 9 + size])
+        assert message is not None
+        if message["say"] == "end":
+            check_harmless(Verdict.of(message))
+        data = data[9 + size :]
+
+
+def run(scenario):
+    """Run a scenario to its end, and see that no error went by unnoticed."""
+    errors = []
+
+    async def watched():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        async with asyncio.timeout(100):
+            await scenario()
+
+    asyncio.run(watched())
+    assert errors == []
+
+
+def test_what_is_read_is_a_message_or_nothing():
+    rng = random.Random(0)
+    read = 0
+    for _ in range(2 * INPUTS):
+        data = damaged_json(rng, rng.choice(MESSAGES))
+        if rng.random() < 0.3:
+            data = data[: rng.randrange(len(data) + 1)] + rng.randbytes(3)
+        message = parse(data)
+        if message is not None:
+            read += 1
+            assert isinstance(message["say"], str)
+            if (verdict := Verdict.of(message)) is not None:
+                check_harmless(verdict)
+    assert read > INPUTS // 4
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("rank 1 failed: no such file: données.txt \\ 日本", None),
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("a\nzerojax: b\r", "a\\nzerojax: b\\r"),
+        ("\u202eabc\u2028\x9b1m\ud800", "\\u202eabc\\u2028\\x9b1m\\ud800"),
+        ("x" * 3000, "x" * 2000 + " ..."),
+    ],
+)
+def test_what_a_peer_says_does_nothing_to_a_terminal(said, shown):
+    assert printable(said) == (said if shown is None else shown)
+    assert printable(printable(said)) == printable(said)
+
+
+def test_strangers(monkeypatch):
+    """A thousand know no token: none gets in, each is let go, and a process that knows it gets in."""
+    monkeypatch.setattr("zerojax.multihost.peers.listener._PATIENCE", 2.0)
+    rng = random.Random(1)
+    served, ended = [], []
+
+    async def serve(connection, message):
+        served.append(message)
+
+    async def stranger(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        began = time.monotonic()
+        writer.write(talk(rng, rng.choice(MESSAGES[:4])))
+        if rng.random() < 0.9:  # the others keep still
+            writer.write_eof()
+        with suppress(ConnectionError):
+            check_sent(await asyncio.wait_for(reader.read(), 20))
+        ended.append(time.monotonic() - began)
+        writer.close()
+
+    async def scenario():
+        listener = Listener(TOKEN, serve)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        listener.open("127.0.0.1", port)
+        await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.gather(*[stranger(port) for _ in range(INPUTS // 5)])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        connection = Connection(reader, writer)
+        assert await handshake.introduce(connection, TOKEN)
+        connection.send("here", rank=1)
+        assert await connection.receive() is None
+        await connection.close()
+        listener.close()
+
+    run(scenario)
+    assert served == [{"say": "here", "rank": 1}]
+    assert len(ended) == INPUTS
+    assert max(ended) < 10
+
+
+def test_a_process_of_the_job_that_talks_nonsense_to_the_hub():
+    rng = random.Random(2)
+    joined = []
+
+    async def one():
+        hub = Hub(2, {"train.seed": "1"}, TOKEN, "/nowhere/service", 60.0, 60.0)
+        hub_end, (other_reader, other_writer) = await pair()
+        zero = asyncio.ensure_future(
+            hub._serve(hub_end, {"say": "here", "rank": 0, "size": 2, "facts": {"train.seed": "1"}})
+        )
+        await asyncio.sleep(0)
+        line, (reader, writer) = await pair()
+        writer.write(talk(rng, rng.choice(MESSAGES[:2])))
+        writer.write_eof()
+        hello = await line.receive()
+        if isinstance(hello, dict):
+            await hub._serve(line, hello)
+        await line.close()
+        check_sent(await reader.read())
+        other_writer.write_eof()
+        await zero
+        await hub_end.close()
+        check_sent(await other_reader.read())
+        for end in (writer, other_writer):
+            end.close()
+        joined.append(hub._pulse is not None)
+
+    async def scenario():
+        for _ in range(INPUTS):
+            await asyncio.wait_for(one(), 10)
+
+    run(scenario)
+    assert 0 < sum(joined) < INPUTS
+
+
+def test_a_hub_that_talks_nonsense_to_a_process():
+    rng = random.Random(3)
+    ends = []
+
+    async def one():
+        member = Member("127.0.0.1", 1, 1, 2, TOKEN, 60.0, 60.0, ends.append)
+        line, (reader, writer) = await pair()
+        writer.write(talk(rng, MESSAGES[3]))
+        writer.write_eof()
+        with suppress(ConnectionError):
+            assert not await handshake.introduce(line, TOKEN), "it does not know the token"
+        await line.close()
+        await reader.read()
+        writer.close()
+
+        line, (reader, writer) = await pair()
+        writer.write(b"".join(damaged(rng, m) for m in rng.choices(MESSAGES, k=4)) + frame(b"x", 2, 9))
+        writer.write_eof()
+        member._connection = line
+        member._begin()
+        await asyncio.gather(*member._tasks[:1])
+        member._tasks[1].cancel()
+        await member.close()
+        await reader.read()
+        writer.close()
+
+    async def scenario():
+        for _ in range(INPUTS):
+            await asyncio.wait_for(one(), 10)
+
+    run(scenario)
+    assert len(ends) > INPUTS // 2
+    for verdict in ends:
+        check_harmless(verdict)
+
+
+def test_pieces_for_nobody():
+    """Streams that were never opened, or too many of them, are nothing to rank 0."""
+
+    async def scenario():
+        hub = Hub(1, {}, TOKEN, "/nowhere/service", 60.0, 60.0)
+        line, (reader, writer) = await pair()
+        far = Connection(reader, writer)
+        for stream in range(1000):
+            await far.send_piece(Piece(stream, b"x" if stream % 2 else b""))
+        writer.write_eof()
+        await hub._serve(line, {"say": "here", "rank": 0, "size": 1, "facts": {}})
+        await line.close()
+        writer.close()
+
+    run(scenario)

@@ -1,0 +1,94 @@
+"""The way of JAX's traffic: from a socket of one process, inside its line, to a socket of rank 0."""
+
+import asyncio
+import socket
+from contextlib import suppress
+
+import pytest
+
+from zerojax.multihost.peers.messages import Connection, Piece
+from zerojax.multihost.peers.proxy import ClientProxy, ServiceProxy
+
+pytestmark = pytest.mark.alone
+
+BIG = bytes(range(256)) * 4096
+
+
+def between(tmp_path, scenario):
+    """Run a scenario with both proxies, a line between them, and the paths of client and service."""
+
+    async def deliver(line, proxy):
+        while (piece := await line.receive()) is not None:
+            assert isinstance(piece, Piece)
+            proxy.deliver(piece)
+
+    async def run():
+        near, far = [Connection(*await asyncio.open_connection(sock=end)) for end in socket.socketpair()]
+        client, service = ClientProxy(near), ServiceProxy(str(tmp_path / "service"), far)
+        await client.open(str(tmp_path / "client"))
+        tasks = [asyncio.ensure_future(deliver(*ends)) for ends in ((near, client), (far, service))]
+        try:
+            async with asyncio.timeout(20):
+                await scenario(tmp_path / "client", tmp_path / "service")
+        finally:
+            client.close()
+            service.close()
+            for task in tasks:
+                task.cancel()
+            await near.close()
+            await far.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def is_open(reader):
+    """Whether a connection's other end is still there."""
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(reader.read(1), 0.3) != b""
+    return True
+
+
+def test_bytes_go_both_ways_and_wait_for_a_service_that_is_not_up_yet(tmp_path):
+    async def scenario(client, service):
+        ends = [await asyncio.open_unix_connection(client) for _ in range(2)]
+        for number, (_, writer) in enumerate(ends):
+            writer.write(bytes([number]) + BIG)
+
+        async def echo(reader, writer):
+            writer.write(await reader.readexactly(1 + len(BIG)))
+            assert await reader.read(1) == b"", "the client has ended"
+            writer.close()
+            ended.append(None)
+
+        ended = []
+        await asyncio.sleep(0.2)
+        server = await asyncio.start_unix_server(echo, service)
+        for number, (reader, writer) in enumerate(ends):
+            assert await reader.readexactly(1 + len(BIG)) == bytes([number]) + BIG
+            writer.close()
+        while len(ended) < 2:
+            await asyncio.sleep(0.01)
+        server.close()
+
+    between(tmp_path, scenario)
+
+
+def test_a_client_does_not_see_the_service_end(tmp_path):
+    """It would abort the process."""
+
+    async def scenario(client, service):
+        async def end(reader, writer):
+            writer.write(await reader.readexactly(3))
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_unix_server(end, service)
+        reader, writer = await asyncio.open_unix_connection(client)
+        writer.write(b"abc")
+        assert await reader.readexactly(3) == b"abc"
+        assert await is_open(reader)
+        writer.close()
+        server.close()
+
+    between(tmp_path, scenario)

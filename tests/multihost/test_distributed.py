@@ -1,0 +1,160 @@
+"""zerojax.multihost.distributed: what is refused before anything is connected, and a job of two."""
+
+import socket
+import stat
+
+import pytest
+
+from zerojax import distributed
+from zerojax.errors import JobError, ZeroError
+
+pytestmark = pytest.mark.alone
+
+NAMES = (
+    "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_BIND_ADDRESS",
+    "ZEROJAX_JOB_TOKEN", "ZEROJAX_INSECURE",
+)  # fmt: skip
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch):
+    for name in (*NAMES, "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_LOCAL_SIZE", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def join(*arguments, **options):
+    with distributed.joined(*arguments, **options):
+        pass
+
+
+class Begun(Exception):
+    """All checks are passed: here the processes would meet."""
+
+
+@pytest.fixture
+def begin(monkeypatch):
+    """What `peers.join` is told of a process's place, instead of meeting the others."""
+    places = []
+
+    def stop(place, facts, **_):
+        places.append(place)
+        raise Begun
+
+    monkeypatch.setattr("zerojax.multihost.peers.join", stop)
+
+    def begun(*arguments, **options):
+        with pytest.raises(Begun):
+            join(*arguments, **options)
+        return places.pop()
+
+    return begun
+
+
+def test_alone_where_nothing_is_said():
+    with distributed.joined() as peers:
+        assert peers is None
+    with distributed.joined("localhost:1", 0, 1) as peers:
+        assert peers is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("host:1", 0, None), "no num_processes given"),
+        ((None, 0, 2), "no coordinator given"),
+        (("host:1", 2, 2), "process 2 of 2"),
+        (("host:1", -1, 2), "process -1 of 2"),
+        (("host", 0, 2), "HOST:PORT"),
+        (("host:port", 0, 2), "HOST:PORT"),
+        (("host:99999", 0, 2), "HOST:PORT"),
+        (("no-such-host.invalid:1", 0, 2), r"no-such-host\.invalid is not known here"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ZeroError, match=message):
+        join(*arguments)
+
+
+def test_the_environment_is_read(monkeypatch):
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    with pytest.raises(ZeroError, match="no JAX_COORDINATOR_ADDRESS"):
+        join()
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ZeroError, match="'two'"):
+        join()
+
+
+def test_a_coordinator_that_only_hears_itself_is_refused(monkeypatch):
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answer)
+    with pytest.raises(ZeroError, match=r"node7 means 127\.0\.1\.1"):
+        join("node7:1", 0, 2)
+
+
+OPEN = [
+    (("10.1.2.3:99", 0, 2), {}),
+    (("10.1.2.3:99", 1, 2), {}),
+    (("127.0.0.1:99", 0, 2), {"bind_address": "[::]:99"}),
+    (("127.0.0.1:99", 0, 2), {"bind_address": "0.0.0.0:99"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options"), OPEN)
+def test_without_a_token_only_this_host_is_listened_to(begin, monkeypatch, arguments, options):
+    """A process that looks for rank 0 elsewhere is told the same, and does not wait for what won't come."""
+    with pytest.raises(ZeroError, match=r"without a token anybody .*`openssl rand -hex 32`; or --insecure"):
+        join(*arguments, **options)
+    assert begin(*arguments, insecure=True, **options).token == ""
+    monkeypatch.setenv("ZEROJAX_INSECURE", "1")
+    assert begin(*arguments, **options).token == ""
+    assert begin(*arguments, token=TOKEN, **options).token == TOKEN
+    monkeypatch.setenv("ZEROJAX_INSECURE", "0")
+    monkeypatch.setenv("ZEROJAX_JOB_TOKEN", f"{TOKEN}\n")
+    assert begin(*arguments, **options).token == TOKEN
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.1.2.3"])
+def test_this_host_needs_no_token(begin, host):
+    assert begin(f"{host}:99", 1, 2).token == ""
+
+
+@pytest.mark.parametrize("token", ["changeme", "x" * 15, "0123456789\tabcdef", "gehe\u00edm" * 9])
+def test_a_token_that_is_none(token):
+    with pytest.raises(ZeroError, match="at least 16 plain characters"):
+        join("127.0.0.1:99", 0, 2, token=token)
+
+
+def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_INSECURE", "yes")
+    with pytest.raises(ZeroError, match="ZEROJAX_INSECURE is 1 or 0, not 'yes'"):
+        join("10.1.2.3:99", 0, 2)
+
+
+def test_no_place_for_sockets(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(JobError, match=r"No such file or directory.*set TMPDIR to another place"):
+        join("127.0.0.1:99", 0, 2)
+
+
+@pytest.mark.parametrize("name", ["short", "x" * 100])
+def test_its_sockets_are_for_the_user_alone_and_fit(monkeypatch, tmp_path, name):
+    """Wherever temporary files lie: a Unix socket's path has 108 bytes at most."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
+    folders = []
+
+    def stop(place, facts, **_):
+        for path in {place.service, place.client}:
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(path)
+        folders.append(place.folder)
+        assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
+        raise Begun
+
+    monkeypatch.setattr("zerojax.multihost.peers.join", stop)
+    for rank in range(2):
+        with pytest.raises(Begun):
+            join("127.0.0.1:99", rank, 2)
+    assert not any(folder.exists() for folder in folders)

@@ -1,0 +1,254 @@
+"""Jobs of real processes in which something goes wrong: all end soon, with a line that says what."""
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from environment import for_programs
+
+from zerojax.errors import EXIT_PEER_LOST
+from zerojax.multihost.distributed import free_port
+
+pytestmark = pytest.mark.alone
+
+# A job whose processes meet in a collective again and again, when `work` says nothing else.
+MEET = """
+import sys, time
+from zerojax import distributed
+rank, size, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+with distributed.joined(f"127.0.0.1:{port}", rank, size, peer_timeout=3, join_timeout=60) as peers:
+    import jax, numpy as np
+    from jax.experimental import multihost_utils
+    meet = lambda: multihost_utils.process_allgather(np.ones(4))
+    meet()
+    print("up", flush=True)
+"""
+FOR_EVER = """
+    while True:
+        meet()
+"""
+
+
+class Job:
+    """The processes of a job, and what they print."""
+
+    def __init__(self, program, size, folder):
+        self.port = free_port()
+        env = for_programs()
+        self.out = [folder / f"out{rank}" for rank in range(size)]
+        self.err = [folder / f"err{rank}" for rank in range(size)]
+        self.processes = [self._begin(program, rank, size, env) for rank in range(size)]
+
+    def _begin(self, program, rank, size, env):
+        command = [sys.executable, "-c", program, str(rank), str(size), str(self.port)]
+        with self.out[rank].open("wb") as out, self.err[rank].open("wb") as err:
+            return subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=err.name.rpartition("/")[0])
+
+    def wait_until_up(self):
+        end = time.monotonic() + 120
+        while not all("up" in path.read_text() for path in self.out):
+            assert time.monotonic() < end, [path.read_text() for path in self.err]
+            assert all(process.poll() is None for process in self.processes), [
+                p.read_text() for p in self.err
+            ]
+            time.sleep(0.05)
+
+    def end(self, *ranks, within):
+        """Exit codes and standard error of some, which must end within some seconds."""
+        limit = time.monotonic() + within
+        codes = [self.processes[rank].wait(max(0.1, limit - time.monotonic())) for rank in ranks]
+        return codes, [self.err[rank].read_text() for rank in ranks]
+
+
+@pytest.fixture
+def start(tmp_path):
+    jobs = []
+
+    def begin(program, size):
+        jobs.append(Job(program, size, tmp_path))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        for process in job.processes:
+            process.kill()
+            process.wait()
+
+
+# How gRPC begins (HTTP/2's preface); before, whoever said this was handed on to JAX's service.
+JAX_CLIENT = b'{"say": "jax"}\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0'
+
+
+def frame(data):
+    return struct.pack(">BII", 1, 0, len(data)) + data
+
+
+DIED = "zerojax: rank {} has died: its connection is closed\n"
+SILENT = (
+    "zerojax: rank {} has not been heard of for 3 s (cluster.peer_timeout): it hangs, is stopped, or its "
+    "host cannot be reached\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "within", "line"),
+    [
+        (0, signal.SIGKILL, 5, DIED),
+        (1, signal.SIGSTOP, 9, SILENT),
+        pytest.param(1, signal.SIGKILL, 5, DIED, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, 9, SILENT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_dies_or_hangs(start, tmp_path, victim, number, within, line):
+    job = start(MEET + FOR_EVER, 3)
+    job.wait_until_up()
+    job.processes[victim].send_signal(number)
+    others = [rank for rank in range(3) if rank != victim]
+    codes, errors = job.end(*others, within=within)
+    assert codes == [EXIT_PEER_LOST] * 2
+    assert errors == [line.format(victim)] * 2, "one line each, and nothing of XLA's"
+    assert not list(tmp_path.glob("core*"))
+
+
+STRANGERS = """
+    import psutil
+    doors = [c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    print(*doors, flush=True)
+    while not open("strangers").read():
+        time.sleep(0.1)
+    meet()
+"""
+
+
+def test_strangers_reach_nothing_of_a_job_that_runs(start, tmp_path):
+    """Neither by rank 0's port, at which they say what ends a job, nor by JAX's service behind it."""
+    (tmp_path / "strangers").touch()
+    job = start(MEET.replace("    meet()\n", "") + STRANGERS, 2)
+    job.wait_until_up()
+    verdict = b'{"say": "end", "verdict": {"kind": "failed", "rank": 1, "why": "\\u001b[2J", "code": 1}}'
+    for said in (frame(verdict), frame(b'{"say": "here", "rank": 1, "size": 2, "facts": {}}'), JAX_CLIENT):
+        with socket.create_connection(("127.0.0.1", job.port), timeout=20) as stranger:
+            stranger.sendall(said)
+            while stranger.recv(4096):
+                pass
+    (tmp_path / "strangers").write_text("have been here")
+    codes, errors = job.end(0, 1, within=120)
+    assert (codes, errors) == ([0, 0], ["", ""])
+    doors = [path.read_text().splitlines()[1].split() for path in job.out]
+    assert doors == [[str(job.port)], []], "JAX's service listens at no port"
+
+
+def test_an_error_in_one_process_ends_the_others(start):
+    """Where they wait for it, as at a barrier behind which one process prepares the data."""
+    job = start(MEET + "\n    if rank == 0: raise OSError('no such source')\n    meet()\n", 2)
+    (code, other), (error, line) = job.end(0, 1, within=120)
+    assert (code, other) == (1, EXIT_PEER_LOST)
+    assert error.endswith("OSError: no such source\n")
+    assert line == "zerojax: rank 0 failed: OSError: no such source\n"
+
+
+def test_all_leave_together(start):
+    """Process 0, in which everything comes together, may be done first."""
+    job = start(MEET + "\n    time.sleep(rank)\n", 2)
+    codes, errors = job.end(0, 1, within=120)
+    assert codes == [0, 0]
+    assert errors == ["", ""]
+
+
+NAN = r"""
+    import hashlib
+    import jax.numpy as jnp, optax, zerojax
+    from flax import nnx
+    mesh = zerojax.make_mesh()
+    model = lambda rngs: nnx.Linear(6, 3, rngs=rngs)
+    loss_fn = lambda model, batch: batch["a"] * batch["b"] * jnp.mean((model(batch["x"]) - 1) ** 2)
+    zero = zerojax.ZeroConfig.preset("zero++", compute_dtype="float32")
+    state = zerojax.TrainState.create(model, optax.adamw(1e-2), loss_fn, mesh=mesh, zero=zero)
+    skipped = []
+    for step in range(4):
+        x = np.random.default_rng((step, rank)).normal(size=(4, 6)).astype("f4")
+        if step == 2 and rank == 1: x[0, 0] = np.nan
+        state, metrics = zerojax.train_step(state, {"x": x, "a": 0.5, "b": np.float32(1 + step)})
+        skipped.append(int(metrics["skipped"]))
+    whole = jax.jit(lambda p: p, out_shardings=jax.NamedSharding(mesh, jax.P()))(state.params)
+    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(whole))).hexdigest()
+    sys.stdout.write(f"{skipped} {digest}\n")  # in one write: Gloo prints to the same file
+"""
+
+
+def test_a_nan_in_one_process_is_skipped_by_all(start):
+    job = start(MEET + NAN, 2)
+    codes, errors = job.end(0, 1, within=200)
+    assert codes == [0, 0], errors
+    first, second = (path.read_text().splitlines()[-1] for path in job.out)
+    assert first.startswith("[0, 0, 1, 0] ")
+    assert first == second, "all have the same parameters"
+
+
+TRAIN = """
+import sys, time
+rank, size, port = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+import zerojax
+from zerojax.cli import main
+real_step, real_time, step = zerojax.train_step, time.time, 0
+
+def train_step(state, batch):
+    global step
+    step += 1
+    if rank == 1:
+        time.sleep(0.2)  # a slow peer
+        if step == 3:
+            time.time = lambda: real_time() - 3e8  # whose clock jumps back ten years
+        if step == {hang}:
+            while True:  # and that hangs at last
+                time.sleep(1)
+    return real_step(state, batch)
+
+zerojax.train_step = train_step
+sys.exit(main(["train", {config!r}, "--run-dir", {folder!r}, "--coordinator", f"127.0.0.1:{{port}}",
+    "--process-id", str(rank), "--num-processes", size, "--cluster.step-timeout", "2"]))
+"""
+
+
+def test_a_step_that_hangs_is_ended_and_what_hung_is_written_down(start, tmp_path, text_config):
+    folder = tmp_path / "run"
+    job = start(TRAIN.format(config=str(text_config), folder=str(folder), hang=9), 2)
+    codes, errors = job.end(0, 1, within=200)
+    assert codes == [EXIT_PEER_LOST] * 2, errors
+    for error in errors:
+        (line,) = error.splitlines()
+        assert " has taken 2" in line
+        assert line.startswith("zerojax: rank ")
+        assert "what each thread was doing is in" in line
+    stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert 'File "<string>", line' in stacks[1].partition("trainer.py")[0], (
+        "what hung is in the program above"
+    )
+    assert "trainer.py" in stacks[0]
+    assert '"status": "failed"' in (folder / "run.json").read_text()
+    # Slow and with a clock of its own it came as far as its last checkpoint.
+    assert (folder / "checkpoints" / "6").is_dir()
+
+
+@pytest.fixture
+def text_config(tmp_path) -> Path:
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text("all work and no play makes a dull run\n" * (i + 4))
+    path = tmp_path / "micro.toml"
+    path.write_text(
+        f"""
+        train = {{steps = 40, batch_size = 4, sequence_length = 16, eval_every = 0, eval_batches = 1}}
+        model = {{vocab_size = 256, layers = 1, d_model = 8, heads = 2, max_seq_len = 16}}
+        data = {{source = "{tmp_path / "text"}", validation = 0.2}}
+        zero = {{compute_dtype = "float32", remat = "none"}}
+        checkpoint = {{every = 3}}
+        log = {{trackers = []}}
+        """
+    )
+    return path

@@ -1,0 +1,181 @@
+"""Asking a run to stop: by a signal, twice, in several processes of which one is told."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from environment import for_programs
+
+from zerojax.errors import EXIT_STOPPED
+from zerojax.run.checkpoints import newest_sound, read_seal, step_dirs
+from zerojax.run.metrics import read_metrics
+
+pytestmark = pytest.mark.alone
+
+CONFIG = """
+[train]
+steps = 100000
+batch_size = 8
+sequence_length = 16
+eval_every = 0
+[model]
+vocab_size = 256
+layers = 1
+d_model = 16
+heads = 2
+max_seq_len = 16
+[data]
+source = "{source}"
+validation = 0.2
+[zero]
+compute_dtype = "float32"
+[mesh]
+nodes = 2
+local = 2
+emulate = true
+[checkpoint]
+every = 0
+keep = 1
+keep_minutes = 60
+[log]
+trackers = []
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * 30)
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG.format(source=tmp_path / "text"))
+    return path
+
+
+@contextmanager
+def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A Python program, killed at the end if it has not ended by itself."""
+    with subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=for_programs(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "it did not get on"
+        time.sleep(0.1)
+
+
+def test_a_signal_saves_and_ends(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started("-m", "zerojax", "train", config, "--run-dir", run) as process:
+        wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) > 5, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, out + err
+    step = newest_sound(run / "checkpoints").step
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, (step or 0) + 1))
+    assert f"stopped on request at step {step} of 100000" in err
+    assert "Traceback" not in err
+    assert json.loads((run / "run.json").read_text())["status"] == "stopped"
+
+
+def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
+    """All save the same step and end, and `zerojax launch` takes it for no crash; saves by time besides."""
+    run = tmp_path / "run"
+    launch = ("-m", "zerojax", "launch", "--nodes", 2, "--devices-per-node", 2, "--restarts", 3)
+    command = (*launch, config, "--run-dir", run)
+    with started(*command, "--checkpoint.minutes", 0.01) as process:
+        wait_until(lambda: len(step_dirs.steps(run / "checkpoints")) > 2, process)
+        [second] = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "--process-id 1 " in " ".join(child.cmdline()) + " "
+        ]
+        second.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, out + err
+    step = newest_sound(run / "checkpoints").step or 0
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, step + 1))
+    for rank in range(2):
+        assert f"[rank {rank}] zerojax: stopped on request at step {step}" in out
+    assert "starting again" not in err
+    seals = [read_seal(run / "checkpoints" / str(step)) for step in step_dirs.steps(run / "checkpoints")]
+    apart = [b.record.seconds - a.record.seconds for a, b in itertools.pairwise(seals[:-1])]
+    assert min(apart) >= 0.6
+    with started(*command, "--train.steps", step + 2) as process:
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    assert f"going on from step {step};" in out
+
+
+HANGING = """
+import atexit, sys, threading
+from zerojax.cli import main
+from zerojax.run.trackers import Trackers
+from zerojax.run.trackers.tensorboard import TensorBoard
+
+def hang(*_, **__):
+    threading.Event().wait()
+
+TensorBoard.write = TensorBoard.close = hang
+Trackers.__init__.__kwdefaults__["patience"] = 1.0
+atexit.register(hang)  # as clients do that want to send what is left
+sys.exit(main())
+"""
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_process(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(
+        "-c", HANGING, "train", config, "--run-dir", run, "--log.trackers", "tensorboard"
+    ) as process:
+        wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) > 5, process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, out + err
+    assert "log.trackers: tensorboard did not take its last steps within 1 s" in out
+    step = newest_sound(run / "checkpoints").step
+    assert f"stopped on request at step {step} of 100000" in err
+
+
+BUSY = """
+import hashlib
+from zerojax.multihost.preemption import StopRequest
+with StopRequest():
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in C, where Python runs no handler
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_at_once(number: signal.Signals) -> None:
+    with started("-c", BUSY) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert (
+            process.stderr.readline() == "zerojax: SIGTERM: saving after this step; once more ends at once\n"
+        )
+        process.send_signal(number)
+        assert process.stderr.readline() == f"zerojax: {number.name} again: ending at once\n"
+        assert process.wait(timeout=20) == 128 + number

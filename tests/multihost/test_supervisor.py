@@ -1,0 +1,128 @@
+"""zerojax.multihost.supervisor with small real processes."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zerojax.multihost import supervisor
+
+pytestmark = pytest.mark.alone
+
+
+def shell(name: str, script: str) -> supervisor.Task:
+    return supervisor.Task(name, ["sh", "-c", script], env=os.environ)
+
+
+def run(*tasks, **options):
+    output = io.BytesIO()
+    result = supervisor.run(tasks, output=output, **options)
+    return result, output.getvalue().decode().splitlines()
+
+
+def gone(path: Path, within: float = 10.0) -> bool:
+    """Whether the process whose id a file holds is gone."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            os.kill(int(path.read_text()), 0)
+        except ProcessLookupError:
+            return True
+        state = Path(f"/proc/{path.read_text().strip()}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_output_is_prefixed_and_codes_are_kept():
+    result, lines = run(shell("a", "echo one; echo two >&2"), shell("b", "printf three; exit 0"))
+    assert sorted(lines) == ["[a] one", "[a] two", "[b] three"]
+    assert [(o.name, o.code, o.told) for o in result.outcomes] == [("a", 0, False), ("b", 0, False)]
+    assert (result.code, result.failed, result.signals) == (0, (), ())
+
+
+def test_the_environment_is_the_task_s_alone():
+    task = supervisor.Task("a", ["/bin/sh", "-c", "env | grep -c HOME; echo $X"], env={"X": "y"})
+    assert run(task)[1] == ["[a] 0", "[a] y"]
+
+
+def test_a_failure_ends_the_others_and_is_named(capfd):
+    started = time.monotonic()
+    result, _ = run(shell("rank 0", "sleep 60"), shell("rank 1", "exit 7"))
+    assert time.monotonic() - started < 30
+    assert result.code == 7
+    assert result.failed == ("rank 1",)
+    assert result.outcomes[0].told
+    assert capfd.readouterr().err.splitlines() == [
+        "zerojax: rank 1 ended with exit code 7; ending the others"
+    ]
+
+
+def test_a_killed_process_is_named_by_its_signal(capfd):
+    result, _ = run(shell("rank 0", "sleep 60"), shell("rank 1", "kill -9 $$"))
+    assert result.code == 128 + 9
+    assert "rank 1 ended with SIGKILL" in capfd.readouterr().err
+
+
+def test_who_does_not_end_is_killed_after_the_grace(capfd):
+    deaf = "trap '' TERM; while :; do sleep 0.1; done"
+    result, _ = run(shell("deaf", deaf), shell("b", "sleep 0.3; exit 3"), grace=0.5)
+    assert [o.code for o in result.outcomes] == [128 + 9, 3]
+    assert "killing deaf" in capfd.readouterr().err
+
+
+def test_time_is_up():
+    with pytest.raises(TimeoutError, match="slow"):
+        run(shell("quick", "true"), shell("slow", "sleep 60"), timeout=0.3)
+
+
+def test_a_command_that_is_not_there():
+    task = supervisor.Task("a", ["/no/such/program"], env=os.environ)
+    result, lines = run(task)
+    assert result.code == 127
+    assert lines == ["[a] cannot run /no/such/program: No such file or directory"]
+
+
+def test_what_a_task_leaves_behind_goes_with_it(tmp_path):
+    left = tmp_path / "pid"
+    run(shell("a", f"sleep 600 & echo $! > {left}; exit 0"))
+    assert gone(left)
+
+
+def test_a_signal_is_handed_on_and_waited_for():
+    def interrupt():
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    saver = "trap 'sleep 1; echo saved; exit 9' TERM; while :; do sleep 0.05; done"
+    result, lines = run(shell("a", saver), grace=0.2)
+    thread.join()
+    assert lines[-1] == "[a] saved", "the grace only runs after a second signal"
+    assert result.signals == (signal.SIGTERM,)
+    assert result.code == 9
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path):
+    pid = tmp_path / "pid"
+    program = (
+        "import os; from zerojax.multihost import supervisor as s;"
+        f"s.run([s.Task('a', ['sh', '-c', 'echo $$ > {pid}; exec sleep 600'], os.environ)])"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", program])
+    while not (pid.exists() and pid.read_text()):
+        assert supervisor.poll() is None
+        time.sleep(0.02)
+    supervisor.kill()
+    supervisor.wait()
+    assert gone(pid)

@@ -1,0 +1,36 @@
+"""The Triton kernels on a CPU, by Triton's interpreter, against the reference."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from environment import ROOT
+
+import pallas_kernels as pk
+from zerojax import aot
+
+HERE = ROOT / "tests" / "helpers"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+@pytest.mark.skipif(
+    not aot.compiler_dir().is_dir(), reason="no CUDA compiler: run scripts/install_cuda_compiler.sh"
+)
+@pytest.mark.parametrize(
+    "fmt", [fmt if fmt == "int4" else pytest.param(fmt, marks=pytest.mark.slow) for fmt in pk.QUANTIZED]
+)
+def test_interpreted_kernels_equal_the_reference(fmt):
+    # jax-triton can't be imported without JAX's CUDA plugin.
+    path = os.pathsep.join([str(HERE.parents[1]), str(aot.compiler_dir()), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "interpreted_checks.py"), fmt],
+        env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{fmt} agrees" in done.stdout

@@ -1,0 +1,187 @@
+"""Settings: defaults, TOML, errors that name the way out."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from environment import ROOT
+
+from zerojax.errors import ZeroError
+from zerojax.run.config import (
+    ConfigError,
+    RunConfig,
+    ZeroSection,
+    config_from_dict,
+    dump_config,
+    find_config,
+    load_config,
+)
+from zerojax.zero_config import PRESETS, ZeroConfig
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == RunConfig()
+
+
+def test_values_arrive(tmp_path: Path) -> None:
+    config = load_config(
+        write(
+            tmp_path,
+            """
+            [train]
+            steps = 5
+            [optimizer]
+            learning_rate = 1
+            [model]
+            layers = 2
+            [zero]
+            preset = "zero++"
+            grads = ["int8", "int4"]
+            precise = [["*embed*", "int8"]]
+            [mesh]
+            nodes = 2
+            local = 4
+            emulate = true
+            """,
+        )
+    )
+    assert config.train.steps == 5
+    assert config.optimizer.learning_rate == 1.0
+    assert isinstance(config.optimizer.learning_rate, float)
+    assert config.model.layers == 2
+    assert config.zero.grads == ("int8", "int4")
+    assert config.zero.precise == (("*embed*", "int8"),)
+    assert config.mesh.emulate
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    config = config_from_dict(
+        {
+            "train": {"steps": 7, "seed": 3},
+            "zero": {"grads": ["int8", "compute"], "precise": [["*", "int4"]]},
+            "optimizer": {"learning_rate": 1.25e-3, "schedule": "wsd"},
+            "data": {"source": 'a "quoted" \\ path'},
+        }
+    )
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nstpes = 5", r"unknown key train\.stpes \(did you mean train\.steps\?\)"),
+        ("[trian]\nsteps = 5", r"unknown key trian \(did you mean train\?\)"),
+        ("[train]\nlearning_rate = 1.0", r"did you mean optimizer\.learning_rate\?"),
+        ("[train]\nqqqqqq = 1", r"unknown key train\.qqqqqq$"),
+        ("steps = 5", r"unknown key steps \(did you mean train\.steps\?\)"),
+        ("train = 5", r"train should be a table"),
+        ('[train]\nsteps = "5"', r"train\.steps = '5' should be a whole number"),
+        ("[train]\nsteps = 5.5", r"train\.steps = 5\.5 should be a whole number"),
+        ("[train]\nsteps = true", r"train\.steps = true should be a whole number"),
+        ("[optimizer]\neps = false", r"optimizer\.eps = false should be a number"),
+        ("[mesh]\nemulate = 1", r"mesh\.emulate = 1 should be true or false"),
+        ('[zero]\nremat = "some"', r"zero\.remat = 'some' should be one of full, attention, none"),
+        ('[zero]\ngrads = ["int4"]', r"zero\.grads = .* should be a list"),
+        ('[zero]\ngrads = "int4"', r"zero\.grads = 'int4' should be a list"),
+        ('[optimizer]\nname = "adam"', r"one of adamw, nadamw, adopt, lion, muon, sgd"),
+        ("[train]\nsteps = 0", r"train\.steps must be at least 1"),
+        ("[train]\nbatch_size = 9\naccumulate = 2", r"9 does not divide into"),
+        ("[train]\nsequence_length = 4096", r"longer than model\.max_seq_len 1024"),
+        ("[model]\nd_model = 10\nheads = 3", r"d_model = 10 does not divide into heads = 3"),
+        ("[mesh]\nemulate = true", r"mesh\.emulate needs mesh\.nodes and mesh\.local"),
+        ("[data]\nvalidation = 1.0", r"data\.validation must lie between 0 and 1"),
+        ('[data]\nsource = ""', r"data\.source is empty"),
+        ("[train\nsteps = 5", r"not valid TOML"),
+        ("\x00", r"not valid TOML"),
+        ("a = " + "[" * 5000, r"not valid TOML: nested too deeply"),
+        ("a = " + "{a = " * 5000, r"not valid TOML: nested too deeply"),
+        (".".join("a" * 5000) + " = 1", r"not valid TOML: nested too deeply"),
+        ("train.steps" + ".a" * 100 + " = 1", r"not valid TOML: nested too deeply"),
+        ("x = 1\n" * 200_000, r"1,200,000 characters, more than"),
+        ("[train]\nsteps = " + "9" * 5000, r"not valid TOML"),
+        ("[train]\nsteps = 0x" + "f" * 5000, r"a whole number of more than 300 digits"),
+        ("[optimizer]\nlearning_rate = 1e400", r"inf is no finite number"),
+        ("[[data.mixture]]\nsource = 'a'\nweight = true", r"data\.mixture\.weight = true should be a number"),
+        ('"\\u001b[1m\\n" = 1', r"unknown key \\x1b\[1m\\n$"),
+    ],
+)
+def test_errors_name_file_key_and_way_out(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(write(tmp_path, text))
+    assert "run.toml" in str(error.value)
+
+
+def test_not_text(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.toml").touch()
+    assert find_config("mine") == Path("configs/mine.toml")
+    assert find_config("configs/mine.toml") == Path("configs/mine.toml")
+    with pytest.raises(ConfigError, match=r"did you mean mine\?"):
+        find_config("mien")
+    with pytest.raises(ConfigError, match="no such file"):
+        find_config("../secret.toml")
+
+
+def test_zero_section_has_every_option_of_the_library() -> None:
+    """What the library can do is never out of the config's reach; `units` comes from the model."""
+    library = {f.name for f in dataclasses.fields(ZeroConfig)} - {"units", "accumulate"}
+    section = {f.name for f in dataclasses.fields(ZeroSection)} - {"preset"}
+    assert section == library
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_zero_presets(preset: str) -> None:
+    zero = ZeroSection(preset=preset).to_zero(accumulate=2)
+    assert zero == ZeroConfig.preset(preset, accumulate=2)
+
+
+def test_zero_overrides() -> None:
+    zero = ZeroSection(preset="zero++", weights="compute", grads=("int8", "compute")).to_zero()
+    assert zero.weights is None
+    assert zero.grads == ("int8", None)
+    assert zero.hpz
+    with pytest.raises(ZeroError, match="no preset 'zero9'"):
+        ZeroSection(preset="zero9").to_zero()
+
+
+def test_options_are_frozen_in() -> None:
+    """A new option is a promise: it needs a meaning in the help, a reason and a line here."""
+    options = {f.name: len(dataclasses.fields(f.type)) for f in dataclasses.fields(RunConfig)}  # type: ignore[arg-type]  # every section is a dataclass
+    del options["model"], options["zero"]
+    assert options == {
+        "train": 11,
+        "data": 9,
+        "optimizer": 12,
+        "mesh": 3,
+        "checkpoint": 7,
+        "cluster": 6,
+        "log": 3,
+    }
+
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_that_come_with_zerojax(path: Path) -> None:
+    config = load_config(path)
+    config.zero.to_zero(accumulate=config.train.accumulate)
+    assert "Expected" in path.read_text()

@@ -1,0 +1,231 @@
+"""Metrics: fetched late, written whole, shown on one line."""
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from matplotlib.image import imread
+from micro_run import hang
+from rich.console import Console
+
+from zerojax.run.metrics import (
+    MetricsFile,
+    MetricsQueue,
+    Progress,
+    draw_loss_curve,
+    memory_in_use,
+    read_lines,
+    read_metrics,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A metric that is ready when its time has come: fetching it turns the clock forward."""
+
+    def __init__(self, clock: Clock, ready: float, value: float) -> None:
+        self.clock, self.ready, self.value = clock, ready, value
+        self.copying = False
+
+    def copy_to_host_async(self) -> None:
+        self.copying = True
+
+    def __array__(self, dtype: object = None, copy: object = None) -> object:
+        self.clock.now = max(self.clock.now, self.ready)
+        return jnp.asarray(self.value).__array__()
+
+
+class TestQueue:
+    def test_looks_at_a_step_only_when_newer_ones_are_under_way(self) -> None:
+        clock = Clock()
+        queue = MetricsQueue(depth=2, clock=clock)
+        first = Slow(clock, 1.0, 3.5)
+        assert queue.push(1, {"loss": first}) == []  # type: ignore[dict-item]  # stands in for an array
+        assert queue.push(2, {"loss": Slow(clock, 2.0, 3.0)}) == []  # type: ignore[dict-item]  # same
+        assert clock.now == 0.0
+        assert first.copying
+        (record,) = queue.push(3, {"loss": Slow(clock, 3.5, 2.5)})  # type: ignore[dict-item]  # same
+        assert (record.step, record.values, record.seconds) == (1, {"loss": 3.5}, 1.0)
+        assert clock.now == 1.0
+        assert [(r.step, r.seconds) for r in queue.drain()] == [(2, 1.0), (3, 1.5)]
+        assert queue.drain() == []
+
+    def test_evaluation_is_not_the_steps_time(self) -> None:
+        clock = Clock()
+        queue = MetricsQueue(depth=2, clock=clock)
+        (first,) = queue.push(
+            1,
+            {"loss": Slow(clock, 1.0, 3.0)},  # type: ignore[dict-item]  # stands in for an array
+            lambda: {"validation_loss": Slow(clock, 9.0, 2.0)},  # type: ignore[dict-item]  # same
+        )
+        queue.push(2, {"loss": Slow(clock, 10.0, 2.9)})  # type: ignore[dict-item]  # same
+        (second,) = queue.drain()
+        assert first.values == {"loss": 3.0, "validation_loss": 2.0}
+        assert (first.seconds, second.seconds) == (1.0, 1.0)
+
+    def test_restart_clock(self) -> None:
+        clock = Clock()
+        queue = MetricsQueue(depth=0, clock=clock)
+        clock.now = 5.0
+        queue.restart_clock()
+        (record,) = queue.push(1, {"loss": Slow(clock, 6.0, 1.0)})  # type: ignore[dict-item]  # same
+        assert record.seconds == 1.0
+
+    def test_arrays(self) -> None:
+        queue = MetricsQueue(depth=0)
+        (record,) = queue.push(1, {"loss": jnp.float32(1.5), "skipped": jnp.int32(1)})
+        assert record.values == {"loss": 1.5, "skipped": 1.0}
+
+
+class TestFiles:
+    def test_one_object_a_step(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl")
+        files.write(1, {"loss": 2.5})
+        files.write(2, {"loss": float("nan"), "skipped": 1.0})
+        files.close()
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+        def refuse(name: str) -> None:
+            raise AssertionError(f"{name} is no JSON")
+
+        values = [json.loads(line, parse_constant=refuse) for line in lines]
+        assert values == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None, "skipped": 1.0}]
+
+    def test_going_on_drops_what_will_be_done_again(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl")
+        for step in range(1, 6):
+            files.write(step, {"loss": float(step)})
+        files.close()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 6, "lo')  # killed in mid-line
+        assert read_lines(tmp_path / "metrics.jsonl")[1] == 1
+        again = MetricsFile(tmp_path / "metrics.jsonl", start=3)
+        again.write(4, {"loss": 40.0})
+        again.close()
+        steps = read_metrics(tmp_path / "metrics.jsonl")
+        assert [(s["step"], s["loss"]) for s in steps] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+    def test_what_is_there_is_replaced_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A process that dies while it takes the file over loses nothing."""
+        path = tmp_path / "metrics.jsonl"
+        before = "".join(f'{{"step": {step}}}\n' for step in range(1, 4))
+        path.write_text(before)
+
+        def dumps(values: object) -> str:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(json, "dumps", dumps)
+        with pytest.raises(KeyboardInterrupt):
+            MetricsFile(path, start=3)
+        assert path.read_text() == before
+
+    def test_a_full_disk_is_said_with_the_next_line(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl")
+        with Path("/dev/full").open("wb") as full:
+            os.dup2(full.fileno(), files._file)
+        files.write(1, {"loss": 1.0})
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left on device"):
+                files.flush()
+        with pytest.raises(OSError, match="No space left on device"):
+            files.write(2, {"loss": 1.0})
+        with pytest.raises(OSError, match="No space left on device"):
+            files.close()
+
+    def test_a_disk_that_hangs_holds_up_no_line_but_too_many(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl", most=5, patience=0.3)
+        hang(files)
+        begun = time.monotonic()
+        for step in range(1, 6):
+            files.write(step, {"loss": 1.0})
+        assert time.monotonic() - begun < 0.3
+        for do in (lambda: files.write(6, {"loss": 1.0}), files.flush, files.close):
+            with pytest.raises(OSError, match=r"has not answered for 0\.3 s.*metrics\.jsonl"):
+                do()
+        assert time.monotonic() - begun < 3
+
+    def test_a_disk_that_is_slow_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl", most=3, patience=0.3)
+        real = files._append
+        monkeypatch.setattr(files, "_append", lambda line: (time.sleep(0.1), real(line)))
+        for step in range(1, 9):
+            files.write(step, {"loss": 1.0})
+        files.close()
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_loss_curve(tmp_path: Path) -> None:
+    steps = [{"step": i, "loss": 3.0 / i} for i in range(1, 20)]
+    steps[5]["loss"] = None  # type: ignore[assignment]  # as a skipped step reads
+    steps[10]["validation_loss"] = 1.0
+    draw_loss_curve(steps, tmp_path / "loss.png", "a run")
+    drawn = imread(tmp_path / "loss.png")
+    assert drawn.shape[:2] == (540, 960)
+    assert drawn[..., :3].std() > 0.01
+
+
+class TestProgress:
+    VALUES = {  # noqa: RUF012  # read only
+        "loss": 2.5,
+        "tokens_per_second": 12345.0,
+        "step_seconds": 2.0,
+        "memory_bytes": 3e9,
+    }
+
+    def lines(self, *, every: int, steps: int, **extra: float) -> list[str]:
+        out = io.StringIO()
+        with Progress(steps=steps, every=every, console=Console(file=out, width=200)) as progress:
+            for step in range(1, steps + 1):
+                progress.show(step, self.VALUES | extra)
+        return out.getvalue().splitlines()
+
+    def test_plain_lines_without_a_terminal(self) -> None:
+        lines = self.lines(every=10, steps=25)
+        assert [line.split(" |")[0] for line in lines] == [
+            "step 1/25",
+            "step 10/25",
+            "step 20/25",
+            "step 25/25",
+        ]
+        assert lines[1] == "step 10/25 | loss 2.5000 | 12.3k tok/s | left 0:00:30 | mem 3.00 GB"
+        assert "left" not in lines[0]  # the first step's time is compilation
+
+    def test_what_is_known_is_shown(self) -> None:
+        (line,) = self.lines(every=1, steps=1, mfu=0.415, internode_bytes=3.0e6, skipped_total=2.0)
+        assert "mfu 41.5%" in line
+        assert "wire 3.00 MB/step" in line
+        assert line.endswith("skipped 2")
+
+    def test_live_line_in_a_terminal(self) -> None:
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=True, width=200)
+        with Progress(steps=3, console=console) as progress:
+            progress.say("hello [bold]")
+            for step in range(1, 4):
+                progress.show(step, self.VALUES)
+        assert "step 3/3 | loss 2.5000" in out.getvalue()
+        assert "hello [bold]" in out.getvalue()
+
+    def test_silent_on_other_processes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with Progress(steps=1, shown=False) as progress:
+            progress.say("hello")
+            progress.show(1, self.VALUES)
+        assert capsys.readouterr().out == ""
+
+
+def test_memory() -> None:
+    assert memory_in_use() > 10 << 20

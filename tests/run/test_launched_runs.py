@@ -1,0 +1,49 @@
+"""Two processes that train together keep the checkpoints, and begin with the weights, that one would."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from environment import zerojax
+from micro_run import micro_config
+
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.config import dump_config
+from zerojax.run.metrics import read_metrics
+
+pytestmark = pytest.mark.alone
+
+LAUNCH = ("launch", "--nodes", 2, "--devices-per-node", 1)
+CHECKPOINT = {"every": 1, "keep": 1, "keep_every": 4, "keep_best": 1}
+
+
+@pytest.fixture
+def config(text: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "micro.toml"
+    mesh = {"nodes": 2, "local": 1, "emulate": True}
+    train = {"steps": 6, "eval_every": 1}
+    path.write_text(dump_config(micro_config(text, mesh=mesh, train=train, checkpoint=CHECKPOINT)))
+    return path
+
+
+def run_through(*arguments: object) -> None:
+    done = zerojax(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_through(*LAUNCH, config, "--run-dir", run)
+    lines = read_metrics(run / "metrics.jsonl")
+    best = min(lines, key=lambda line: line["validation_loss"])["step"]
+    assert step_dirs.steps(run / "checkpoints") == sorted({4, 5, 6, best})
+
+    weights = ("--init-from", run / "checkpoints" / "4")
+    options = (config, *weights, "--train.steps", 2, "--zero.preset", "zero++")
+    run_through(*LAUNCH, *options, "--run-dir", tmp_path / "two")
+    run_through("train", *options, "--run-dir", tmp_path / "one")
+    two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    for name in ("loss", "grad_norm", "validation_loss"):
+        np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-5)
+    assert two[0]["loss"] < lines[0]["loss"], "trained weights"

@@ -1,0 +1,31 @@
+"""Runs that are killed come back, and end as if nothing had happened: `scripts/soak.py`, the short way."""
+
+import subprocess
+import sys
+
+import pytest
+from environment import ROOT
+
+pytestmark = pytest.mark.alone
+
+SOAK = ROOT / "scripts" / "soak.py"
+
+
+def soak(*options: object) -> str:
+    command = [sys.executable, str(SOAK), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_three_kills() -> None:
+    out = soak("--kills", 3, "--processes", 2, "--steps", 150)
+    assert "all 150 steps and the final state are equal, bit for bit" in out
+    assert all(f"{moment}, " in out for moment in ("start", "step", "save"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_kills_of_three_with_quantized_wires() -> None:
+    out = soak("--kills", 10, "--processes", 3, "--steps", 1500, "--preset", "delta")
+    assert "bit for bit" in out

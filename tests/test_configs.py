@@ -1,0 +1,39 @@
+"""The settings that come with zerojax."""
+
+import pytest
+from environment import ROOT
+
+from zerojax.models import flops_per_token, parameter_count
+from zerojax.run.config import load_config
+
+FOLDER = ROOT / "configs"
+SIZES = {
+    "gpt-tiny": 0.557e6,
+    "gpt2-124m": 124.5e6,
+    "gpt-350m": 356e6,
+    "gpt-1.3b": 1.316e9,
+    "llama-7b": 6.738e9,
+    "gpt-13b": 12.85e9,
+    "gpt-18b": 18.45e9,
+}
+
+
+def test_there_are_these_and_no_others():
+    assert {path.stem for path in FOLDER.glob("*.toml")} == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_config_is_of_the_size_that_its_name_says(name):
+    config = load_config(FOLDER / f"{name}.toml")
+    assert parameter_count(config.model) == pytest.approx(SIZES[name], rel=0.005)
+    assert flops_per_token(config.model, config.train.sequence_length) > 0
+    config.zero.to_zero(accumulate=config.train.accumulate)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_config_says_what_it_reaches(name):
+    lines = (FOLDER / f"{name}.toml").read_text().splitlines()
+    comment = [line for line in lines if line.startswith("#")]
+    assert lines[: len(comment)] == comment
+    assert any(line.startswith("# Expected: ") for line in comment)
+    assert max(map(len, lines)) <= 115

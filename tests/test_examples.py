@@ -1,0 +1,68 @@
+"""Every example runs, learns and stays small."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment import ROOT
+
+from zerojax import checkpoints
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What a model that learned nothing would reach, and a loss that is clearly below it.
+LEARNED = {
+    "nnx_model": (0.75, 0.3),  # the variance of the target
+    "nnx_loop": (0.75, 0.3),
+    "linen_scan": (math.log(4), 0.6),
+    "linen_loop": (math.log(4), 0.6),
+    "vit": (math.log(4), 0.9),
+    "encoder_decoder": (math.log(10), 0.5),
+    "gemma_style": (math.log(16), 1.7),
+}
+LOOPS = [path for path in EXAMPLES if path.stem.endswith("_loop")]
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path not in LOOPS], ids=lambda path: path.stem)
+def test_an_example_learns(path, capsys):
+    loss = load(path).main()
+    assert loss < LEARNED[path.stem][1]
+    assert "step  0" in capsys.readouterr().out.replace("step   0", "step  0")
+
+
+@pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
+def test_a_loop_learns_and_goes_on_where_it_stood_on_another_mesh(path, tmp_path, capsys):
+    main = load(path).main
+    at_once = main(tmp_path / "at once")
+    assert at_once < LEARNED[path.stem][1]
+    assert "step 40" in capsys.readouterr().out
+    main(tmp_path / "in two", steps=20)
+    assert "step 20" in capsys.readouterr().out
+    in_two = main(tmp_path / "in two", nodes=4, local=2)
+    # Other roundings on the other mesh; from other rows, or other weights, it would be far off.
+    assert in_two == pytest.approx(at_once, rel=0.05)
+    said = capsys.readouterr().out
+    assert "step 30" in said
+    assert "step 20" not in said
+    assert checkpoints.newest_sound(tmp_path / "in two" / "checkpoints").step == 40
+    assert len(list((tmp_path / "in two" / "tensorboard").iterdir())) == 2
+    assert main(tmp_path / "in two", nodes=4, local=2) == in_two
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_can_be_read_at_once(path):
+    assert len(path.read_text().splitlines()) <= (80 if path in LOOPS else 60)
+
+
+def test_every_example_is_judged():
+    assert {path.stem for path in EXAMPLES} == set(LEARNED)

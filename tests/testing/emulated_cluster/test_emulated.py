@@ -1,0 +1,203 @@
+"""Emulated clusters: what a node sees, and that nothing stays behind."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from environment import ROOT
+
+from zerojax import cluster
+from zerojax.multihost.devices import share_devices
+from zerojax.testing.emulated_cluster import network
+
+pytestmark = pytest.mark.alone
+
+SCRIPT = ROOT / "scripts" / "emulate_cluster.py"
+needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
+
+
+def run(nodes, script, **options):
+    """Each node's lines, and the result."""
+    output = io.BytesIO()
+    with cluster.EmulatedCluster(nodes, 2, rate="1gbit", platform="cpu") as emulated:
+        result = emulated.run(["sh", "-c", script], output=output, timeout=60, **options)
+    lines = output.getvalue().decode().splitlines()
+    return [[x.split("] ", 1)[1] for x in lines if x.startswith(f"[node{i}]")] for i in range(nodes)], result
+
+
+def script(*arguments, **options):
+    command = [sys.executable, str(SCRIPT), "--platform", "cpu", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def alive(marker: str) -> bool:
+    """Whether any process has the marker among its arguments."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker.encode() in path.read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def wait_until(condition, within=15.0):
+    end = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@needs_namespaces
+def test_a_node_is_a_host_of_its_own():
+    lines, result = run(3, "hostname; hostname -i; ls -d /proc/[0-9]* | wc -l; tail -n +3 /proc/net/dev")
+    assert result.code == 0
+    for node, (hostname, address, processes, *interfaces) in enumerate(lines):
+        assert (hostname, address) == (f"node{node}", f"10.77.0.{node + 1}")
+        assert int(processes) <= 5
+        assert {i.split(":")[0].strip() for i in interfaces} == {"lo", "wire0"}
+
+
+@needs_namespaces
+def test_a_node_is_told_what_it_is(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://proxy:1")
+    lines, _ = run(
+        2,
+        "echo $JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID $JAX_NUM_PROCESSES $NCCL_HOSTID "
+        "$NCCL_SOCKET_IFNAME $EXTRA [$https_proxy]; echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
+        env={"EXTRA": "more"},
+    )
+    (token,) = {token for _, _, token in lines}
+    assert len(token) == 64
+    for node, (told, flags, _) in enumerate(lines):
+        assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 more []"
+        assert flags.endswith("--xla_force_host_platform_device_count=2")
+
+
+def test_nodes_may_share_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0,1")
+    assert share_devices(2, 2, "gpu") == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("rate", "later"), [("10mbit", None), ("1gbit", "10mbit")])
+def test_the_rate_holds(rate, later):
+    """A megabyte cannot cross a link of 10 Mbit/s in under its time, the bucket's 128 KB aside."""
+    slow_down = "" if later is None else f"from zerojax import cluster; cluster.limit_link({later!r})\n"
+    sender = slow_down + (
+        "import socket, sys, time\n"
+        "if sys.argv[1] == '0':\n"
+        "    with socket.create_server(('', 5000)) as s, s.accept()[0] as c:\n"
+        "        start = time.monotonic(); left = 1_000_000\n"
+        "        while left: left -= len(c.recv(left))\n"
+        "        print(time.monotonic() - start)\n"
+        "else:\n"
+        "    while True:\n"
+        "        try: c = socket.create_connection(('node0', 5000)); break\n"
+        "        except OSError: time.sleep(0.05)\n"
+        "    c.sendall(bytes(1_000_000)); c.recv(1); c.close()\n"
+    )
+    output = io.BytesIO()
+    with cluster.EmulatedCluster(2, rate=rate, platform="cpu") as emulated:
+        emulated.run(lambda node: [sys.executable, "-c", sender, str(node)], output=output, timeout=60)
+        links = emulated.link_bytes()
+    assert float(output.getvalue().decode().split()[-1]) > 0.6
+    assert links[1].sent > 1_000_000
+    assert links[0].received > 1_000_000
+
+
+@needs_namespaces
+def test_a_link_without_a_rate_gets_none_later():
+    code = "from zerojax import cluster; cluster.limit_link('1gbit')"
+    output = io.BytesIO()
+    with cluster.EmulatedCluster(1, rate=None, platform="cpu") as emulated:
+        result = emulated.run([sys.executable, "-c", code], output=output, timeout=60)
+    assert result.code == 1
+    assert "set the cluster up with a rate" in output.getvalue().decode()
+
+
+def test_no_link_outside_of_a_cluster():
+    with pytest.raises(cluster.ClusterError, match="not a node of an emulated cluster"):
+        cluster.limit_link("1gbit")
+
+
+@needs_namespaces
+def test_file_descriptors_are_given_back():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run(2, "true")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@needs_namespaces
+def test_script_prints_bytes_and_returns_the_worst_code():
+    process = script("--nodes", "2", "--", "sh", "-c", "[ $NODE_RANK = 0 ] || exit 5; sleep 0.2")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "node1 ended with exit code 5" in err
+    table = err.splitlines()[-3:]
+    assert [line.split()[0] for line in table] == ["link", "node0", "node1"]
+    assert out == ""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_script(number):
+    """Not even what has left its session, when the script is killed without a warning."""
+    marker = f"zerojax-test-{os.getpid()}-{number}"
+    forks = f"setsid sh -c 'sleep 600; :' {marker} & echo up; wait"
+    process = script("--nodes", "2", "--grace", "5", "--", "sh", "-c", forks)
+    assert process.stdout is not None
+    assert [process.stdout.readline().split()[1] for _ in range(2)] == ["up", "up"]
+    wait_until(lambda: alive(marker))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    wait_until(lambda: not alive(marker))
+
+
+@needs_namespaces
+def test_a_signal_reaches_the_command_once():
+    trap = "n=0; trap 'n=$((n+1))' TERM; echo up; i=0; while [ $i -lt 20 ]; do sleep 0.05; i=$((i+1)); done"
+    process = script("--nodes", "1", "--", "sh", "-c", trap + "; echo heard $n")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+    assert out.splitlines()[-1] == "[node0] heard 1"
+
+
+def test_gpus_are_shared_out(monkeypatch):
+    if cluster.unavailable():
+        pytest.skip(str(cluster.unavailable()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    with cluster.EmulatedCluster(2, 2, platform="gpu") as emulated:
+        shares = [emulated.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)]
+    assert shares == ["3,5", "6,7"]
+    with pytest.raises(ValueError, match="6 x 1 GPUs are wanted and this machine offers 4"):
+        cluster.EmulatedCluster(6, 1)
+
+
+def test_refuses_without_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(cluster.ClusterError, match="root"):
+        cluster.EmulatedCluster(2, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"), [("10gbit", 1.25e9), ("2.5 Gbit", 312.5e6), ("400mbit", 5e7), ("8kbit", 1e3)]
+)
+def test_rates(rate, expected):
+    assert network.bytes_per_second(rate) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rate": "fast"}, {"rate": "10gbps"}, {"latency": "50"}, {"nodes": 0}, {"devices_per_node": 0}]
+)
+def test_refuses(wrong):
+    with pytest.raises(ValueError):  # noqa: PT011  (each says something else)
+        cluster.EmulatedCluster(**({"nodes": 2, "platform": "cpu"} | wrong))
