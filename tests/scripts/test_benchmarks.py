@@ -9,7 +9,7 @@ from environment import ROOT
 
 from zerojax import cluster
 
-SCRIPTS, MEASURED = ROOT / "scripts", ROOT / "docs" / "measured"
+SCRIPTS, MEASURED = ROOT / "scripts" / "bench", ROOT / "docs" / "measured"
 needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
 
 
@@ -47,7 +47,7 @@ def test_links_are_drawn_next_to_predictions(tmp_path):
 def test_links_are_measured_at_every_rate(tmp_path):
     rates = ("50mbit", "1gbit")
     run(
-        "bench_links.py", "--nodes", 2, "--gpus-per-node", 1, "--models", "350M", "--tokens", 16, "--rates",
+        "links.py", "--nodes", 2, "--gpus-per-node", 1, "--models", "350M", "--tokens", 16, "--rates",
         *rates, "--variants", "zero3", "--steps", 1, "--timeout", 480, "--json", tmp_path / "links.json",
         "--layers", 2,
     )  # fmt: skip

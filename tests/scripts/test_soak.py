@@ -1,4 +1,4 @@
-"""Runs that are killed come back, and end as if nothing had happened: `scripts/soak.py`, the short way."""
+"""Runs that are killed come back, and end as if nothing had happened: soak.py, the short way."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from environment import ROOT
 
 pytestmark = pytest.mark.alone
 
-SOAK = ROOT / "scripts" / "soak.py"
+SOAK = ROOT / "scripts" / "acceptance" / "soak.py"
 
 
 def soak(*options: object) -> str:

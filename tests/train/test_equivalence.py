@@ -2,7 +2,7 @@
 
 The full product of stages, meshes, models and options would take an hour to compile; this is a covering
 design: each stage on each mesh with one model, each model at each stage on one mesh, and every option at
-least twice. ``scripts/full_equivalence.py`` runs the product.
+least twice. ``scripts/acceptance/equivalence.py`` runs the product.
 """
 
 import functools

@@ -37,6 +37,7 @@ COMMANDS = {
     "from-deepspeed": ("zerojax.cli.from_deepspeed", "turn a DeepSpeed config into one of zerojax"),
     "comm": ("zerojax.cli.comm", "count every collective of a training step, with its bytes"),
     "launch": ("zerojax.cli.launch", "start zerojax train in several processes on this machine"),
+    "emulate": ("zerojax.cli.emulate", "run a command on every node of a cluster emulated here"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and the mesh to choose"),
 }
 

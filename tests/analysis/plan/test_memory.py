@@ -115,7 +115,7 @@ def _copies(size: int, matrices: list) -> int:
     return sum(int(np.prod(shape)) == size for shape in matrices)
 
 
-SCRIPT = ROOT / "scripts" / "check_plan.py"
+SCRIPT = ROOT / "scripts" / "acceptance" / "plan.py"
 PRESETS = ("zero3", "zero++", "delta")
 SIZES = (("gpt-tiny", 4), ("gpt2-124m", 4), ("gpt-350m", 2), ("gpt-1.3b", 2))
 FAST = ("zero3", "none", 4, "gpt-tiny", 4)
@@ -130,7 +130,7 @@ IN_BREADTH = (
 
 @pytest.fixture(scope="module")
 def check_plan() -> Any:
-    """scripts/check_plan.py, which plans, compiles and compares."""
+    """scripts/acceptance/plan.py, which plans, compiles and compares."""
     spec = importlib.util.spec_from_file_location("check_plan", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

@@ -73,7 +73,7 @@ PEAK_GIB = {
 
 
 class BlockStack(nnx.Module):
-    """The model of scripts/bench_train.py."""
+    """The model of scripts/bench/train.py."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.blocks = zerojax.Stack(functools.partial(Block, config), config.layers, rngs=rngs)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from environment import ROOT
 
 from zerojax import cluster
 from zerojax.multihost.devices import share_devices
@@ -17,7 +16,6 @@ from zerojax.testing.emulated_cluster import network
 
 pytestmark = pytest.mark.alone
 
-SCRIPT = ROOT / "scripts" / "emulate_cluster.py"
 needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
 
 
@@ -31,7 +29,7 @@ def run(nodes, script, **options):
 
 
 def script(*arguments, **options):
-    command = [sys.executable, str(SCRIPT), "--platform", "cpu", *arguments]
+    command = [sys.executable, "-m", "zerojax", "emulate", "--platform", "cpu", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 

@@ -1,7 +1,7 @@
 """Clusters that are not there: several nodes with real, rate-limited links on one Linux machine.
 
 `EmulatedCluster` runs commands in them, `measure_bytes` measures what a piece of a distributed
-program puts on the network, and ``scripts/emulate_cluster.py`` is the command line.
+program puts on the network, and ``zerojax emulate`` is the command line.
 """
 
 from zerojax.testing.emulated_cluster.emulated import EmulatedCluster

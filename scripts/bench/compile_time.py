@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How the time to trace, lower and compile a training step grows with a Stack's depth.
 
-    scripts/compile_time.py --layers 12 48 --preset zero++
+    scripts/bench/compile_time.py --layers 12 48 --preset zero++
 
 For a cluster of 2 x 4 H100s that is not there (scripts/install_cuda_compiler.sh); in seconds of processor
 time, which other programs' load hardly changes; the least of some repetitions.

@@ -2,7 +2,7 @@
 
 It compiles some three hundred programs, an hour or more on two cores, so CI runs a covering part instead:
 
-    python scripts/full_equivalence.py [models...]
+    python scripts/acceptance/equivalence.py [models...]
 """
 
 import itertools
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[2] / "tests"
 
 
 def main(names: list[str]) -> int:

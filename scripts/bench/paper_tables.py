@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the planner predicts where the ZeRO++ paper (Wang et al., 2023) measured: its Tables 1 and 8.
 
-    scripts/paper_tables.py
+    scripts/bench/paper_tables.py
 
 Prints Markdown. The paper gives sizes, not shapes: 18B is that of Megatron-LM (Narayanan et al., 2021), the
 others have its widths. TFLOP/s count recomputation, as the formula there does. Matmuls on V100 are taken at

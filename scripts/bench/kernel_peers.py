@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Other libraries' block quantizers on this GPU, counted as scripts/bench_kernels.py counts.
+"""Other libraries' block quantizers on this GPU, counted as scripts/bench/kernels.py counts.
 
-    python3 scripts/bench_kernel_peers.py --megabytes 256
+    python3 scripts/bench/kernel_peers.py --megabytes 256
 
 Needs PyTorch; measures bitsandbytes, torchao and torch.compile, and says which of them is not installed.
 Scales are theirs: fp32, one for each block. GB/s count the bytes that must move once. Calls follow each other

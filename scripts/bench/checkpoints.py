@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What saving costs: stretches of training with one save each beside stretches without, in one process.
 
-    scripts/bench_checkpoints.py gpt-tiny --steps 50 --pairs 4
+    scripts/bench/checkpoints.py gpt-tiny --steps 50 --pairs 4
 
 The last lines are the seconds of each pair, by the clock and of all processor cores together (which other
 work on the machine disturbs less), what saving cost (the median over the pairs), for how long the

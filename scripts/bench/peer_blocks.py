@@ -1,4 +1,4 @@
-"""What the PyTorch peers of scripts/bench_train.py share: the model, the options, the clock, the table.
+"""What the PyTorch peers of scripts/bench/train.py share: the model, the options, the clock, the table.
 
 The model computes what zerojax's stack computes: the same blocks, initial distributions, data and loss.
 Its draws are PyTorch's, so a peer's loss agrees with ours statistically (after as many steps), not bit
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_rows import Row, add_model_options, line, sent_so_far, speed_of, write
+from rows import Row, add_model_options, line, sent_so_far, speed_of, write
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -173,7 +173,7 @@ def loss_fn(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make_parser(description: str, peers: list[str], default: list[str]) -> argparse.ArgumentParser:
-    """The options of every peer, named as those of scripts/bench_train.py."""
+    """The options of every peer, named as those of scripts/bench/train.py."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,7 +257,7 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
     say(f"{peer.name}: {peer.parameters / 1e6:.1f}M parameters; first step, compiling")
     world = dist.get_world_size()
     tokens = world * peer.micro_batches * options.sequences * options.seq
-    # As scripts/bench_train.py counts: causal attention at half of what PaLM's formula gives it.
+    # As scripts/bench/train.py counts: causal attention at half of what PaLM's formula gives it.
     flops = 6 * peer.parameters + 6 * options.layers * options.d_model * options.seq
     compile_seconds, _ = _timed(peer, device, "first step")
     for rate in options.rates:

@@ -2,7 +2,7 @@
 
 Runs in zerojax's environment, with another Python that has torch, transformers and compressed-tensors:
 
-    .venv/bin/python scripts/hf_compare.py --reference hf/bin/python
+    .venv/bin/python scripts/acceptance/hf_compare.py --reference hf/bin/python
 
 Everything is random weights and a few minutes on two cores. Ends with an error where a bound is missed.
 """

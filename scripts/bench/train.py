@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Time training steps of one model on one mesh under several ways of sharding, in one run.
 
-    scripts/bench_train.py --nodes 1 --local 8 --sequences 4
-    scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
-        scripts/bench_train.py --nodes 2 --local 4 --variants zero3 zero++ delta
+    scripts/bench/train.py --nodes 1 --local 8 --sequences 4
+    zerojax emulate --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
+        scripts/bench/train.py --nodes 2 --local 4 --variants zero3 zero++ delta
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
 SwiGLU), fed random bf16 activations: what is measured is the blocks and their communication. "gspmd" is JAX's
-own sharding (scripts/bench_gspmd.py); PyTorch's run the same stack (scripts/bench_peers.py). A variant whose
+own sharding (gspmd.py); PyTorch's run the same stack (train_fsdp2.py). A variant whose
 loss after the same steps is more than 1% from that of the first with as many micro-batches is marked: it
 computes something else. Steps after the timed ones are traced (not with --no-trace): "hidden" is the
 part of their communication that ran beside compute, "exposed" the time of a step in which there was nothing
@@ -23,13 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_gspmd
+import gspmd
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench_rows import Row, add_model_options, line, sent_so_far, speed_of, write
 from flax import nnx
+from rows import Row, add_model_options, line, sent_so_far, speed_of, write
 
 import zerojax
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
@@ -181,7 +181,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 def timed(
-    steps: int, state: Any, step: bench_gspmd.Step, batch: Any
+    steps: int, state: Any, step: gspmd.Step, batch: Any
 ) -> tuple[Any, dict[str, jax.Array], list[float]]:
     """The state after so many steps, the last one's metrics, and each one's seconds."""
     metrics, seconds = {}, []
@@ -194,7 +194,7 @@ def timed(
 
 
 def trace(
-    variant: str, state: Any, step: bench_gspmd.Step, batch: Any, keep: Path | None
+    variant: str, state: Any, step: gspmd.Step, batch: Any, keep: Path | None
 ) -> tuple[Any, float, float]:
     """The state after three more steps, milliseconds of one's exposed communication, and the part hidden."""
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ def trace(
 
 def prepare(
     variant: str, model: Callable[..., BlockStack], options: argparse.Namespace
-) -> tuple[Any, bench_gspmd.Step, int]:
+) -> tuple[Any, gspmd.Step, int]:
     """A variant's first state, its step, and its micro-batches."""
     mesh = zerojax.make_mesh(options.nodes, options.local)
 
@@ -220,7 +220,7 @@ def prepare(
 
     tx = optax.adamw(1e-4)
     if variant == GSPMD:
-        return *bench_gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
+        return *gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
     fields = dict(VARIANTS[variant])
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
     state = zerojax.TrainState.create(factory, tx, loss_fn, mesh=mesh, zero=zero)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""PyTorch's sharded training of the block stack that scripts/bench_train.py times.
+"""PyTorch's sharded training of the block stack that scripts/bench/train.py times.
 
-    python3 -m torch.distributed.run --nproc-per-node 8 scripts/bench_peers.py \\
+    python3 -m torch.distributed.run --nproc-per-node 8 scripts/bench/train_fsdp2.py \\
         --sequences 4 --peers fsdp2
-    scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
+    zerojax emulate --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         sh -c 'python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank $NODE_RANK \\
             --master-addr $MASTER_ADDR --master-port $MASTER_PORT \\
-            scripts/bench_peers.py --peers fsdp2 hsdp hsdp-x8'
+            scripts/bench/train_fsdp2.py --peers fsdp2 hsdp hsdp-x8'
 
 Settings are the documented best: blocks compiled, bf16 parameters and reductions over fp32 masters,
 fused AdamW, prefetch as FSDP2 does by itself. Without --checkpoint nothing is recomputed.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What scripts/bench_links.py measured, as a Markdown table and curves, next to the planner's predictions.
+"""What scripts/bench/links.py measured, as a Markdown table and curves, next to the planner's predictions.
 
-scripts/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
+scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
 
 Cells are thousands of tokens/s of one GPU, the median step's, and in brackets what the planner expects. A
 rate of more than 400 Gb/s stands for no limit, and is predicted as 400.
@@ -18,11 +18,11 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"  # it computes shapes only
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
-import bench_train
 import optax
-from bench_links import MODELS, in_sequences
-from bench_rows import add_model_options
+import train
+from links import MODELS, in_sequences
 from panels import Curve, draw_panels
+from rows import add_model_options
 
 import zerojax
 from zerojax.analysis.gpus import find_gpu
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="+", type=Path, help="what bench_links wrote")
+    parser.add_argument("results", nargs="+", type=Path, help="what links.py wrote")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--gpu", default="h200")
@@ -62,7 +62,7 @@ def main() -> None:
             find_gpu(options.gpu),
             min(bytes_per_second(rate), UNTHROTTLED),
         )
-        known = variant in bench_train.VARIANTS
+        known = variant in train.VARIANTS
         expected = predict(model, tokens, variant, cluster) if known else None
         cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
     print(table(cells))
@@ -74,7 +74,7 @@ def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
     """Tokens/s of one GPU that the planner expects."""
     sequences, length = in_sequences(tokens)
     config, program = abstract(model, length)
-    fields = dict(bench_train.VARIANTS[variant])
+    fields = dict(train.VARIANTS[variant])
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat="full", **fields)
     there = on_world(program, World(cluster.nodes, cluster.local), zero)
     work = decoder_work(
@@ -86,14 +86,14 @@ def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
 
 @cache
 def abstract(model: str, length: int) -> tuple[GPTConfig, Program]:
-    """A model of bench_links, and its program on two devices, none of whose arrays exists."""
+    """A model of links.py, and its program on two devices, none of whose arrays exists."""
     parser = argparse.ArgumentParser()
     add_model_options(parser)
-    config = bench_train.make_config(parser.parse_args([*MODELS[model], "--seq", str(length)]))
+    config = train.make_config(parser.parse_args([*MODELS[model], "--seq", str(length)]))
     state = zerojax.TrainState.abstract(
-        lambda rngs: bench_train.BlockStack(config, rngs=rngs),
+        lambda rngs: train.BlockStack(config, rngs=rngs),
         optax.adamw(1e-4),
-        bench_train.loss_fn,
+        train.loss_fn,
         mesh=zerojax.make_mesh(2, 1),
     )
     return config, state.program

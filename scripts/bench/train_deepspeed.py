@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""DeepSpeed's training of the block stack that scripts/bench_train.py times: ZeRO-3 and ZeRO++.
+"""DeepSpeed's training of the block stack that scripts/bench/train.py times: ZeRO-3 and ZeRO++.
 
-    scripts/emulate_cluster.py --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
+    zerojax emulate --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         sh -c 'python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank $NODE_RANK \\
-            --master-addr $MASTER_ADDR --master-port $MASTER_PORT scripts/bench_deepspeed.py'
+            --master-addr $MASTER_ADDR --master-port $MASTER_PORT scripts/bench/train_deepspeed.py'
 
 Bucket sizes are DeepSpeed's defaults for ZeRO-3 and its ZeRO++ tutorial's for ZeRO++; overlap_comm is on,
 and the optimizer is PyTorch's fused AdamW, which needs no build. ZeRO++'s kernels are compiled at first

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Draw what the benchmarks' --json wrote: a step's time under each system, a panel for each rate of links.
 
-scripts/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
+scripts/bench/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from bench_rows import Row
+from rows import Row
 
 OURS = ("zero3", "qwz", "hpz", "qgz", "zero++", "delta")
 

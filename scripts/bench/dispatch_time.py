@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long the Python side of a training step takes: from the call of ``train_step`` to its return.
 
-    scripts/dispatch_time.py
+    scripts/bench/dispatch_time.py
 
 One CPU device and a model so small that its execution hardly counts; what there is of it is in the figure,
 which is thus an upper bound. The batch is in place already.

@@ -1,7 +1,7 @@
 """Measure every kernel of pallas_kernels on this GPU against a device copy and against XLA.
 
-    python scripts/bench_kernels.py                      # the roofline table, 256 MB
-    python scripts/bench_kernels.py --megabytes 1 4 256 2048 --out bench_kernels
+    python scripts/bench/kernels.py                      # the roofline table, 256 MB
+    python scripts/bench/kernels.py --megabytes 1 4 256 2048 --out bench_kernels
 
 GB/s count the bytes that must move: what a kernel has to read and write once. Prints a table and
 writes OUT.json and OUT.png. The copy is measured again between kernels, and a ratio is taken with

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compile training steps for a cluster of H100s that is not there, and compare with what the planner says.
 
-    scripts/check_plan.py gpt-350m gpt-1.3b --presets zero3 delta --remat full none --accumulate 1 4
-    scripts/check_plan.py gpt-18b --nodes 64 --local 8
+    scripts/acceptance/plan.py gpt-350m gpt-1.3b --presets zero3 delta --remat full none --accumulate 1 4
+    scripts/acceptance/plan.py gpt-18b --nodes 64 --local 8
 
 For each case: the memory of a device, the bytes it sends within its node and to others, and the part of the
 latter whose collective has compute beside it in the compiled schedule. Needs the compiler of

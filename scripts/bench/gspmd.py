@@ -1,4 +1,4 @@
-"""JAX's own fully sharded training, for scripts/bench_train.py: `jit`, NamedSharding, XLA's partitioner.
+"""JAX's own fully sharded training, for scripts/bench/train.py: `jit`, NamedSharding, XLA's partitioner.
 
 As its documentation recommends: fp32 masters and moments sharded over all devices, cast to bf16 as shards,
 one scan over the layers whose body asks for its weights whole, so that they are gathered layer by layer.

@@ -23,7 +23,7 @@ class Row:
         mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
             where the chip's peak is not known.
         sent_per_node: bytes that a node put on its link in a step, headers included; None where the
-            nodes are not those of scripts/emulate_cluster.py.
+            nodes are not those of zerojax emulate.
         peak_gib: the most memory that device 0 held.
         loss: after the timed steps; the gradient's norm likewise.
         exposed_ms: milliseconds of a step in which device 0 communicates and does nothing else; None where
@@ -86,7 +86,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", nargs="+", default=[None], metavar="RATE",
         help="time with each of these rates of the nodes' links: 10gbit 40gbit. In a cluster of "
-        "scripts/emulate_cluster.py, set up with the highest of them",
+        "zerojax emulate, set up with the highest of them",
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 Needs PyTorch and transformers, which zerojax does not; any Python that has them will do:
 
     python3.11 -m venv hf && hf/bin/pip install torch transformers safetensors
-    hf/bin/python scripts/hf_fixtures.py tests/fixtures/huggingface
+    hf/bin/python scripts/acceptance/hf_fixtures.py tests/fixtures/huggingface
 """
 
 # pyright: reportMissingImports=false

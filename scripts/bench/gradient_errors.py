@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the wire formats do to the gradients of a trained GPT, beside what theory gives.
 
-    scripts/gradient_errors.py runs/gpt-tiny --out docs/gradient_errors
+    scripts/bench/gradient_errors.py runs/gpt-tiny --out docs/gradient_errors
 
 Every device of a 2 x 4 mesh takes the gradient of its own part of a batch; the two-hop reduction brings
 their mean to the owners, once in fp32 and once in each format. Of the matrices (vectors travel

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the planner expects of zerojax over link rates, models and batches: a prediction, nothing is run.
 
-    scripts/expected_speed.py --nodes 2 --gpus-per-node 4 --gpu h200 --picture docs/expected.png
+    scripts/bench/expected_speed.py --nodes 2 --gpus-per-node 4 --gpu h200 --picture docs/expected.png
 
 Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta, recomputing everything
 (`remat="full"`), one micro-batch a step. Tokens beyond 2048 are sequences of 2048.
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench_links import TOKENS, in_sequences
+from links import TOKENS, in_sequences
 from panels import Curve, draw_panels
 
 from zerojax.analysis.gpus import find_gpu

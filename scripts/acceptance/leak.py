@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train for a long time, and see whether host memory, open files or threads grow.
 
-    scripts/leak.py --steps 10000
+    scripts/acceptance/leak.py --steps 10000
 
 trains a tiny model in two processes with `zerojax launch`, with evaluations and checkpoints, and reads /proc
 meanwhile. Exit code 1 if, after the first fifth, either process gains more files or threads than a save uses

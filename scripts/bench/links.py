@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Time training steps over link rates, models and batches, between emulated nodes of this machine.
 
-    scripts/bench_links.py --nodes 2 --gpus-per-node 1 --json links.json
-    scripts/draw_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
+    scripts/bench/links.py --nodes 2 --gpus-per-node 1 --json links.json
+    scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
 
-Each model and batch is one run of scripts/bench_train.py in a cluster of its own; the rates change beneath
+Each model and batch is one run of scripts/bench/train.py in a cluster of its own; the rates change beneath
 its steps. Results are written after each, so that what is done is not lost with what is not. Needs root.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from zerojax.testing.emulated_cluster import ClusterError, EmulatedCluster
 from zerojax.testing.emulated_cluster.network import bytes_per_second
 
-BENCH_TRAIN = Path(__file__).with_name("bench_train.py")
+BENCH_TRAIN = Path(__file__).with_name("train.py")
 MODELS = {
     "350M": ["--layers", "24", "--d-model", "1024"],
     "1.3B": ["--layers", "24", "--d-model", "2048"],
@@ -76,7 +76,7 @@ def in_sequences(tokens: int) -> tuple[int, int]:
 def run(
     model: str, batch: tuple[int, int], fastest: str, options: argparse.Namespace
 ) -> tuple[int, list[dict[str, Any]]]:
-    """One cell's exit code, and its rows as bench_train writes them (none if it failed)."""
+    """One cell's exit code, and its rows as train.py writes them (none if it failed)."""
     sequences, length = batch
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
@@ -92,9 +92,9 @@ def run(
             with EmulatedCluster(options.nodes, options.gpus_per_node, rate=fastest) as cluster:
                 code = cluster.run(command, timeout=options.timeout).code
         except (ValueError, ClusterError) as error:
-            raise SystemExit(f"bench_links: {error}") from error
+            raise SystemExit(f"links: {error}") from error
         except TimeoutError as error:
-            print(f"bench_links: {error}", file=sys.stderr)
+            print(f"links: {error}", file=sys.stderr)
             return 1, []
         return code, json.loads(rows.read_text()) if code == 0 else []
 

@@ -1,4 +1,4 @@
-"""The PyTorch side of scripts/hf_compare.py, which calls it: models made and judged by transformers."""
+"""The PyTorch side of hf_compare.py, which calls it: models made and judged by transformers."""
 
 # pyright: reportMissingImports=false
 import argparse

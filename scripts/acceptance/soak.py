@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Kill a run again and again, and see whether it ends as if nothing had happened.
 
-    scripts/soak.py --kills 30 --processes 3
+    scripts/acceptance/soak.py --kills 30 --processes 3
 
 trains a tiny model twice with `zerojax launch`: once in peace, once with SIGKILL at random moments, while
 starting, in a step and in a save, to one process or to all. Then every step's metrics and the final
