@@ -111,8 +111,8 @@ def masters(state: zerojax.TrainState) -> Tree:
     stored = by_path(state.params)
     natural = {
         leaf.path: np.asarray(stored[leaf.path])
-        .reshape(leaf.layers or 1, leaf.padded)[:, : leaf.size]
-        .reshape(leaf.natural_shape)
+        .reshape(leaf.layers, leaf.padded)[:, : leaf.size]
+        .reshape(leaf.unsharded_shape)
         for leaf in state.program.leaves
     }
     return traverse_util.unflatten_dict(natural)

@@ -140,7 +140,7 @@ def secondary_hashes(state: zerojax.TrainState) -> dict[tuple[str, int], set[str
 
 def as_blocks(x: Any, leaf: Any, world: Any) -> list[np.ndarray]:
     """A stored or a secondary array as one [local, nodes, shard] a layer."""
-    flat = np.asarray(x).reshape(leaf.layers or 1, world.local, world.nodes, leaf.shard)
+    flat = np.asarray(x).reshape(leaf.layers, world.local, world.nodes, leaf.shard)
     return list(flat)
 
 
@@ -286,4 +286,4 @@ def test_no_weight_or_gradient_crosses_nodes_wider_than_asked():
     state = CASES["stack"].create(optax.sgd(0.1), nodes=2, local=2, **DELTA, compute_dtype="bfloat16")
     for leaf in state.program.leaves:
         wanted = ("int4", "int8", "int4") if len(leaf.shape) > 1 else ("bf16", "bf16", "bf16")
-        assert (leaf.weights[0].fmt, leaf.grads[0].fmt, leaf.grads[1].fmt) == wanted
+        assert (leaf.weights.node.fmt, leaf.grads.local.fmt, leaf.grads.node.fmt) == wanted

@@ -160,8 +160,8 @@ def _price(now: ZeroConfig, then: ZeroConfig) -> str:
         return "computed again in the backward pass"
     if all(getattr(then, name) == getattr(now, name) for name in _ROUNDING):
         return SAME
-    weights = f"{'changes of ' * then.weights_delta}weights in {then.weight_formats[0]}"
-    return f"{weights}, gradients in {' and '.join(dict.fromkeys(then.grad_formats))}"
+    weights = f"{'changes of ' * then.weights_delta}weights in {then.weight_formats.node}"
+    return f"{weights}, gradients in {' and '.join(dict.fromkeys(reversed(then.grad_formats)))}"
 
 
 _SENDING: list[tuple[str, Any]] = [

@@ -111,7 +111,7 @@ def _orthogonalised(
     def on_device(blocks: dict[Path, Array]) -> dict[Path, Array]:
         result = {}
         for leaves in shapes.values():
-            parts = [blocks[leaf.path].reshape(leaf.layers or 1, -1) for leaf in leaves]
+            parts = [blocks[leaf.path].reshape(leaf.layers, -1) for leaf in leaves]
             rows = _dealt_out(jnp.concatenate(parts), leaves[0], axes, wire)
             ends = [sum(len(part) for part in parts[: i + 1]) for i in range(len(parts) - 1)]
             for leaf, part in zip(leaves, jnp.split(rows, ends), strict=True):

@@ -97,15 +97,15 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[Leaf]) ->
     seen: set[tuple[int, ...]] = set()
     for leaf in leaves:
         # One leaf of each shape is large enough to be factored; the others only need the right rank.
-        side = 3 if leaf.natural_shape in seen else _PROBE_SIDE
-        seen.add(leaf.natural_shape)
-        keep = 1 if leaf.layers else 0
-        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.natural_shape))
+        side = 3 if leaf.unsharded_shape in seen else _PROBE_SIDE
+        seen.add(leaf.unsharded_shape)
+        keep = len(leaf.stack)
+        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.unsharded_shape))
         natural[leaf.path] = rng.standard_normal(shape).astype(np.float32)
     grads = [
         {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in natural.items()} for _ in "12"
     ]
-    stacked = {leaf.path: leaf.layers is not None for leaf in leaves}
+    stacked = {leaf.path: bool(leaf.stack) for leaf in leaves}
 
     def flat(values: Any) -> dict[Any, np.ndarray]:
         return {path: _flat(x, stacked[path]) for path, x in values.items()}

@@ -20,11 +20,11 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from zerojax.errors import ZeroError
-from zerojax.schedule.strategy import Level
 from zerojax.schedule.unit import Sharded
 from zerojax.sharding.layout import OWNED, Leaf
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import Level
 
 Elementwise = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 Sink = Num[Array, "..."]
@@ -38,7 +38,7 @@ class MasterWeights:
         leaves: the layouts of all parameters.
         shards: per path ``[.., shard]``, fp32.
         sinks: per path, where gradients are left (``Sharded.sink``), at ``level``.
-        level: see ``zerojax.schedule.strategy``.
+        level: see ``zerojax.sharding.strategy``.
     """
 
     leaves: Sequence[Leaf] = ()
@@ -178,4 +178,4 @@ def _at_sink(grad: Float[Array, "... shard"], leaf: Leaf, level: Level) -> Sink:
     placed = lax.dynamic_update_slice_in_dim(zeros, grad, lax.axis_index(axes) * leaf.shard, axis=-1)
     if level == "secondary":
         return placed
-    return placed[..., : leaf.size].reshape(leaf.natural_shape)
+    return placed[..., : leaf.size].reshape(leaf.unsharded_shape)

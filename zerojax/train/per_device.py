@@ -24,15 +24,7 @@ from jax import lax
 from jaxtyping import Array, Num
 
 from zerojax.adapters import Bound, Other, call_loss
-from zerojax.comm.collectives import (
-    all_gather_sum,
-    gather_delta,
-    gather_exact,
-    gather_local,
-    gather_node,
-    reduce_gradients,
-    reduce_node,
-)
+from zerojax.comm.collectives import UnitComm, Values
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.unit import Sharded, materialise, translated_errors
 from zerojax.schedule.weight_reads import refuse_reads
@@ -53,7 +45,7 @@ class Weights(NamedTuple):
     """What units are given.
 
     Attributes:
-        sources: per path, at the level of the route; at "primary" where there is a copy.
+        sources: per path, at the strategy's source level; at "primary" where there is a copy.
         copies: delta's copies ``[.., nodes, shard]`` of the units that bring them up to date themselves.
         masters: per path this device's shard ``[.., shard]`` of the master weights.
     """
@@ -77,10 +69,7 @@ class Placed(NamedTuple):
 
 def flat_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
     """Stored blocks of this device without their trailing ones: ``[n]``, or ``[layers, n]``."""
-    return {
-        leaf.path: blocks[leaf.path].reshape(*(() if leaf.layers is None else (leaf.layers,)), -1)
-        for leaf in leaves
-    }
+    return {leaf.path: blocks[leaf.path].reshape(*leaf.stack, -1) for leaf in leaves}
 
 
 def stored_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
@@ -93,7 +82,7 @@ def stored_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
 
 def first_secondary(program: Program, params: Blocks) -> Blocks:
     """Delta's secondary copies, sent whole: flat blocks in, flat blocks out."""
-    return _by_group(program, lambda leaves, _, shards: _flat(gather_exact(shards, leaves)), params)
+    return _by_group(program, lambda comm, _, shards: _flat(comm.gather_exact(shards)), params)
 
 
 def next_secondary(
@@ -129,14 +118,12 @@ def last_secondary(program: Program, params: Blocks, secondary: Blocks, updated:
 
 def sources(program: Program, params: Blocks, secondary: Blocks, updating: Sequence[Group] = ()) -> Weights:
     """Weights at the level at which units find them; ``updating`` bring their copies up to date."""
-    route, masters = program.route, _masters(program, params)
-    if route.source == "primary":
+    strategy, masters = program.strategy, _masters(program, params)
+    if strategy.source == "primary":
         return Weights(params, {}, masters)
-    if route.source == "secondary":
+    if strategy.source == "secondary":
         rows = {
-            leaf.path: secondary[leaf.path].reshape(
-                *(() if leaf.layers is None else (leaf.layers,)), leaf.world.nodes, leaf.shard
-            )
+            leaf.path: secondary[leaf.path].reshape(*leaf.stack, leaf.world.nodes, leaf.shard)
             for leaf in program.leaves
         }
         later = [leaf.path for group in updating for leaf in group.leaves]
@@ -144,14 +131,13 @@ def sources(program: Program, params: Blocks, secondary: Blocks, updating: Seque
         return Weights(found, {path: rows[path] for path in later}, masters)
     if program.zero.stage == 0:
         whole = {
-            leaf.path: from_stored(params[leaf.path], leaf).astype(route.weight_dtype(leaf))
+            leaf.path: from_stored(params[leaf.path], leaf).astype(strategy.weight_dtype(leaf))
             for leaf in program.leaves
         }
         return Weights(whole, {}, masters)
 
-    def gather(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
-        dtypes = [route.weight_dtype(leaf) for leaf in leaves]
-        return gather_local(gather_node(shards, leaves), leaves, dtypes)
+    def gather(comm: UnitComm, _: Seed, shards: Values) -> Values:
+        return comm.gather_local(comm.gather_node(shards))
 
     return Weights(_by_group(program, gather, params), {}, masters)
 
@@ -180,12 +166,12 @@ def accumulate(
         seed: of this step.
 
     Returns:
-        Gradient sums at the route's sink level; the state as the passes left it; the sums over the
+        Gradient sums at the strategy's sink level; the state as the passes left it; the sums over the
         world of the loss, of ``tokens`` and of what else the loss function measured; and the copies that
         units brought up to date.
     """
     zero = program.zero
-    sinks = program.by_path(program.route.zero_sink)
+    sinks = program.by_path(program.strategy.zero_sink)
     batches = _micro_batches(batch, zero.accumulate)
     first = jax.tree.map(lambda x: x[0], batches)
     _refuse_reads(program, weights, sinks, other, first, seed)
@@ -218,7 +204,7 @@ def accumulate(
 
 def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
     """Forward only: the sums over the world that ``accumulate`` returns."""
-    sinks = program.by_path(program.route.zero_sink)
+    sinks = program.by_path(program.strategy.zero_sink)
     _refuse_reads(program, weights, sinks, other, batch, seed, train=False)
     placed = _place(program, weights, sinks, seed)
     _, sums, _, _ = _forward(program, placed, other, batch, seed, train=False)
@@ -230,28 +216,28 @@ def to_owners(program: Program, grads: Blocks, residual: Blocks, seed: Seed) -> 
 
     Args:
         program: what to run.
-        grads: sums at the route's sink level.
+        grads: sums at the strategy's sink level.
         residual: with error feedback, per path ``[.., secondary]``; else empty.
         seed: of this step.
 
     Returns:
         The sums over the world, stored as the parameters are; and the next residuals.
     """
-    route = program.route
-    if route.sink == "primary":
+    strategy = program.strategy
+    if strategy.sink == "primary":
         return _without_padding(program, grads, OWNED), residual
-    if route.sink == "secondary":
+    if strategy.sink == "secondary":
         if residual:
             both = _by_group(program, _feed_back, grads, residual, seed=seed)
             grads = {path: x for path, (x, _) in both.items()}
             residual = {path: r for path, (_, r) in both.items()}
         else:
-            grads = _by_group(program, lambda ls, own, x: reduce_node(x, ls, own)[0], grads, seed=seed)
+            grads = _by_group(program, lambda comm, own, x: comm.reduce_node(x, own)[0], grads, seed=seed)
         return _without_padding(program, grads, OWNED), _without_padding(program, residual, LOCAL)
 
-    def reduce(leaves: Sequence[Leaf], own: Seed, whole: Sequence[Array]) -> list[Array]:
-        sums = reduce_gradients(whole, leaves, own, route.way)
-        return all_gather_sum(sums, leaves) if program.zero.stage == 0 else sums
+    def reduce(comm: UnitComm, own: Seed, whole: Values) -> Values:
+        sums = comm.reduce_gradients(whole, own)
+        return comm.all_gather_sum(sums) if program.zero.stage == 0 else sums
 
     sums = _by_group(program, reduce, grads, seed=seed)
     if program.zero.stage == 0:
@@ -344,18 +330,18 @@ def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> Pla
     placed: dict[Path, Any] = {}
     for number, group in enumerate(program.groups):
         own = mix(seed, number)
-        if group.layers is not None:
+        if group.stack:
             own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
-        route, copies = program.route, [weights.copies.get(leaf.path) for leaf in group.leaves]
+        strategy, copies = program.strategy, [weights.copies.get(leaf.path) for leaf in group.leaves]
         if copies[0] is not None:
-            route = dataclasses.replace(route, source="primary")
+            strategy = dataclasses.replace(strategy, source="primary")
         sharded = [
-            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, route, copy)
+            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, strategy, copy)
             for leaf, copy in zip(group.leaves, copies, strict=True)
         ]
         values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
         placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
-    return Placed(placed, MasterWeights(program.leaves, weights.masters, sinks, program.route.sink))
+    return Placed(placed, MasterWeights(program.leaves, weights.masters, sinks, program.strategy.sink))
 
 
 def _shared(other: Other) -> Other:
@@ -380,14 +366,15 @@ def _by_group(
     seed: Seed | None = None,
     skip: Sequence[Group] = (),
 ) -> dict[Path, Any]:
-    """Run ``hop(leaves, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
+    """Run ``hop(comm, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(program.groups):
         if group in skip:
             continue
         own = mix(jnp.uint32(0) if seed is None else seed, number)
         mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
-        out = _over_layers(group, hop, own, mine)
+        comm = UnitComm(program.strategy, group.leaves)
+        out = _over_layers(group, functools.partial(hop, comm), own, mine)
         result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
     return result
 
@@ -399,12 +386,12 @@ def _over_layers(
 
     Otherwise the compiler holds the old and the new of all layers at once.
     """
-    if group.layers is None:
-        return hop(group.leaves, seed, *values)
+    if not group.stack:
+        return hop(seed, *values)
     *given, last = values
 
     def layer(index: Array, own: Any) -> tuple[Any, ...]:
-        return tuple(hop(group.leaves, mix(seed, index), *own))
+        return tuple(hop(mix(seed, index), *own))
 
     def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
         index, own = xs
@@ -439,13 +426,11 @@ def _flat(rows: Sequence[Array]) -> list[Array]:
     return [x.reshape(-1) for x in rows]
 
 
-def _delta(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array], copies: Sequence[Array]) -> list[Array]:
-    rows = [x.reshape(leaf.world.nodes, leaf.shard) for x, leaf in zip(copies, leaves, strict=True)]
-    return _flat(gather_delta(shards, rows, leaves))
+def _delta(comm: UnitComm, _: Seed, shards: Values, copies: Values) -> list[Array]:
+    rows = tuple(x.reshape(comm.world.nodes, leaf.shard) for x, leaf in zip(copies, comm.leaves, strict=True))
+    return _flat(comm.gather_node(shards, rows))
 
 
-def _feed_back(
-    leaves: Sequence[Leaf], seed: Seed, sums: Sequence[Array], residuals: Sequence[Array]
-) -> Sequence[Any]:
-    owned, kept = reduce_node(sums, leaves, seed, residuals)
+def _feed_back(comm: UnitComm, seed: Seed, sums: Values, residuals: Values) -> Sequence[Any]:
+    owned, kept = comm.reduce_node(sums, seed, residuals)
     return list(zip(owned, kept or residuals, strict=True))

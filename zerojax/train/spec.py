@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.errors import ZeroError
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
-from zerojax.schedule.strategy import Route
 from zerojax.sharding.layout import OWNED, Leaf, make_leaf
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, World
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.zero_config import ZeroConfig
 
@@ -27,13 +27,21 @@ class Group:
 
     Attributes:
         unit: the unit's name, or None for what belongs to no unit.
-        layers: how many layers it stacks, or None.
         leaves: their layouts, in the model's order.
     """
 
     unit: str | None
-    layers: int | None
     leaves: tuple[Leaf, ...]
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """As ``Leaf.stack``, which all of them share."""
+        return self.leaves[0].stack
+
+    @property
+    def layers(self) -> int:
+        """How many layers it stacks; 1 where it is no stack."""
+        return self.leaves[0].layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +58,7 @@ class Program:
     loss_fn: LossFn
     leaves: tuple[Leaf, ...]
     groups: tuple[Group, ...]
-    route: Route
+    strategy: ShardingStrategy
     spikes: SpikeRule | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -75,16 +83,15 @@ class Program:
 
     def residual_spec(self, leaf: Leaf) -> PartitionSpec:
         """How the error-feedback residual is stored: every device its own."""
-        return PartitionSpec(*(() if leaf.layers is None else (None,)), NODE, LOCAL)
+        return PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL)
 
     def residual_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The global shape of a leaf's error-feedback residual."""
-        layers = () if leaf.layers is None else (leaf.layers,)
-        return (*layers, self.world.nodes, leaf.padded)
+        return (*leaf.stack, self.world.nodes, leaf.padded)
 
     def secondary_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The global shape of a leaf's secondary copy."""
-        return (leaf.padded,) if leaf.layers is None else (leaf.layers, leaf.padded)
+        return (*leaf.stack, leaf.padded)
 
     @property
     def updating(self) -> tuple[Group, ...]:
@@ -135,7 +142,7 @@ def build(
     if not adapter.parameters:
         raise ZeroError("the model has no floating-point parameters to train.")
     leaves = tuple(
-        make_leaf(p.path, p.shape, p.dtype, p.layers, number=i, world=world, zero=zero)
+        make_leaf(p.path, p.shape, p.dtype, p.stack, number=i, world=world, zero=zero)
         for i, p in enumerate(adapter.parameters)
     )
     units = [p.unit for p in adapter.parameters]
@@ -155,7 +162,7 @@ def build(
         tx = tx.make(mesh, leaves, zero)
     else:
         check_shardable(tx, leaves)
-    return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero), spikes)
+    return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, ShardingStrategy.of(zero), spikes)
 
 
 def check_options(zero: ZeroConfig, world: World) -> None:
@@ -175,7 +182,7 @@ def check_options(zero: ZeroConfig, world: World) -> None:
 
 def _group(unit: str | None, leaves: tuple[Leaf, ...], units: list[str | None]) -> Group:
     own = tuple(leaf for leaf, name in zip(leaves, units, strict=True) if name == unit)
-    return Group(unit, own[0].layers, own)
+    return Group(unit, own)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

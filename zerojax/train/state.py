@@ -234,9 +234,9 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
         raise ZeroError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
     placed = {}
     for path, leaf in known.items():
-        if np.shape(given[path]) != leaf.natural_shape:
+        if np.shape(given[path]) != leaf.unsharded_shape:
             raise ZeroError(
-                f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.natural_shape}."
+                f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.unsharded_shape}."
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
         placed[path] = jax.device_put(stored, program.sharding(program.param_spec(leaf)))

@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 
 from zerojax.analysis.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.errors import ZeroError
-from zerojax.schedule.strategy import Route
 from zerojax.sharding.layout import make_leaf
 from zerojax.sharding.mesh import AXES, World
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spec import Group, Program, check_options
 from zerojax.validation.bounds import MOST_DEVICES
 from zerojax.validation.dtypes import dtype_name
@@ -116,13 +116,12 @@ def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
     zero = zero.replace(units=program.zero.units)
     moved = {
         leaf.path: make_leaf(
-            leaf.path, leaf.shape, leaf.dtype, leaf.layers, number=leaf.number, world=world, zero=zero
+            leaf.path, leaf.shape, leaf.dtype, leaf.stack, number=leaf.number, world=world, zero=zero
         )
         for leaf in program.leaves
     }
     groups = tuple(
-        Group(group.unit, group.layers, tuple(moved[leaf.path] for leaf in group.leaves))
-        for group in program.groups
+        Group(group.unit, tuple(moved[leaf.path] for leaf in group.leaves)) for group in program.groups
     )
     return dataclasses.replace(
         program,
@@ -130,6 +129,6 @@ def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
         zero=zero,
         leaves=tuple(moved[leaf.path] for leaf in program.leaves),
         groups=groups,
-        route=Route.of(zero),
+        strategy=ShardingStrategy.of(zero),
         cache={},
     )

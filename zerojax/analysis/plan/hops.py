@@ -71,7 +71,7 @@ Send = Callable[..., tuple[HopPlan, int]]
 
 def _sender(leaf: Leaf) -> Send:
     """Makes the hops of one leaf."""
-    world, layers = leaf.world, leaf.layers or 1
+    world, layers = leaf.world, leaf.layers
 
     def send(
         phase: str, axis: str, codec: Codec, *, times: float = 1, elements: int, usual: bool = True
@@ -98,13 +98,13 @@ def _copied(phase: str, axis: str, leaf: Leaf, codec: Codec, elements: int) -> i
     if phase == "gradients":
         wide = 4 if axis == "node" else 2  # sums between the hops are fp32
         return peers * (wide * elements + row) + peers * row + 4 * elements
-    narrow = leaf.weights[1].row_bytes(elements)
+    narrow = leaf.weights.local.row_bytes(elements)
     return 4 * elements + row + peers * (row + narrow)
 
 
 def _weight_hops(program: Program, group: Group, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
-    zero, route = program.zero, program.route
-    over_node, over_local = leaf.weights
+    zero, strategy = program.zero, program.strategy
+    over_node, over_local = leaf.weights.node, leaf.weights.local
     shard, secondary = leaf.shard, leaf.secondary
 
     def both(phase: str, times: float, *, node: bool) -> Iterator[tuple[HopPlan, int]]:
@@ -122,27 +122,27 @@ def _weight_hops(program: Program, group: Group, leaf: Leaf, send: Send) -> Iter
         if zero.delta_resync:
             yield send("resync", "node", over_local, elements=shard, usual=False)
     passes = zero.passes
-    yield from both("weights forward", passes, node=route.source == "primary")
+    yield from both("weights forward", passes, node=strategy.source == "primary")
     if group.unit is not None:
         yield from both(
-            "weights backward", passes * _gathered_again(program, group), node=route.keep == "primary"
+            "weights backward", passes * _gathered_again(program, group), node=strategy.keep == "primary"
         )
 
 
 def _gathered_again(program: Program, group: Group) -> float:
     """Which part of a group the backward pass gathers: the pipelined stack still has its last layer."""
-    pipelined = group.layers is not None and isinstance(program.adapter, NNXAdapter)
-    return 1 - 1 / group.layers if pipelined and group.layers else 1
+    pipelined = bool(group.stack) and isinstance(program.adapter, NNXAdapter)
+    return 1 - 1 / group.layers if pipelined else 1
 
 
 def _gradient_hops(program: Program, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
-    zero, route = program.zero, program.route
-    first, second = leaf.grads
-    passes = 1 if route.sink == "full" else zero.passes
+    zero, strategy = program.zero, program.strategy
+    first, second = leaf.grads.local, leaf.grads.node
+    passes = 1 if strategy.sink == "full" else zero.passes
     if zero.grads_hops == 1:
         yield send("gradients", "node+local", second, times=passes, elements=leaf.shard)
     else:
-        once = 1 if route.sink == "secondary" else passes
+        once = 1 if strategy.sink == "secondary" else passes
         yield send("gradients", "local", first, times=passes, elements=leaf.secondary)
         yield send("gradients", "node", second, times=once, elements=leaf.shard)
     if zero.stage == 0:

@@ -130,13 +130,12 @@ def held_elsewhere(held: dict[str, int], program: Program, there: Program) -> di
 
     def parameters(program: Program) -> int:
         return sum(
-            4 * _layers(leaf) * (leaf.shard if program.zero.stage > 0 else leaf.size)
-            for leaf in program.leaves
+            4 * leaf.layers * (leaf.shard if program.zero.stage > 0 else leaf.size) for leaf in program.leaves
         )
 
     zero, nodes = there.zero, there.world.nodes
-    copies = sum(_layers(leaf) * leaf.shard * leaf.weights[1].dtype.itemsize for leaf in there.leaves)
-    residual = sum(4 * _layers(leaf) * leaf.secondary for leaf in there.leaves)
+    copies = sum(leaf.layers * leaf.shard * leaf.weights.local.dtype.itemsize for leaf in there.leaves)
+    residual = sum(4 * leaf.layers * leaf.secondary for leaf in there.leaves)
     return {
         "parameters": parameters(there),
         "optimizer": round(held["optimizer"] * parameters(there) / parameters(program)),
@@ -165,9 +164,9 @@ def _in_loss(program: Program, work: Work) -> dict[str, int]:
     Micro-batches add to sums that are there all the time. The zeros from which a backward pass starts are
     there before it where they are wider than a shard: so the compiler had it, in all programs looked at.
     """
-    route = program.route
-    early = route.sink != "primary"
-    if program.zero.stage > 0 and route.sink != "full":
+    strategy = program.strategy
+    early = strategy.sink != "primary"
+    if program.zero.stage > 0 and strategy.sink != "full":
         sets = (1 + early) if program.zero.passes > 1 else 0
         gradients = sets * _sums_at_sink(program)
     else:
@@ -176,14 +175,14 @@ def _in_loss(program: Program, work: Work) -> dict[str, int]:
         "gradients": gradients,
         "secondary": _hpz_copy(program),
         "weights": _gathered(program, 1),
-        "weight gradients": _whole_gradients(program) if route.sink == "full" else 0,
+        "weight gradients": _whole_gradients(program) if strategy.sink == "full" else 0,
         "activations": work.kept * _together(program) + _loss(program, work),
     }
 
 
 def _at_end(program: Program, work: Work) -> dict[str, int]:
     """When the embedding's gradient is there, and what belongs to no unit is sent and arrives."""
-    sharded = program.route.sink != "full"
+    sharded = program.strategy.sink != "full"
     return {
         "gradients": _gradients(program),
         "weights": _gathered(program, 0),
@@ -221,30 +220,26 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def _layers(leaf: Leaf) -> int:
-    return leaf.layers or 1
-
-
 def _sums_at_sink(program: Program) -> int:
     """One fp32 set of gradient sums, sharded over the world or over the node."""
-    owned = sum(4 * _layers(leaf) * leaf.shard for leaf in program.leaves)
-    return owned * (program.world.nodes if program.route.sink == "secondary" else 1)
+    owned = sum(4 * leaf.layers * leaf.shard for leaf in program.leaves)
+    return owned * (program.world.nodes if program.strategy.sink == "secondary" else 1)
 
 
 def _gradients(program: Program) -> int:
     """Sums at the sink, and a second set of them while micro-batches are added up."""
     if program.zero.stage == 0:
         return 0  # they take the place of the gradients that they are made of
-    twice = program.zero.passes > 1 and program.route.sink != "full"
+    twice = program.zero.passes > 1 and program.strategy.sink != "full"
     return _sums_at_sink(program) * (2 if twice else 1)
 
 
 def _hpz_copy(program: Program) -> int:
     """What the forward pass leaves for the backward pass; of the last layer of a stack, nothing."""
-    if (program.route.source, program.route.keep) != ("primary", "secondary"):
+    if (program.strategy.source, program.strategy.keep) != ("primary", "secondary"):
         return 0
     return sum(
-        _layers(leaf) * program.world.nodes * leaf.weights[1].row_bytes(leaf.shard)
+        leaf.layers * program.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
         for group in program.groups
         if group.unit is not None
         for leaf in group.leaves
@@ -253,19 +248,19 @@ def _hpz_copy(program: Program) -> int:
 
 def _weight_bytes(program: Program, leaf: Leaf) -> int:
     """Of one layer, whole, as it is computed in."""
-    return leaf.padded * program.route.weight_dtype(leaf).itemsize
+    return leaf.padded * program.strategy.weight_dtype(leaf).itemsize
 
 
 def _gathered(program: Program, units: int) -> int:
     """Whole at the same time: everything before stage 3; there some units and what belongs to none."""
     if program.zero.stage < 3:
-        return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in program.leaves)
+        return sum(leaf.layers * _weight_bytes(program, leaf) for leaf in program.leaves)
     return _of_no_unit(program) + sum(_largest_units(program, _weight_bytes, units))
 
 
 def _gathers_from_nodes_again(program: Program) -> bool:
     """Whether the backward pass takes the node hop of the weights a second time."""
-    return program.route.keep == "primary" and program.world.nodes > 1
+    return program.strategy.keep == "primary" and program.world.nodes > 1
 
 
 def _whole_gradients(program: Program, *, rest: bool = True) -> int:
@@ -273,12 +268,12 @@ def _whole_gradients(program: Program, *, rest: bool = True) -> int:
 
     Quantized gradients leave leaf by leaf: only the largest leaf's is whole.
     """
-    if program.route.sink == "full":
-        item = jnp.dtype(program.route.grad_dtype).itemsize
+    if program.strategy.sink == "full":
+        item = jnp.dtype(program.strategy.grad_dtype).itemsize
         every = sum(leaf.count * item for leaf in program.leaves)
         return every * (2 if program.zero.passes > 1 else 1)
     outside = _of_no_unit(program) if rest else 0
-    if all(leaf.grads[0].raw for leaf in program.leaves):
+    if all(leaf.grads.local.raw for leaf in program.leaves):
         return outside + sum(_largest_units(program, _weight_bytes, 1))
     in_units = [leaf for group in program.groups if group.unit is not None for leaf in group.leaves]
     return outside + max((_weight_bytes(program, leaf) for leaf in in_units), default=0)
@@ -290,14 +285,15 @@ def _payload(program: Program) -> int:
     Rotated ones are there in fp32 too, where XLA runs the codec rather than a kernel. Between two hops a
     unit's waits, one is sent and one arrives. Before stage 3 no unit is a layer behind the one at work.
     """
-    route = program.route
-    two_hops = route.reduces_between_nodes(program.leaves) and route.hops(program.leaves) == 2
+    strategy = program.strategy
+    hops = len(strategy.reduction.axes(program.world))
+    two_hops = strategy.reduces_between_nodes(program.world) and hops == 2
 
     def encoded(program: Program, leaf: Leaf) -> int:
-        codec, peers = leaf.grads[0], program.world.local
+        codec, peers = leaf.grads.local, program.world.local
         rotated = 4 * leaf.padded if leaf.rotation else 0
         first = peers * codec.row_bytes(leaf.padded // peers)
-        second = program.world.nodes * leaf.grads[1].row_bytes(leaf.shard) if two_hops else 0
+        second = program.world.nodes * leaf.grads.node.row_bytes(leaf.shard) if two_hops else 0
         return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
 
     return sum(_largest_units(program, encoded, 1)) if program.zero.stage == 3 else 0
@@ -305,14 +301,14 @@ def _payload(program: Program) -> int:
 
 def _of_no_unit(program: Program) -> int:
     rest = [leaf for group in program.groups if group.unit is None for leaf in group.leaves]
-    return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in rest)
+    return sum(leaf.layers * _weight_bytes(program, leaf) for leaf in rest)
 
 
 def _largest_units(program: Program, of: Callable[[Program, Leaf], int], count: int) -> list[int]:
     """Bytes of the ``count`` largest units."""
 
     units = [
-        (sum(of(program, leaf) for leaf in group.leaves), group.layers or 1)
+        (sum(of(program, leaf) for leaf in group.leaves), group.layers)
         for group in program.groups
         if group.unit is not None
     ]

@@ -80,7 +80,7 @@ def predict_step(
         cluster: where.
     """
     micro = program.zero.accumulate
-    units = sum(group.layers or 1 for group in program.groups if group.unit is not None) or 1
+    units = sum(group.layers for group in program.groups if group.unit is not None) or 1
     dtype, rate = program.zero.compute_dtype, cluster.memory_rate
     kept = _TIMES_KEPT / 2 * work.kept / rate  # half of it in each pass
     compute = {
@@ -111,7 +111,8 @@ def _part_of(hop: HopPlan, program: Program) -> str:
     if hop.phase == "weights forward" and program.zero.stage < 3:
         return "alone"
     if hop.phase == "gradients":
-        last = program.route.sink == "full" or (program.route.sink == "secondary" and hop.axis == "node")
+        sink = program.strategy.sink
+        last = sink == "full" or (sink == "secondary" and hop.axis == "node")
         return "alone" if last else "backward"
     return "forward" if hop.phase == "weights forward" else "backward"
 

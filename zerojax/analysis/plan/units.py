@@ -58,7 +58,7 @@ def settings_of(program: Program) -> Iterator[str]:
         yield f"{zero.accumulate} micro-batches per step{', all through a unit before the next' * breadth}"
     if zero.weights_delta:
         resync = f", whole every {zero.delta_resync} steps" if zero.delta_resync else ""
-        yield f"weights between nodes: what changed, in {zero.weight_formats[0]}, once per step{resync}"
+        yield f"weights between nodes: what changed, in {zero.weight_formats.node}, once per step{resync}"
     elif zero.hpz:
         yield "hpZ: each node keeps a copy for the backward pass"
     if zero.stage >= 2 and zero.node_hop_once:
@@ -96,7 +96,7 @@ def units_of(program: Program) -> tuple[UnitPlan, ...]:
         )
         name = None if group.unit is None else _pattern(group.unit.split("/"))
         key = name, sum(leaf.size for leaf in group.leaves), leaves
-        kinds[key] = kinds.get(key, 0) + (group.layers or 1)
+        kinds[key] = kinds.get(key, 0) + (group.layers)
     return tuple(
         UnitPlan(name, copies, elements, tuple(_by_kind(leaves, copies)))
         for (name, elements, leaves), copies in kinds.items()

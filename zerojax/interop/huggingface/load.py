@@ -81,7 +81,7 @@ def load_params(program: Program, files: Files, parts: Parts) -> PyTree:
 
 def _stored_part(leaf: Leaf, index: Index, files: Files, parts: Parts) -> Float32[np.ndarray, "..."]:
     """The part of a leaf's stored array (`Leaf.stored_shape`) that an index selects."""
-    if leaf.layers is None:
+    if not leaf.stack:
         start, stop, _ = index[0].indices(leaf.padded)
         flat = _flat_part(leaf, None, start, stop, files, parts)
         return flat.reshape(-1, *(1,) * (len(leaf.stored_shape) - 1))

@@ -86,7 +86,7 @@ class Tensor:
 
 def tensors_of(leaf: Leaf, parts: Parts) -> Iterator[Tensor]:
     """Every tensor that a leaf is made of, layer by layer."""
-    for layer in range(leaf.layers) if leaf.layers is not None else (None,):
+    for layer in range(leaf.layers) if leaf.stack else (None,):
         yield from layer_tensors(leaf, layer, parts)
 
 

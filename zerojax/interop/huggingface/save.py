@@ -45,7 +45,7 @@ def each_tensor(state: TrainState, parts: Parts) -> Iterator[tuple[Tensor, Float
     """
     params = from_tree(state.params)
     for leaf in state.program.leaves:
-        for layer in range(leaf.layers) if leaf.layers is not None else (None,):
+        for layer in range(leaf.layers) if leaf.stack else (None,):
             whole = _gather_layer(state.program, leaf, params[leaf.path], layer)
             for tensor in layer_tensors(leaf, layer, parts):
                 values = whole[..., tensor.part.columns] if whole.ndim else whole
@@ -56,7 +56,7 @@ def _gather_layer(
     program: Program, leaf: Leaf, stored: Array, layer: int | None
 ) -> Float32[np.ndarray, "..."]:
     def gather(stored: Array, layer: Array) -> Array:
-        one = stored if leaf.layers is None else lax.dynamic_index_in_dim(stored, layer, keepdims=False)
+        one = stored if not leaf.stack else lax.dynamic_index_in_dim(stored, layer, keepdims=False)
         return unflatten(one, leaf)
 
     everyone = program.sharding(PartitionSpec())

@@ -208,7 +208,7 @@ def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct 
         run = jax.shard_map(on_device, mesh=program.mesh, in_specs=source, out_specs=target, check_vma=False)
         return jax.jit(run)
 
-    key = f"natural {leaf.natural_shape} {leaf.layers} {leaf.shard} {x.shape} {source} {like.shape} {target}"
+    key = f"natural {leaf.unsharded_shape} {leaf.stack} {leaf.shard} {x.shape} {source} {like.shape} {target}"
     # One at a time, to need no more memory than that. Besides, XLA:CPU starts and runs programs on the same
     # few threads: a process that starts 32 at once waits for ever when another process is not as far.
     return jax.block_until_ready(program.once(key, make)(x))
@@ -223,7 +223,7 @@ def _cut_alike(
     leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
     """What a device does for a leaf that is cut by rows: both forms are its numbers in the same order."""
-    axis = 0 if leaf.layers is None else 1
+    axis = len(leaf.stack)
     have, want = _axes(source, axis), _axes(target, axis)
     shape = (*like.shape[:axis], -1, *like.shape[axis + 1 :])
 
@@ -247,7 +247,7 @@ def _cut_anew(
 
     The partitioner, asked for the same reshape, gathers as well, and warns about it.
     """
-    to_form = from_stored if like.shape == leaf.natural_shape else to_stored
+    to_form = from_stored if like.shape == leaf.unsharded_shape else to_stored
 
     def on_device(part: Array) -> Array:
         for axis in range(part.ndim):
@@ -283,7 +283,7 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def _natural(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
-    return abstract(leaf.natural_shape, x.dtype, state.program.sharding(_natural_spec(leaf)))
+    return abstract(leaf.unsharded_shape, x.dtype, state.program.sharding(_natural_spec(leaf)))
 
 
 def _natural_spec(leaf: Leaf) -> PartitionSpec:
@@ -292,7 +292,7 @@ def _natural_spec(leaf: Leaf) -> PartitionSpec:
         return leaf.spec()
     world = leaf.world
     for axes, parts in ((OWNED, world.size), (LOCAL, world.local), (NODE, world.nodes)):
-        for number, extent in enumerate(leaf.natural_shape):
+        for number, extent in enumerate(leaf.unsharded_shape):
             if parts > 1 and extent and extent % parts == 0:
                 return PartitionSpec(*(None,) * number, axes)
     return PartitionSpec()
