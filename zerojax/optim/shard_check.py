@@ -54,7 +54,7 @@ def chain(*parts: Optimizer) -> Optimizer:
     return OnLayout(make)
 
 
-def state_specs(tx: optax.GradientTransformation, leaves: Sequence[Leaf], specs: Any) -> Any:
+def optimizer_specs(tx: optax.GradientTransformation, leaves: Sequence[Leaf], specs: Any) -> Any:
     """How the optimizer's state is sharded: moments like their parameters, the rest replicated.
 
     Args:

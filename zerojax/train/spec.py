@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,6 +20,8 @@ from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.zero_config import ZeroConfig
+
+_EVERYONE = PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,15 @@ class Program:
         """How delta's secondary copy is stored: once per node, spread over its devices."""
         return leaf.spec((LOCAL,))
 
-    def residual_spec(self, leaf: Leaf) -> PartitionSpec:
-        """How the error-feedback residual is stored: every device its own."""
-        return PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL)
+    def abstract_secondary(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        """Delta's secondary copy of a parameter, as stored."""
+        dtype = leaf.weights.local.dtype
+        return self.abstract((*leaf.stack, leaf.padded), dtype, self.secondary_spec(leaf))
 
-    def residual_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The global shape of a leaf's error-feedback residual."""
-        return (*leaf.stack, self.world.nodes, leaf.padded)
-
-    def secondary_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The global shape of a leaf's secondary copy."""
-        return (*leaf.stack, leaf.padded)
+    def abstract_residual(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        """The error-feedback residual of a parameter: every device its own."""
+        shape = (*leaf.stack, self.world.nodes, leaf.padded)
+        return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 
     @property
     def updating(self) -> tuple[Group, ...]:
@@ -113,6 +114,12 @@ class Program:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on this program's mesh."""
         return NamedSharding(self.mesh, spec)
+
+    def abstract(
+        self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYONE
+    ) -> jax.ShapeDtypeStruct:
+        """The shape, dtype and place of an array that does not exist yet; by default everyone has it."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
 
     def by_path(self, make: Callable[[Leaf], Any]) -> dict[Path, Any]:
         """Something for each leaf."""
@@ -183,13 +190,3 @@ def check_options(zero: ZeroConfig, world: World) -> None:
 def _group(unit: str | None, leaves: tuple[Leaf, ...], units: list[str | None]) -> Group:
     own = tuple(leaf for leaf, name in zip(leaves, units, strict=True) if name == unit)
     return Group(unit, own)
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Everyone has all of it."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def abstract(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and place of an array that does not exist yet."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

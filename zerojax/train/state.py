@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,11 +16,11 @@ from jaxtyping import Array, Int32, PyTree, UInt32
 
 from zerojax.adapters import LossFn, Model, Other
 from zerojax.errors import ZeroError
-from zerojax.optim.shard_check import Optimizer, state_specs
-from zerojax.sharding.layout import from_stored, to_stored
+from zerojax.optim.shard_check import Optimizer, optimizer_specs
+from zerojax.sharding.layout import Leaf, from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.per_device import first_secondary, flat_blocks
-from zerojax.train.spec import Program, abstract, build
+from zerojax.train.spec import Program, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.zero_config import ZeroConfig
 
@@ -128,47 +129,36 @@ class TrainState:
 
 def abstract_fields(program: Program) -> dict[str, Any]:
     """Every field of a program's state but the program, as ShapeDtypeStructs with shardings."""
-    zero, everyone = program.zero, program.sharding(PartitionSpec())
-    specs = program.by_path(program.param_spec)
-    params = {
-        leaf.path: abstract(leaf.stored_shape, jnp.float32, program.sharding(specs[leaf.path]))
-        for leaf in program.leaves
-    }
+
+    def like(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: program.abstract(x.shape, x.dtype), tree)
+
+    def by_leaf(make: Callable[[Leaf], jax.ShapeDtypeStruct], wanted: bool = True) -> PyTree:
+        return to_tree(program.by_path(make)) if wanted else {}
+
+    zero, scalar = program.zero, jax.ShapeDtypeStruct((), jnp.int32)
+    params = by_leaf(lambda leaf: program.abstract(leaf.stored_shape, jnp.float32, program.param_spec(leaf)))
     opt_state = jax.tree.map(
-        lambda x, spec: abstract(x.shape, x.dtype, program.sharding(spec)),
-        jax.eval_shape(program.tx.init, to_tree(params)),
-        state_specs(program.tx, program.leaves, specs),
+        lambda x, spec: program.abstract(x.shape, x.dtype, spec),
+        jax.eval_shape(program.tx.init, params),
+        optimizer_specs(program.tx, program.leaves, program.by_path(program.param_spec)),
     )
-    secondary = {
-        leaf.path: abstract(
-            program.secondary_shape(leaf),
-            leaf.weights[1].dtype,
-            program.sharding(program.secondary_spec(leaf)),
-        )
-        for leaf in program.leaves
-    }
-    residual = {
-        leaf.path: abstract(
-            program.residual_shape(leaf), jnp.float32, program.sharding(program.residual_spec(leaf))
-        )
-        for leaf in program.leaves
-    }
     return {
-        "step": abstract((), jnp.int32, everyone),
-        "skipped_in_row": abstract((), jnp.int32, everyone),
-        "seed": abstract((), jnp.uint32, everyone),
-        "params": to_tree(params),
+        "step": like(scalar),
+        "skipped_in_row": like(scalar),
+        "seed": program.abstract((), jnp.uint32),
+        "params": params,
         "opt_state": opt_state,
-        "other": {
-            name: abstract(x.shape, x.dtype, everyone) for name, x in program.adapter.abstract_other.items()
-        },
-        "secondary": to_tree(secondary) if zero.weights_delta else {},
-        "residual": to_tree(residual) if zero.error_feedback else {},
-        "losses": {
-            name: abstract(x.shape, x.dtype, everyone)
-            for name, x in (jax.eval_shape(program.spikes.start) if program.spikes else {}).items()
-        },
+        "other": like(program.adapter.abstract_other),
+        "secondary": by_leaf(program.abstract_secondary, zero.weights_delta),
+        "residual": by_leaf(program.abstract_residual, zero.error_feedback),
+        "losses": like(jax.eval_shape(program.spikes.start)) if program.spikes else {},
     }
+
+
+def state_specs(program: Program) -> dict[str, PyTree]:
+    """The PartitionSpec of every array of a program's state, by field."""
+    return jax.tree.map(lambda x: x.sharding.spec, abstract_fields(program))
 
 
 def shardings_of(tree: PyTree) -> PyTree:

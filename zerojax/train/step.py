@@ -6,6 +6,7 @@ norm over the whole tree is right by construction.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.per_device import flat_blocks, means, stored_blocks
 from zerojax.train.spec import Program
-from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of
+from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of, state_specs
 
 Metrics = dict[str, Array]
 NUMBER = (bool, int, float, complex)
@@ -95,7 +96,7 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     step = program.once(
         "gradients",
         lambda: jax.jit(
-            lambda state, batch: _gradients(program, state, batch)[0],
+            lambda state, batch: _gradients(program, state, batch)[0]["params"],
             compiler_options=compiler_options(program.mesh),
         ),
     )
@@ -209,7 +210,8 @@ def _compiled_eval(program: Program) -> Any:
 
 def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     program = state.program
-    grads, other, secondary, residual, metrics = _gradients(program, state, batch)
+    after, metrics = _gradients(program, state, batch)
+    grads = after["params"]
     grad_norm = optax.tree.norm(grads)
     ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
     if program.spikes is not None:
@@ -227,9 +229,9 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
-        other=keep(other, state.other),
-        secondary=secondary,
-        residual=keep(residual, state.residual),
+        other=keep(after["other"], state.other),
+        secondary=after["secondary"],
+        residual=keep(after["residual"], state.residual),
         losses=losses,
     )
     metrics |= {
@@ -244,87 +246,74 @@ def _where(ok: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
-def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any, Metrics]:
-    """Mean gradients at their owners, and the state that the passes changed."""
-    leaves = program.leaves
-    params_spec = program.by_path(program.param_spec)
-    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
-    residual_spec = program.by_path(program.residual_spec) if state.residual else {}
+def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
+    """Mean gradients at their owners under "params", the other fields that the passes changed; metrics."""
 
-    def local(
-        params: Any, secondary: Any, residual: Any, other: Any, batch: Any, step: Any, seed: Any
-    ) -> Any:
-        seed = mix(seed, step)
-        blocks = flat_blocks(params, leaves)
+    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
+        blocks, secondary, residual = (
+            from_tree(shards[name]) for name in ("params", "secondary", "residual")
+        )
+        step, seed = shards["step"], mix(shards["seed"], shards["step"])
+        masters = flat_blocks(blocks, program.leaves)
         if secondary:
-            secondary = per_device.next_secondary(program, blocks, secondary, step, later=program.updating)
-        weights = per_device.sources(program, blocks, secondary, program.updating)
-        grads, other, sums, updated = per_device.accumulate(program, weights, other, batch, seed)
+            secondary = per_device.next_secondary(program, masters, secondary, step, later=program.updating)
+        weights = per_device.sources(program, masters, secondary, program.updating)
+        grads, other, sums, updated = per_device.accumulate(program, weights, shards["other"], batch, seed)
         if secondary:
-            secondary = per_device.last_secondary(program, blocks, secondary, updated)
-        flat = flat_blocks(residual, leaves) if residual else {}
+            secondary = per_device.last_secondary(program, masters, secondary, updated)
+        flat = flat_blocks(residual, program.leaves) if residual else {}
         grads, kept = per_device.to_owners(program, grads, flat, seed)
         metrics, count = means(sums)
-        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, leaves)
-        kept = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        return grads, other, secondary, kept, metrics
+        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, program.leaves)
+        residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
+        fields = {"params": grads, "secondary": secondary, "residual": residual}
+        return {"other": other, **{name: to_tree(x) for name, x in fields.items()}}, metrics
 
-    everyone = PartitionSpec()
-    run = jax.shard_map(
-        local,
-        mesh=program.mesh,
-        in_specs=(
-            params_spec,
-            secondary_spec,
-            residual_spec,
-            everyone,
-            jax.tree.map(functools.partial(_batch_spec, program), batch),
-            everyone,
-            everyone,
-        ),
-        out_specs=(params_spec, everyone, secondary_spec, residual_spec, everyone),
-        check_vma=False,
-    )
-    grads, other, secondary, residual, metrics = run(
-        from_tree(state.params),
-        from_tree(state.secondary),
-        from_tree(state.residual),
-        state.other,
-        batch,
-        state.step,
-        state.seed,
-    )
-    return to_tree(grads), other, to_tree(secondary), to_tree(residual), metrics
+    changed = ("params", "secondary", "residual", "other")
+    return _on_devices(local, state, batch, out=changed)
 
 
 def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
     program = dataclasses.replace(state.program, loss_fn=loss_fn)
-    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
 
-    def local(params: Any, secondary: Any, other: Any, batch: Any, step: Any, seed: Any) -> Metrics:
-        blocks = flat_blocks(params, program.leaves)
+    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
+        masters = flat_blocks(from_tree(shards["params"]), program.leaves)
+        secondary, step = from_tree(shards["secondary"]), shards["step"]
         if secondary:
             # As the next training step will do, or the loss would be that of the weights one update ago.
-            secondary = per_device.next_secondary(program, blocks, secondary, step)
-        weights = per_device.sources(program, blocks, secondary)
-        sums = per_device.evaluate(program, weights, other, batch, mix(seed, step))
-        return means(sums)[0]
+            secondary = per_device.next_secondary(program, masters, secondary, step)
+        weights = per_device.sources(program, masters, secondary)
+        sums = per_device.evaluate(program, weights, shards["other"], batch, mix(shards["seed"], step))
+        return {}, means(sums)[0]
 
-    everyone = PartitionSpec()
+    return _on_devices(local, state, batch, out=())[1]
+
+
+def _on_devices(
+    local: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Metrics]],
+    state: TrainState,
+    batch: Any,
+    *,
+    out: Sequence[str],
+) -> tuple[dict[str, Any], Metrics]:
+    """Run ``local`` on each device's part of a state and of a batch.
+
+    Args:
+        local: given a state's fields but the optimizer's, by name; returns those of ``out``, and metrics.
+        state: the state.
+        batch: a global batch.
+        out: the fields that ``local`` returns.
+    """
+    program, specs = state.program, state_specs(state.program)
+    given = ("params", "secondary", "residual", "other", "step", "seed")
     run = jax.shard_map(
         local,
         mesh=program.mesh,
         in_specs=(
-            program.by_path(program.param_spec),
-            secondary_spec,
-            everyone,
+            {name: specs[name] for name in given},
             jax.tree.map(functools.partial(_batch_spec, program), batch),
-            everyone,
-            everyone,
         ),
-        out_specs=everyone,
+        out_specs=({name: specs[name] for name in out}, PartitionSpec()),
         check_vma=False,
     )
-    return run(
-        from_tree(state.params), from_tree(state.secondary), state.other, batch, state.step, state.seed
-    )
+    return run({name: getattr(state, name) for name in given}, batch)

@@ -22,7 +22,7 @@ from zerojax.errors import ZeroError
 from zerojax.sharding.layout import OWNED, Leaf, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.spec import Program, abstract
+from zerojax.train.spec import Program
 from zerojax.train.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
@@ -283,7 +283,7 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def _natural(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
-    return abstract(leaf.unsharded_shape, x.dtype, state.program.sharding(_natural_spec(leaf)))
+    return state.program.abstract(leaf.unsharded_shape, x.dtype, _natural_spec(leaf))
 
 
 def _natural_spec(leaf: Leaf) -> PartitionSpec:
