@@ -18,8 +18,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, LossFn, Other, Parameter, Weights, call_loss
-from zerojax.adapters.partition import split_traced
 from zerojax.errors import ZeroError
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.mesh import LOCAL, NODE, World
@@ -357,7 +357,7 @@ def _is_method(cls: type, context: Any) -> bool:
 def _call_module(module: Any, method: str, weights: Mapping[Path, Sharded], args: Any, kwargs: Any) -> Any:
     """Run a unit's method on a free copy of it that has whole weights, and take its state back."""
     paths = tuple(weights)
-    arrays, join = split_traced((args, kwargs))
+    arrays, join = split_arrays((args, kwargs))
     free, variables = module.unbind()
     state = {name: value for name, value in variables.items() if name != PARAMS}
     rngs = {name: module.make_rng(name) for name in module.scope.rngs}

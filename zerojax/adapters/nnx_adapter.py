@@ -18,9 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, Other, Parameter, Weights
-from zerojax.adapters.partition import split_traced
 from zerojax.adapters.stack import STATE, Stack
 from zerojax.errors import ZeroError
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.sharding.param_tree import Path
 
@@ -236,7 +236,7 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         return method(module, *args, **kwargs)
     weights = [variable.get_raw_value() for _, variable in flat]
     empty = [(path, variable.replace(None)) for path, variable in flat]
-    arrays, join = split_traced((args, kwargs))
+    arrays, join = split_arrays((args, kwargs))
 
     def body(whole: Any, inputs: Any) -> Any:
         state, arrays = inputs

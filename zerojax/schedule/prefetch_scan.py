@@ -31,9 +31,14 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from zerojax.comm.collectives import UnitComm, Values
-from zerojax.schedule.breadth_first import all_of, mapped_by, one_after_another, spread
-from zerojax.schedule.float0 import inexact, with_float0
+from zerojax.schedule.breadth_first import (
+    all_batched,
+    broadcast_unbatched,
+    map_microbatches,
+    with_batching_rule,
+)
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
+from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
 from zerojax.schedule.unit import Body, Sharded, call_gathered, refuse_mapped, take_apart, taken
@@ -65,15 +70,19 @@ def scan_units(
         *weights, x, state, shared = args
         *weights_mapped, x_mapped, state_mapped, shared_mapped = mapped
         refuse_mapped(weights_mapped)
-        x, state = spread(size, x_mapped, x), spread(size, state_mapped, state)
+        x, state = broadcast_unbatched(size, x_mapped, x), broadcast_unbatched(size, state_mapped, state)
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        turns = one_after_another(body, (all_of(x, True), all_of(state, True), shared_mapped))
+        turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), shared_mapped))
         out: Any = _scan(comm, _Layer(turns), *weights, x, state, shared)
         x, state, copies = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        return (x, state, copies), (all_of(x, True), all_of(state, True), all_of(copies, False))
+        return (x, state, copies), (
+            all_batched(x, True),
+            all_batched(state, True),
+            all_batched(copies, False),
+        )
 
-    run = mapped_by(in_breadth, functools.partial(_scan, comm, _Layer(body)))
+    run = with_batching_rule(in_breadth, functools.partial(_scan, comm, _Layer(body)))
     return run(sources, sinks, seeds, copies, x, state, shared)
 
 
@@ -171,9 +180,8 @@ def _after(values: Any, others: Any) -> Any:
 
     XLA:CPU may otherwise run loops that don't depend on each other at once, and mix up their collectives.
     """
-    arrays, tree = jax.tree.flatten((values, others))
-    held = iter(lax.optimization_barrier(inexact(arrays)))
-    return jax.tree.unflatten(tree, [x if x.dtype == jax.dtypes.float0 else next(held) for x in arrays])
+    arrays, float0, combine = partition((values, others), lambda x: x.dtype != jax.dtypes.float0)
+    return combine(lax.optimization_barrier(arrays), float0)
 
 
 class _ForwardCarry(NamedTuple):

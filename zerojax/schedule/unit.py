@@ -21,7 +21,7 @@ from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ZeroError
-from zerojax.schedule.breadth_first import all_of, mapped_by, one_after_another
+from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
 from zerojax.sharding.layout import Leaf
 from zerojax.sharding.strategy import ShardingStrategy
@@ -170,11 +170,11 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         refuse_mapped(weights_mapped)
         if not any(jax.tree.leaves(inputs_mapped)):
             out = call_gathered(comm, body, *args)
-            return out, all_of(out, False)
-        out = call_gathered(comm, one_after_another(body, (inputs_mapped,)), *args)
-        return out, all_of(out, True)
+            return out, all_batched(out, False)
+        out = call_gathered(comm, map_microbatches(body, (inputs_mapped,)), *args)
+        return out, all_batched(out, True)
 
-    run = mapped_by(in_breadth, functools.partial(call_gathered, comm, body))
+    run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, body))
     return run(sources, sinks, seed, inputs)
 
 
