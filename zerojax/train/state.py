@@ -38,7 +38,7 @@ from zerojax.zero_config import ZeroConfig
         "residual",
         "losses",
     ],
-    meta_fields=["program"],
+    meta_fields=["spec"],
 )
 @dataclass(frozen=True)
 class TrainState:
@@ -54,7 +54,7 @@ class TrainState:
         secondary: with ``weights_delta``, the node-local copies, nested by path; else empty.
         residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
         losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
-        program: what never changes.
+        spec: what never changes.
     """
 
     step: Int32[Array, ""]
@@ -139,7 +139,7 @@ def abstract_fields(program: Program) -> dict[str, Any]:
     zero, scalar = program.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: program.abstract(leaf.stored_shape, jnp.float32, program.param_spec(leaf)))
     opt_state = jax.tree.map(
-        lambda x, spec: program.abstract(x.shape, x.dtype, spec),
+        lambda x, place: program.abstract(x.shape, x.dtype, place),
         jax.eval_shape(program.tx.init, params),
         optimizer_specs(program.tx, program.leaves, program.by_path(program.param_spec)),
     )
