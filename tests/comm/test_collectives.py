@@ -24,8 +24,8 @@ import zerojax
 from zerojax.comm import coalesced
 from zerojax.comm.collectives import UnitComm
 from zerojax.sharding import wire_format
-from zerojax.sharding.layout import Leaf, make_leaf
-from zerojax.sharding.mesh import World
+from zerojax.sharding.layout import ParamLayout, make_layout
+from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.strategy import ReductionPlan, ShardingStrategy
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
@@ -53,11 +53,11 @@ QUIET = settings(
 
 def leaf_and_wire(
     mesh: tuple[int, int], size: int, number: int = 0, dtype: str = "float32", **zero: Any
-) -> tuple[Leaf, Wire]:
+) -> tuple[ParamLayout, Wire]:
     """The same leaf as zerojax lays it out and as the reference does."""
     nodes, local = mesh
     config = zerojax.ZeroConfig(compute_dtype="float32", precise=(), **zero)
-    leaf = make_leaf(("w",), (1, size), dtype, (), number=number, world=World(nodes, local), zero=config)
+    leaf = make_layout(("w",), (1, size), dtype, (), index=number, world=MeshShape(nodes, local), zero=config)
     formats = (*config.weight_formats, *config.grad_formats)
     quantized = any(fmt in reference_codec.TOP for fmt in formats)
     wire = Wire(
@@ -76,7 +76,7 @@ def leaf_and_wire(
     return leaf, wire
 
 
-def comm_of(leaves: Sequence[Leaf], to: Any = "primary", **plan: Any) -> UnitComm:
+def comm_of(leaves: Sequence[ParamLayout], to: Any = "primary", **plan: Any) -> UnitComm:
     """Their communication, at stage 3 in fp32."""
     strategy = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
     return UnitComm(dataclasses.replace(strategy, reduction=ReductionPlan(to, **plan)), tuple(leaves))

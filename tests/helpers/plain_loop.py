@@ -113,7 +113,7 @@ def masters(state: zerojax.TrainState) -> Tree:
         leaf.path: np.asarray(stored[leaf.path])
         .reshape(leaf.layers, leaf.padded)[:, : leaf.size]
         .reshape(leaf.unsharded_shape)
-        for leaf in state.program.leaves
+        for leaf in state.spec.leaves
     }
     return traverse_util.unflatten_dict(natural)
 

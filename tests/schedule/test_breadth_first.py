@@ -172,7 +172,7 @@ def test_it_learns_what_one_micro_batch_would(layer, run, units):
         steps = [zerojax.train_step(state, batch) for state in states]
         states = [state for state, _ in steps]
         np.testing.assert_allclose(steps[0][1]["loss"], steps[1][1]["loss"], rtol=1e-5)
-    assert states[0].program.zero.passes == 1
+    assert states[0].spec.zero.passes == 1
 
 
 class Mapped(linen.Module):

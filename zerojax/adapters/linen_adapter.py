@@ -22,7 +22,7 @@ from zerojax.errors import ZeroError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
-from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 
 Shape = tuple[int, ...]
@@ -201,7 +201,7 @@ class LinenAdapter:
         units: tuple[type, ...],
         loss_fn: LossFn,
         sample_batch: Any,
-        world: World,
+        world: MeshShape,
     ):
         """Look at the model without making it.
 

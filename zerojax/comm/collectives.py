@@ -32,8 +32,8 @@ from jaxtyping import Array, Float, Num
 
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
-from zerojax.sharding.layout import Leaf, flatten, unflatten
-from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.layout import ParamLayout, flatten, unflatten
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
 
@@ -56,10 +56,10 @@ class UnitComm:
     """
 
     strategy: ShardingStrategy
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ParamLayout, ...]
 
     @property
-    def world(self) -> World:
+    def world(self) -> MeshShape:
         """The mesh's extents."""
         return self.leaves[0].world
 
@@ -250,7 +250,7 @@ class UnitComm:
             return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0])
         to_owner = self.strategy.reduction.to == "primary"
 
-        def total(rows: Rows, leaf: Leaf) -> Float[Array, " n"]:
+        def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
             size = (leaf.shard if to_owner else leaf.secondary) // len(arrived)
             return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
 
@@ -329,7 +329,7 @@ class UnitComm:
     def _in_local_format(self, shards: Values) -> Values:
         return tuple(leaf.weights.local.encode(x[None])[0] for x, leaf in self._each(shards))
 
-    def _last_codec(self, leaf: Leaf) -> Codec:
+    def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
 
     @property
@@ -341,7 +341,7 @@ def _node_scope(copies: Values | None) -> str:
     return "gather_node" if copies is None else "gather_delta"
 
 
-def _in_local_format(rows: Rows, leaf: Leaf) -> Rows:
+def _in_local_format(rows: Rows, leaf: ParamLayout) -> Rows:
     """From the node hop's format to the local one's; nothing to do where they are the same."""
     node, local = leaf.weights.node, leaf.weights.local
     if node == local:
@@ -349,13 +349,13 @@ def _in_local_format(rows: Rows, leaf: Leaf) -> Rows:
     return local.encode(node.decode(rows, leaf.shard, jnp.dtype(jnp.float32)))
 
 
-def _decode_blocks(blocks: Rows, leaf: Leaf, dtype: jnp.dtype) -> Num[Array, " padded"]:
+def _decode_blocks(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Num[Array, " padded"]:
     codec = leaf.weights.local
     rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
     return codec.decode(rows, leaf.shard, dtype).reshape(-1)
 
 
-def _decode_each(rows: Rows, leaf: Leaf) -> Float[Array, "rows n"]:
+def _decode_each(rows: Rows, leaf: ParamLayout) -> Float[Array, "rows n"]:
     """What each row will be read as, un-rotated: a sum over one peer, row by row."""
     codec = leaf.grads.node
     decoded = [codec.decode_sum(row[None], leaf.shard, rotation=leaf.rotation) for row in rows]
@@ -363,7 +363,7 @@ def _decode_each(rows: Rows, leaf: Leaf) -> Float[Array, "rows n"]:
 
 
 def _encode_stages(
-    grad: Num[Array, "..."], leaf: Leaf, seed: Seed, chunks: int
+    grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
 ) -> Num[Array, "chunks local m"]:
     """The payload of the first hop, stage by stage: the reordering is the encoder's index map."""
     world, codec, flat = leaf.world, leaf.grads.local, flatten(grad, leaf)
@@ -384,7 +384,7 @@ def _encode_stages(
     )
 
 
-def _between_hops(rows: Rows, leaf: Leaf, seed: Seed, chunks: int) -> Rows:
+def _between_hops(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Sum over the node's devices and encode for the owners.
 
     Where both hops are quantized the values stay rotated; where only one is, it rotates on its own.
@@ -398,6 +398,6 @@ def _between_hops(rows: Rows, leaf: Leaf, seed: Seed, chunks: int) -> Rows:
     return second.encode(total.reshape(nodes, n), seed=salted, rotation=leaf.rotation)
 
 
-def _salt(seed: Seed, leaf: Leaf, hop: int) -> Seed:
+def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:
     """A seed of its own for each leaf, hop and device."""
-    return mix(seed, leaf.number, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))
+    return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))

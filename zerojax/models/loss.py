@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from zerojax.errors import ZeroError
 from zerojax.models.gpt import GPT, logits
-from zerojax.schedule.breadth_first import map_microbatches, spread, with_batching_rule
+from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
 IGNORE = -1
 """The label (and padding token) that counts neither in the loss nor in the token count."""
@@ -175,7 +175,7 @@ def _in_breadth(
     if table_mapped:
         axes = [0 if own else None for own in mapped]
         return jax.vmap(partial(_total_loss, vocabulary), in_axes=axes)(hidden, labels, unembedding), True
-    rows = spread(size, rows_mapped, [hidden, labels])
+    rows = broadcast_unbatched(size, rows_mapped, [hidden, labels])
 
     def loss(unembedding: Array, hidden: Array, labels: Array) -> Array:
         return _total_loss_again(vocabulary, hidden, labels, unembedding)

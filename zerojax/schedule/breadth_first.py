@@ -7,8 +7,8 @@ their way, while earlier layers still are at work (Lamy-Poirier, "Breadth-First 
 on gradient accumulation). Activations that wait for the backward pass are those of all micro-batches; what
 a layer needs while it is at work is that of one.
 
-The model is mapped over micro-batches by ``jax.vmap``. Functions that are called through ``with_batching_rule``
-say themselves how they are mapped: units run for one micro-batch after another (``map_microbatches``).
+The model is mapped over micro-batches by ``jax.vmap``. Functions called through ``with_batching_rule`` say
+themselves how they are mapped: units run for one micro-batch after another (``map_microbatches``).
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ZeroError
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
 
@@ -55,7 +55,7 @@ class Sharded:
     source: Num[Array, "..."]
     sink: Num[Array, "..."]
     seed: Seed
-    leaf: Leaf
+    leaf: ParamLayout
     strategy: ShardingStrategy
     copy: Num[Array, "..."] | None = None
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Codec
 from zerojax.zero_config import PerHop, Rounding, ZeroConfig
@@ -35,7 +35,7 @@ OWNED = (LOCAL, NODE)
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ParamLayout:
     """One parameter of the model: its shape, its place and its wire formats.
 
     Attributes:
@@ -46,19 +46,19 @@ class Leaf:
         shard: elements of one layer that one device owns, padding included.
         weights: codecs of its gather's hops.
         grads: codecs of its gradient's hops.
-        number: counts the leaves; salts their random bits.
+        index: of the parameter in the model; salts its random bits.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     stack: tuple[int, ...]
-    world: World
+    world: MeshShape
     shard: int
     weights: PerHop[Codec]
     grads: PerHop[Codec]
     rotation: int
-    number: int
+    index: int
 
     @property
     def name(self) -> str:
@@ -109,16 +109,16 @@ class Leaf:
         return PartitionSpec(*(None for _ in self.stack), axes or None)
 
 
-def make_leaf(
+def make_layout(
     path: Path,
     shape: tuple[int, ...],
     dtype: str,
     stack: tuple[int, ...],
     *,
-    number: int,
-    world: World,
+    index: int,
+    world: MeshShape,
     zero: ZeroConfig,
-) -> Leaf:
+) -> ParamLayout:
     """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide)."""
     name, rank = "/".join(path), len(shape)
 
@@ -132,26 +132,26 @@ def make_leaf(
     unit = zero.chunks * (zero.block_size if quantized else 1)
     shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
-    return Leaf(path, shape, dtype, stack, world, shard, weights, grads, rotation, number)
+    return ParamLayout(path, shape, dtype, stack, world, shard, weights, grads, rotation, index)
 
 
-def flatten(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, " padded"]:
+def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:
     """One layer of unsharded shape, flat and padded with zeros."""
     flat = x.reshape(-1)
     return flat if leaf.padded == leaf.size else jnp.pad(flat, (0, leaf.padded - leaf.size))
 
 
-def unflatten(flat: Num[Array, " padded"], leaf: Leaf) -> Num[Array, "..."]:
+def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``flatten``."""
     return flat.reshape(-1)[: leaf.size].reshape(leaf.shape)
 
 
-def to_stored(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, "..."]:
+def to_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
     """A leaf of unsharded shape, all layers, as the train state stores it."""
     flat = jax.vmap(lambda y: flatten(y, leaf))(x) if leaf.stack else flatten(x, leaf)
     return flat.reshape(leaf.stored_shape)
 
 
-def from_stored(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, "..."]:
+def from_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``to_stored``."""
     return jax.vmap(lambda y: unflatten(y, leaf))(x) if leaf.stack else unflatten(x, leaf)

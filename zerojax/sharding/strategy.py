@@ -22,8 +22,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from zerojax.sharding.layout import OWNED, Leaf
-from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.layout import OWNED, ParamLayout
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.zero_config import RAW, Remat, ZeroConfig
 
 Level = Literal["primary", "secondary", "full"]
@@ -47,7 +47,7 @@ class ReductionPlan:
     chunks: int = 1
     own_stream: bool = False
 
-    def axes(self, world: World) -> tuple[str | tuple[str, str], ...]:
+    def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
         """The mesh axes to cross, in order, without those of extent 1."""
         if self.to == "primary" and self.hops == 1:
             return (OWNED,) if world.size > 1 else ()
@@ -104,15 +104,15 @@ class ShardingStrategy:
             ),
         )
 
-    def weight_dtype(self, leaf: Leaf) -> jnp.dtype:
+    def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
         """The dtype to compute with a parameter in: never wider than the model's own."""
         return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
 
-    def reduces_between_nodes(self, world: World) -> bool:
+    def reduces_between_nodes(self, world: MeshShape) -> bool:
         """Whether gradients cross the nodes on their way to the sink."""
         return self.sink == "primary" and world.nodes > 1
 
-    def zero_sink(self, leaf: Leaf) -> Num[Array, "..."]:
+    def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
         """A gradient of zeros at the sink's level; of all layers, where the parameter is stacked."""
         if self.sink == "full":
             return jnp.zeros(leaf.unsharded_shape, self.grad_dtype)

@@ -23,7 +23,7 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.per_device import flat_blocks, means, stored_blocks
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of, state_specs
 
 Metrics = dict[str, Array]
@@ -59,10 +59,10 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     Raises:
         ZeroError: the batch does not divide, or the state was donated before.
     """
-    program = state.program
-    placed = place(program, batch, program.zero.accumulate)
+    spec = state.spec
+    placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    return _compiled(program)(state, placed)
+    return _compiled(spec)(state, placed)
 
 
 def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
@@ -78,10 +78,10 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
     Raises:
         ZeroError: as ``train_step``.
     """
-    program = state.program
-    placed = place(program, batch, 1)
+    spec = state.spec
+    placed = place(spec, batch, 1)
     check_there(state)
-    return _compiled_eval(program)(state, placed, loss_fn or program.loss_fn)
+    return _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn)
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
@@ -90,17 +90,17 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     Arguments and errors as ``train_step``.
 
     Returns:
-        Nested by path, fp32, stored as the parameters are (``Leaf.stored_shape``).
+        Nested by path, fp32, stored as the parameters are (``ParamLayout.stored_shape``).
     """
-    program = state.program
-    step = program.once(
+    spec = state.spec
+    step = spec.once(
         "gradients",
         lambda: jax.jit(
-            lambda state, batch: _gradients(program, state, batch)[0]["params"],
-            compiler_options=compiler_options(program.mesh),
+            lambda state, batch: _gradients(spec, state, batch)[0]["params"],
+            compiler_options=compiler_options(spec.mesh),
         ),
     )
-    placed = place(program, batch, program.zero.accumulate)
+    placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
     return step(state, placed)
 
@@ -112,51 +112,51 @@ def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
         state: a state, or an abstract one.
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
-    return _compiled(state.program).lower(state, abstract_batch(state.program, batch))
+    return _compiled(state.spec).lower(state, abstract_batch(state.spec, batch))
 
 
 def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
     """The lowered evaluation; arguments as ``lower_train_step``."""
-    program = state.program
-    return _compiled_eval(program).lower(state, abstract_batch(program, batch), program.loss_fn)
+    spec = state.spec
+    return _compiled_eval(spec).lower(state, abstract_batch(spec, batch), spec.loss_fn)
 
 
 def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
     """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
-    return _compiled(state.program).trace(state, abstract_batch(state.program, batch))
+    return _compiled(state.spec).trace(state, abstract_batch(state.spec, batch))
 
 
-def abstract_batch(program: Program, batch: Any) -> Any:
+def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
     """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
     _check_batch(batch)
 
     def place_one(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
-        _check_rows(program, np.shape(x), program.world.size, program.zero.accumulate)
+        _check_rows(spec, np.shape(x), spec.world.size, spec.zero.accumulate)
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        sharding = program.sharding(_batch_spec(program, x))
+        sharding = spec.sharding(_batch_spec(spec, x))
         return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
     return jax.tree.map(place_one, batch)
 
 
-def place(program: Program, batch: Any, accumulate: int) -> Any:
+def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
     """Spread a host batch over the devices, and give its scalars to each of them.
 
     Arrays that are already in place stay as they are, and Python's numbers are left to jit, for which they
     have no dtype of their own.
     """
     _check_batch(batch)
-    processes = program.once("processes", lambda: len({d.process_index for d in program.mesh.devices.flat}))
+    processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
 
     def place_one(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
-        sharding = program.sharding(_batch_spec(program, x))
+        sharding = spec.sharding(_batch_spec(spec, x))
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
-        _check_rows(program, np.shape(x), program.world.size // processes, accumulate)
+        _check_rows(spec, np.shape(x), spec.world.size // processes, accumulate)
         if processes == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
@@ -173,7 +173,7 @@ def _check_batch(batch: Any) -> None:
         )
 
 
-def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
+def _check_rows(spec: TrainSpec, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
     if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
         raise ZeroError(
             f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
@@ -181,47 +181,47 @@ def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumula
         )
 
 
-def _batch_spec(program: Program, x: Any) -> PartitionSpec:
+def _batch_spec(spec: TrainSpec, x: Any) -> PartitionSpec:
     """How an array of a batch is sharded: a scalar is everyone's."""
-    return program.batch_spec if np.shape(x) else PartitionSpec()
+    return spec.batch_spec if np.shape(x) else PartitionSpec()
 
 
-def _compiled(program: Program) -> Any:
+def _compiled(spec: TrainSpec) -> Any:
     def make() -> Any:
-        fields = abstract_fields(program)
-        everyone = NamedSharding(program.mesh, PartitionSpec())
-        state = TrainState(**shardings_of(fields), program=program)
+        fields = abstract_fields(spec)
+        everyone = NamedSharding(spec.mesh, PartitionSpec())
+        state = TrainState(**shardings_of(fields), spec=spec)
         return jax.jit(
             _train,
             donate_argnums=0,
             out_shardings=(state, everyone),
-            compiler_options=compiler_options(program.mesh),
+            compiler_options=compiler_options(spec.mesh),
         )
 
-    return program.once("train", make)
+    return spec.once("train", make)
 
 
-def _compiled_eval(program: Program) -> Any:
-    return program.once(
+def _compiled_eval(spec: TrainSpec) -> Any:
+    return spec.once(
         "eval",
-        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(program.mesh)),
+        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(spec.mesh)),
     )
 
 
 def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-    program = state.program
-    after, metrics = _gradients(program, state, batch)
+    spec = state.spec
+    after, metrics = _gradients(spec, state, batch)
     grads = after["params"]
     grad_norm = optax.tree.norm(grads)
     ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
-    if program.spikes is not None:
-        limit = program.spikes.limit(losses)
+    if spec.spikes is not None:
+        limit = spec.spikes.limit(losses)
         spike = metrics["loss"] > limit
         ok &= ~spike
-        losses = program.spikes.add(losses, metrics["loss"], ok)
+        losses = spec.spikes.add(losses, metrics["loss"], ok)
         metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
     with jax.named_scope("optimizer"):
-        updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
     keep = functools.partial(_where, ok)
     following = state.replace(
@@ -246,7 +246,7 @@ def _where(ok: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
-def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
+def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
     """Mean gradients at their owners under "params", the other fields that the passes changed; metrics."""
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
@@ -254,17 +254,17 @@ def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[dict[st
             from_tree(shards[name]) for name in ("params", "secondary", "residual")
         )
         step, seed = shards["step"], mix(shards["seed"], shards["step"])
-        masters = flat_blocks(blocks, program.leaves)
+        masters = flat_blocks(blocks, spec.leaves)
         if secondary:
-            secondary = per_device.next_secondary(program, masters, secondary, step, later=program.updating)
-        weights = per_device.sources(program, masters, secondary, program.updating)
-        grads, other, sums, updated = per_device.accumulate(program, weights, shards["other"], batch, seed)
+            secondary = per_device.next_secondary(spec, masters, secondary, step, later=spec.updating)
+        weights = per_device.sources(spec, masters, secondary, spec.updating)
+        grads, other, sums, updated = per_device.accumulate(spec, weights, shards["other"], batch, seed)
         if secondary:
-            secondary = per_device.last_secondary(program, masters, secondary, updated)
-        flat = flat_blocks(residual, program.leaves) if residual else {}
-        grads, kept = per_device.to_owners(program, grads, flat, seed)
+            secondary = per_device.last_secondary(spec, masters, secondary, updated)
+        flat = flat_blocks(residual, spec.leaves) if residual else {}
+        grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = means(sums)
-        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, program.leaves)
+        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
         fields = {"params": grads, "secondary": secondary, "residual": residual}
         return {"other": other, **{name: to_tree(x) for name, x in fields.items()}}, metrics
@@ -274,16 +274,16 @@ def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[dict[st
 
 
 def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
-    program = dataclasses.replace(state.program, loss_fn=loss_fn)
+    spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
-        masters = flat_blocks(from_tree(shards["params"]), program.leaves)
+        masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
         secondary, step = from_tree(shards["secondary"]), shards["step"]
         if secondary:
             # As the next training step will do, or the loss would be that of the weights one update ago.
-            secondary = per_device.next_secondary(program, masters, secondary, step)
-        weights = per_device.sources(program, masters, secondary)
-        sums = per_device.evaluate(program, weights, shards["other"], batch, mix(shards["seed"], step))
+            secondary = per_device.next_secondary(spec, masters, secondary, step)
+        weights = per_device.sources(spec, masters, secondary)
+        sums = per_device.evaluate(spec, weights, shards["other"], batch, mix(shards["seed"], step))
         return {}, means(sums)[0]
 
     return _on_devices(local, state, batch, out=())[1]
@@ -304,14 +304,14 @@ def _on_devices(
         batch: a global batch.
         out: the fields that ``local`` returns.
     """
-    program, specs = state.program, state_specs(state.program)
+    spec, specs = state.spec, state_specs(state.spec)
     given = ("params", "secondary", "residual", "other", "step", "seed")
     run = jax.shard_map(
         local,
-        mesh=program.mesh,
+        mesh=spec.mesh,
         in_specs=(
             {name: specs[name] for name in given},
-            jax.tree.map(functools.partial(_batch_spec, program), batch),
+            jax.tree.map(functools.partial(_batch_spec, spec), batch),
         ),
         out_specs=({name: specs[name] for name in out}, PartitionSpec()),
         check_vma=False,
