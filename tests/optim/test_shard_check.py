@@ -22,11 +22,11 @@ ROWS = 24
 def leaves() -> tuple[Any, ...]:
     """A vector, a matrix, and a stacked matrix."""
     zero, world = zerojax.ZeroConfig(), MeshShape(2, 4)
-    shapes = [(("norm", "scale"), (200,), None), (("up", "kernel"), (200, 300), None)]
-    shapes += [(("blocks", "kernel"), (200, 130), 3), (("gain",), (), None)]
+    shapes = [(("norm", "scale"), (200,), ()), (("up", "kernel"), (200, 300), ())]
+    shapes += [(("blocks", "kernel"), (200, 130), (3,)), (("gain",), (), ())]
     return tuple(
-        make_layout(path, shape, "float32", layers, index=i, world=world, zero=zero)
-        for i, (path, shape, layers) in enumerate(shapes)
+        make_layout(path, shape, "float32", stack, index=i, world=world, zero=zero)
+        for i, (path, shape, stack) in enumerate(shapes)
     )
 
 
