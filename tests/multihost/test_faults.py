@@ -90,7 +90,7 @@ def frame(data):
 
 DIED = "zerojax: rank {} has died: its connection is closed\n"
 SILENT = (
-    "zerojax: rank {} has not been heard of for 3 s (cluster.peer_timeout): it hangs, is stopped, or its "
+    "zerojax: rank {} has been silent for 3 s (cluster.peer_timeout): it hangs, is stopped, or its "
     "host cannot be reached\n"
 )
 

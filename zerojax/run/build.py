@@ -15,7 +15,7 @@ import zerojax
 from zerojax.analysis.comm_report import comm_report
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, Block, flops_per_token, lm_loss
-from zerojax.multihost.agreement import from_first
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.run import checkpoints
@@ -99,7 +99,7 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
         folder.create()
         prepare(config.data, folder.data)
 
-    from_first(write)
+    run_on_process_zero(write)
     data = open_dataset(config.data, folder.data)
     if data.tokenizer.vocab_size > config.model.vocab_size:
         raise ZeroError(
@@ -128,7 +128,7 @@ def choose_checkpoint(
         check_start(choice.step, resume, folder)
         return {"step": choice.step, "lines": checkpoints.set_damaged_aside(folder.checkpoints, choice)}
 
-    found = from_first(look)
+    found = run_on_process_zero(look)
     if found["step"] is None:
         return None, found["lines"]
     return checkpoints.read_seal(folder.checkpoints / str(found["step"])), found["lines"]
@@ -203,14 +203,15 @@ def watchdog_limits(cluster: ClusterSection) -> Limits:
 
 
 def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> Watchdog:
-    """What ends a hung run, together with its peers if it has any."""
+    """The watchdog that ends a hung run, together with its peers if it has any."""
     limits = watchdog_limits(config.cluster)
     stacks = folder.stacks / f"rank-{jax.process_index()}.txt"
     if peers is None:
         return Watchdog(limits, lambda line: end_alone(stacks, line))
-    peers.stacks = stacks
     if is_first():
-        peers.note = lambda why: folder.update_summary(status="failed", reason=why)
+        peers.record_failures(stacks, lambda why: folder.update_summary(status="failed", reason=why))
+    else:
+        peers.record_failures(stacks)
     return Watchdog(limits, peers.stuck)
 
 

@@ -17,7 +17,7 @@ from zerojax.analysis.plan import describe
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError, RunError, Stopped
 from zerojax.models import parameter_count
-from zerojax.multihost.agreement import Agreement, Wishes, from_first
+from zerojax.multihost.agreement import Agreement, Requests, run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
@@ -143,7 +143,7 @@ class Trainer:
         profile: range | None,
         lock: RunLock,
     ) -> Self:
-        unlocked = from_first(lock.take)
+        unlocked = run_on_process_zero(lock.take)
         data = prepare_data(config, folder)
         batches, validation = make_batches(config, data)
         seal, notes = choose_checkpoint(config, folder, resume)
@@ -159,7 +159,7 @@ class Trainer:
             state = restore(folder.checkpoints / str(seal.step), abstract_state(config))
         else:
             state = initial_state(config)
-            source = None if init_from is None else Path(from_first(lambda: str(find(init_from))))
+            source = None if init_from is None else Path(run_on_process_zero(lambda: str(find(init_from))))
             if seal is not None and source is None:
                 check_same_model(config_from_dict(seal.record.config), config, folder)
                 source = folder.checkpoints / str(seal.step)
@@ -227,11 +227,11 @@ class Trainer:
             RunError: the disk is full.
             Stopped: a signal asked any process of the run to stop; it has saved.
         """
-        agreement, wanted = Agreement(self.state.program.mesh), Wishes()
+        agreement, wanted = Agreement(self.state.program.mesh), Requests()
         with StopRequest() as request, told_of_disk_errors(self.folder), told_the_way_back(self):
             while self.step < self.config.train.steps:
                 self.watchdog.step(self.step + 1)
-                agreement.put(Wishes(save=self.clock.wants_save and is_first(), stop=request.received))
+                agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=request.received))
                 batch = next(self.batches)
                 self.state, metrics = self.profile.step(
                     self.step + 1, functools.partial(zerojax.train_step, self.state, batch)
@@ -239,12 +239,12 @@ class Trainer:
                 self.step += 1
                 self.log.step(self.step, metrics, self.evaluation_if_due())
                 self.checkpoints.check()
-                wanted |= agreement.get() | Wishes(save=self.is_due(self.config.checkpoint.every))
+                wanted |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
                 if (wanted.save or wanted.stop) and self.save():
                     agreement.forget()
                     if wanted.stop and self.step < self.config.train.steps:
                         self.stop()
-                    wanted = Wishes()
+                    wanted = Requests()
             self.finish()
 
     def evaluation_if_due(self) -> Callable[[], dict[str, jax.Array]] | None:

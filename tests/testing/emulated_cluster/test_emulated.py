@@ -176,7 +176,7 @@ def test_gpus_are_shared_out(monkeypatch):
     with cluster.EmulatedCluster(2, 2, platform="gpu") as emulated:
         shares = [emulated.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)]
     assert shares == ["3,5", "6,7"]
-    with pytest.raises(ValueError, match="6 x 1 GPUs are wanted and this machine offers 4"):
+    with pytest.raises(ValueError, match="6 x 1 GPUs were requested, and this machine has 4"):
         cluster.EmulatedCluster(6, 1)
 
 
