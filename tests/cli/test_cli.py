@@ -116,8 +116,8 @@ def test_overrides(config: Path) -> None:
         (["train", "CONFIG", "--zero.stage", "7"], "stage=7 is not one of"),
         (["train", "CONFIG", "--data.source", "nowhere"], "no such file, folder or glob"),
         (["train", "CONFIG", "--coordinator", "host:1"], "no process_id given"),
-        (["sample", "nowhere"], "nowhere is no run folder"),
-        (["eval", "nowhere"], "nowhere is no run folder"),
+        (["sample", "nowhere"], "nowhere is not a run folder"),
+        (["eval", "nowhere"], "nowhere is not a run folder"),
     ],
 )
 def test_wrong_use(

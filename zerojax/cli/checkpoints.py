@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
     if not folder.path.is_dir():
-        raise ZeroError(f"{folder.path} is no run's folder")
+        raise ZeroError(f"{folder.path} is not a run folder")
     if options.rewind is not None:
         with RunLock(folder):
             _rewind(folder, options.rewind, checksums=options.verify)

@@ -8,7 +8,7 @@ import tyro
 
 from zerojax.cli.options import read_options
 from zerojax.errors import ZeroError
-from zerojax.run.html_report import read_story, render
+from zerojax.run.html_report import read_run_data, render
 from zerojax.run.run_dir import RunFolder
 
 
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> None:
     """Read the run's files and write the page."""
     options = read_options(Options, "report", arguments)
     out = options.out or options.run / "report.html"
-    page = render(read_story(RunFolder(options.run)))
+    page = render(read_run_data(RunFolder(options.run)))
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:

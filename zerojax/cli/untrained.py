@@ -6,7 +6,7 @@ import jax
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ZeroError
-from zerojax.run.build import abstract_batch, abstract_state
+from zerojax.run.build import RunSetup, abstract_batch
 from zerojax.run.config import RunConfig
 from zerojax.train.state import TrainState
 
@@ -23,5 +23,5 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
     jax.config.update("jax_platforms", "cpu")
     emulated = dataclasses.replace(mesh, emulate=True)
     emulate_devices(emulated, processes=1)
-    state = abstract_state(dataclasses.replace(config, mesh=emulated))
+    state = RunSetup.of(dataclasses.replace(config, mesh=emulated)).abstract_state()
     return state, abstract_batch(config)

@@ -124,7 +124,7 @@ class RunFolder:
             ConfigError: there is no run here.
         """
         if not self.config.is_file():
-            raise ConfigError(f"{self.path} is no run folder: it has no {self.config.name}")
+            raise ConfigError(f"{self.path} is not a run folder: it has no {self.config.name}")
         return load_config(self.config)
 
     def write_config(self, config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""A line now and then about work that takes long."""
+"""Progress messages of long preparations."""
 
 import time
 from collections.abc import Callable
@@ -8,18 +8,17 @@ from zerojax.formatting import size
 _SECONDS = 10.0
 
 
-class Pace:
-    """Counts what is done, and says so every ten seconds; nothing, when all is done before."""
+class Progress:
+    """Counts processed bytes and tokens of a task and reports them every ten seconds."""
 
     def __init__(self, task: str, say: Callable[[str], None]) -> None:
-        """Start the clock of a task."""
         self._task = task
         self._say = say
         self._bytes = self._tokens = 0
         self._start = self._said = time.monotonic()
 
     def add(self, text_bytes: int, tokens: int = 0) -> None:
-        """Count more bytes of text, and the tokens made of them."""
+        """Count bytes of text, and the tokens made from them."""
         self._bytes += text_bytes
         self._tokens += tokens
         now = time.monotonic()
