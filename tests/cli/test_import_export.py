@@ -98,7 +98,7 @@ def test_a_run_of_ones_own_is_exported_quantized(
         (["import"], "name the model's folder and the run's"),
         (["import", "nowhere", "run"], "nowhere/config.json: No such file or directory"),
         (["import", "MODEL", "run", "--model.layers", "3"], "the model is that of"),
-        (["import", "BARE", "run"], "has no tokenizer: choose one by --data.tokenizer"),
+        (["import", "BARE", "run"], "has no tokenizer: choose one with --data.tokenizer"),
         (["export", "nowhere", "out"], "nowhere is not a run folder"),
         (["export", "RUN", "out", "--block-size", "64"], "add --weights"),
         (["export", "RUN", "out", "--weights", "int8", "--block-size", "63"], "block_size=63"),

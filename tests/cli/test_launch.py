@@ -95,7 +95,7 @@ def test_restarts_until_it_works(attempts, capfd):
     program, starts = attempts
     assert launch.launch(job(program("sys.exit(0 if tries == 3 else 1)"), restarts=5)) == 0
     assert starts() == [2, 2, 2]
-    assert "3 restarts are left" in capfd.readouterr().err
+    assert "3 restarts left" in capfd.readouterr().err
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(attempts, capfd):

@@ -83,7 +83,7 @@ def test_going_back_leads_to_the_same_run(
     capsys.readouterr()
     assert main(["checkpoints", str(broken), "--rewind", "4"]) == 0
     out = capsys.readouterr().out
-    assert f"{broken} goes on from step 4\n" in out
+    assert f"{broken} will resume from step 4\n" in out
     assert "later checkpoints are kept as 5.undone\n" in out
     assert "the metrics of later steps are kept in metrics.jsonl.undone\n" in out
     assert [line["step"] for line in read_metrics(broken / "metrics.jsonl.undone")] == [5, 6, 7, 8]

@@ -1,4 +1,4 @@
-"""`zerojax train CONFIG [--run-dir DIR] [--section.key value ...]`."""
+"""``zerojax train CONFIG [--run-dir DIR] [--section.key value ...]``: train a model or resume a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +12,21 @@ from zerojax.run.trainer import Trainer
 
 @dataclass(frozen=True)
 class Options(on_config.Options):
-    """Train a model, or go on training it.
+    """Train a model, or resume its training.
 
-    Started again on the same run folder, training goes on from the last checkpoint. Each setting of
-    the config can be overridden; the defaults below are those of the config.
+    Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
+    config can be overridden; the defaults below are those of the config.
 
     Attributes:
         run_dir: Folder of the run; runs/NAME by default.
-        resume: "auto" goes on where there is a checkpoint, "must" insists on one, "never" refuses to.
-        init_from: A run's folder or one of its checkpoints, whose weights a new run begins with; its
-            optimizer and its steps start afresh. A run that goes on ignores it.
+        resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
+        init_from: A run's folder or one of its checkpoints, from whose weights a new run starts, with a new
+            optimizer state at step 0. Ignored by a run that resumes.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
-        coordinator: host:port of process 0, where no cluster manager starts the processes.
-        process_id: Which of the processes this is.
-        num_processes: How many processes there are.
-        insecure: Let anybody who reaches process 0 join, where the processes have no token
-            (ZEROJAX_JOB_TOKEN).
+        coordinator: host:port of process 0, if no cluster manager starts the processes.
+        process_id: Number of this process.
+        num_processes: Number of processes.
+        insecure: Without a token (ZEROJAX_JOB_TOKEN), let anybody who reaches process 0 join.
     """
 
     run_dir: Path | None = None
@@ -41,7 +40,7 @@ class Options(on_config.Options):
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, join the cluster, train."""
+    """Read the config and options, join the other processes, and train."""
     options = on_config.parse(Options, "train", arguments)
     folder = RunFolder(options.run_dir or Path("runs") / Path(options.config).stem)
     settings = options.settings
