@@ -132,7 +132,7 @@ class TestRefusals:
 
     def test_folder_cannot_be_made(self, text: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        self.refuse(micro_config(text), tmp_path / "file" / "run", "cannot make the run folder")
+        self.refuse(micro_config(text), tmp_path / "file" / "run", "cannot create the run folder")
 
     def test_resume_must_without_a_checkpoint(self, text: Path, tmp_path: Path) -> None:
         self.refuse(micro_config(text), tmp_path / "run", "there is no checkpoint", resume="must")
@@ -140,6 +140,6 @@ class TestRefusals:
     def test_another_model_in_the_same_folder(self, finished: RunFolder, text: Path) -> None:
         self.refuse(micro_config(text), finished.path, "holds a run at step 8", resume="never")
         wider = micro_config(text, model={"d_model": 32})
-        self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot go on with 32")
+        self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot resume with 32")
         seed = micro_config(text, train={"seed": 1})
         self.refuse(seed, finished.path, r"train\.seed")

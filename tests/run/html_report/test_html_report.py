@@ -133,7 +133,7 @@ def test_strings_of_the_run_are_escaped(tmp_path: Path) -> None:
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
 
 
 class TestCharts:

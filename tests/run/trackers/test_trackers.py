@@ -174,7 +174,7 @@ class Failing:
             raise OSError("the server is gone")
 
     def close(self, *, failed: bool) -> None:
-        raise AssertionError("it was told no more")
+        raise AssertionError("it was dropped")
 
 
 def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
@@ -183,7 +183,7 @@ def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
     for step in (1, 2, 3):
         trackers.write(step, {"loss": 1.0})
     trackers.close(failed=False)
-    assert messages == ["log.trackers: wandb failed at step 2 and is told no more: the server is gone"]
+    assert messages == ["log.trackers: wandb failed at step 2 and was dropped: the server is gone"]
 
 
 class Hanging:
@@ -206,7 +206,7 @@ class Hanging:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (3, "log.trackers: wandb has been stuck since step 3 and is told no more"),
+        (3, "log.trackers: wandb has been stuck since step 3 and was dropped"),
         (19, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
         (0, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
     ],
@@ -235,7 +235,7 @@ class Dying:
         raise SystemExit("no more")
 
     def close(self, *, failed: bool) -> None:
-        raise AssertionError("it was told no more")
+        raise AssertionError("it was dropped")
 
 
 def test_a_tracker_whose_thread_dies() -> None:
@@ -243,7 +243,7 @@ def test_a_tracker_whose_thread_dies() -> None:
     trackers = Trackers({"wandb": Dying()}, messages.append)  # type: ignore[dict-item]  # opened already
     trackers.write(1, {"loss": 1.0})
     trackers.close(failed=True)
-    assert messages == ["log.trackers: wandb failed at step 1 and is told no more: no more"]
+    assert messages == ["log.trackers: wandb failed at step 1 and was dropped: no more"]
 
 
 def test_a_tracker_named_twice() -> None:

@@ -116,7 +116,7 @@ def test_a_link_without_a_rate_gets_none_later():
     with cluster.EmulatedCluster(1, rate=None, platform="cpu") as emulated:
         result = emulated.run([sys.executable, "-c", code], output=output, timeout=60)
     assert result.code == 1
-    assert "set the cluster up with a rate" in output.getvalue().decode()
+    assert "create the cluster with the highest rate" in output.getvalue().decode()
 
 
 def test_no_link_outside_of_a_cluster():

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: fetched late, written to files, shown on one line."""
+"""Metrics of a run: fetched asynchronously, written to files, shown on a progress line."""
 
 from zerojax.run.metrics.curve import draw_loss_curve
 from zerojax.run.metrics.devices import memory_in_use, peak_flops
