@@ -39,7 +39,7 @@ def test_train_and_go_on(config: Path, tmp_path: Path) -> None:
     assert RunFolder(folder).read_summary()["devices"] == 8
     again = zerojax("train", config, "--run-dir", folder, "--train.steps", 5, "--resume", "must")
     assert again.returncode == 0, again.stderr
-    assert "going on from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again.stdout
+    assert "resuming from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again.stdout
     assert "the learning rate follows the schedule of 5 steps: " in again.stdout
     assert "step 5/5 | loss" in again.stdout
     refused = zerojax("train", config, "--run-dir", folder, "--resume", "never")
@@ -157,7 +157,7 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_source_tree_that_is_not_installed(config: Path, tmp_path: Path) -> None:
-    """No metadata of zerojax anywhere: `python -S` sees all packages of this environment but that one."""
+    """No metadata of zerojax anywhere: ``python -S`` sees all packages of this environment but that one."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for file in Path(sysconfig.get_path("purelib")).iterdir():

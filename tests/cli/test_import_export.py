@@ -1,4 +1,4 @@
-"""`zerojax import` and `zerojax export`, and the commands that go on from them."""
+"""``zerojax import`` and ``zerojax export``, and the commands that go on from them."""
 
 import json
 import math

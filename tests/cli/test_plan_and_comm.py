@@ -1,4 +1,4 @@
-"""`zerojax plan` and `zerojax comm`."""
+"""``zerojax plan`` and ``zerojax comm``."""
 
 import json
 

@@ -34,7 +34,7 @@ class Begun(Exception):
 
 @pytest.fixture
 def begin(monkeypatch):
-    """What `peers.join` is told of a process's place, instead of meeting the others."""
+    """What ``peers.join`` is told of a process's place, instead of meeting the others."""
     places = []
 
     def stop(place, facts, **_):

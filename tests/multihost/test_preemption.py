@@ -99,7 +99,7 @@ def test_a_signal_saves_and_ends(config: Path, tmp_path: Path) -> None:
 
 
 def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
-    """All save the same step and end, and `zerojax launch` takes it for no crash; saves by time besides."""
+    """All save the same step and end, and ``zerojax launch`` takes it for no crash; saves by time besides."""
     run = tmp_path / "run"
     launch = ("-m", "zerojax", "launch", "--nodes", 2, "--devices-per-node", 2, "--restarts", 3)
     command = (*launch, config, "--run-dir", run)
@@ -124,7 +124,7 @@ def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
     with started(*command, "--train.steps", step + 2) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
-    assert f"going on from step {step};" in out
+    assert f"resuming from step {step};" in out
 
 
 HANGING = """

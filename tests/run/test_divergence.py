@@ -76,7 +76,7 @@ def test_going_back_leads_to_the_same_run(
         assert str(caught.value).startswith(
             "the loss or gradient was not finite in 3 steps in a row, from step 6 on; none of them changed "
             "the parameters. The update of step 5 may have broken the weights: "
-            f"`zerojax checkpoints '{broken}' --rewind 4` goes back to the newest checkpoint from before. "
+            f"`zerojax checkpoints '{broken}' --rewind 4` goes back to the newest earlier checkpoint. "
         )
         assert steps_in(broken) == [4, 5]
         assert RunFolder(broken).read_summary()["status"] == "failed"
@@ -127,7 +127,7 @@ def test_a_save_that_is_due_waits_for_a_step_that_counts(
 
 
 class Asked:
-    """A `StopRequest` that has come."""
+    """A ``StopRequest`` that has come."""
 
     received = True
 
@@ -162,8 +162,8 @@ def test_weights_that_the_last_update_breaks(
     ("first", "message"),
     [
         (1, "No step made an update. Lower"),
-        (2, "step 1 may have broken the weights, and there is no checkpoint from before"),
-        (5, "step 4 may have broken the weights; the newest checkpoint, of step 3, is from before"),
+        (2, "step 1 may have broken the weights, and there is no earlier checkpoint"),
+        (5, "step 4 may have broken the weights; the newest checkpoint, of step 3, is earlier"),
     ],
 )
 def test_where_no_command_is_needed_or_helps(

@@ -132,7 +132,7 @@ def resumed_state(
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, seal.step - seal.record.skipped)
     state = checkpoints.restore(folder.checkpoints / str(seal.step), setup.abstract_state())
-    return state, "; ".join([f"going on from step {seal.step}", *changes])
+    return state, "; ".join([f"resuming from step {seal.step}", *changes])
 
 
 def new_state(

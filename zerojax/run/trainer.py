@@ -264,7 +264,7 @@ class Trainer:
         self.checkpoints.wait()
         raise Stopped(
             f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; "
-            "the same command goes on from there"
+            "the same command resumes from there"
         )
 
     def is_due(self, every: int) -> bool:
@@ -348,7 +348,7 @@ def divergence_explained(trainer: Trainer) -> Iterator[None]:
         raise DivergedError(
             f"{error}. {_way_back(trainer.folder, error.good)}. Lower optimizer.learning_rate or "
             "optimizer.clip_norm, set train.spike_deviations, look at the data, or raise train.max_skips: "
-            "the same command alone would end here again",
+            "the same command without a change would fail here again",
             error.good,
         ) from None
 
@@ -359,8 +359,8 @@ def _way_back(folder: RunFolder, good: int) -> str:
     broken = f"The update of step {good + 1} may have broken the weights"
     steps = step_dirs.steps(folder.checkpoints)
     if not (before := [step for step in steps if step <= good]):
-        return f"{broken}, and there is no checkpoint from before: begin again in another folder"
+        return f"{broken}, and there is no earlier checkpoint: start again in another folder"
     if before == steps:
-        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is from before"
+        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is earlier"
     command = f"zerojax checkpoints {shlex.quote(str(folder.path))} --rewind {before[-1]}"
-    return f"{broken}: `{command}` goes back to the newest checkpoint from before"
+    return f"{broken}: `{command}` goes back to the newest earlier checkpoint"

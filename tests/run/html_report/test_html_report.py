@@ -80,7 +80,7 @@ def test_a_finished_run(finished: RunFolder, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_run_that_went_on_after_it_was_killed(finished_copy: RunFolder) -> None:
-    finished_copy.begin_session(6, devices=8, notes=["going on from step 6"])
+    finished_copy.begin_session(6, devices=8, notes=["resuming from step 6"])
     finished_copy.begin_session(6, devices=4, notes=[])
     run = read_run_data(finished_copy)
     assert [one["status"] for one in run.sessions] == ["finished", "killed", "running"]

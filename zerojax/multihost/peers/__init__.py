@@ -6,8 +6,8 @@ its own to the *coordinator*, which runs in process 0 at the coordinator's addre
 coordinator waits for all ranks and compares their settings. Afterwards a process that dies, falls silent or
 fails is reported to all others within moments, and each ends with one line that names it.
 
-JAX's own traffic travels inside these connections (`proxy`): a job needs one port, only a process that knows
-the job's token (`handshake`) reaches JAX's service, and JAX never sees process 0 vanish.
+JAX's own traffic travels inside these connections (``proxy``): a job needs one port, only a process that
+knows the job's token (``handshake``) reaches JAX's service, and JAX never sees process 0 vanish.
 """
 
 from zerojax.multihost.peers.peers import Peers, Place, join

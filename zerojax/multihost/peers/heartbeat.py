@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 class Heartbeat:
     """The time of the last message from each of some peers.
 
-    If this process itself was paused (stopped, swapped out, machine asleep), `silent` is called late; then
+    If this process itself was paused (stopped, swapped out, machine asleep), ``silent`` is called late; then
     all timers start again, since the silence may be its own.
 
     Args:
@@ -34,7 +34,7 @@ class Heartbeat:
         self._heard.pop(peer, None)
 
     def silent(self) -> list[int]:
-        """The peers that sent nothing for `limit` seconds; to be called every `interval`."""
+        """The peers that sent nothing for ``limit`` seconds; to be called every ``interval``."""
         now, before = self._clock(), self._checked
         self._checked = now
         if now - before > 2 * self.interval:

@@ -27,10 +27,10 @@ class RunData:
         path: of the folder.
         status: "finished", "failed", "stopped", "running", or "unknown".
         reason: why it failed or stopped, or None.
-        summary: `run.json`.
+        summary: ``run.json``.
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
-        steps: of `metrics.jsonl`.
+        steps: of ``metrics.jsonl``.
         notes: remarks for the reader: damaged files, a silent run.
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
         checkpoints: their steps.
