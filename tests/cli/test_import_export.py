@@ -1,4 +1,4 @@
-"""``zerojax import`` and ``zerojax export``, and the commands that go on from them."""
+"""``zerojax import`` and ``zerojax export``, and commands on their results."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_folder_in_use_is_not_imported_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     with RunLock(RunFolder(run)):
         assert main(["import", str(FIXTURES / "llama2"), str(run), *MESH, *TRAINING]) == 2
@@ -58,9 +58,7 @@ def test_a_folder_in_use_is_not_imported_into(tmp_path: Path, capsys: pytest.Cap
     assert [path.name for path in run.iterdir()] == ["lock"]
 
 
-def test_a_run_of_ones_own_is_exported_quantized(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_trained_run_is_exported_quantized(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shape = {"vocab_size": 256, "layers": 1, "d_model": 64, "heads": 2, "ffn": 64, "max_seq_len": 32}
     shape |= {"norm": '"rms"', "positions": '"rope"', "mlp": '"swiglu"', "biases": "false"}
     config = tmp_path / "own.toml"

@@ -1,4 +1,4 @@
-"""Pieces of known traffic, for ``zerojax.testing.emulated_cluster.measure_bytes``; not tests themselves."""
+"""Functions with known traffic, for ``zerojax.testing.emulated_cluster.measure_bytes``. Not tests."""
 
 from collections.abc import Callable
 

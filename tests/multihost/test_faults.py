@@ -125,7 +125,7 @@ STRANGERS = """
 """
 
 
-def test_strangers_reach_nothing_of_a_job_that_runs(start, tmp_path):
+def test_strangers_cannot_reach_a_running_job(start, tmp_path):
     """Neither through rank 0's port, with messages that end a job, nor through JAX's service behind it."""
     (tmp_path / "strangers").touch()
     job = start(MEET.replace("    meet()\n", "") + STRANGERS, 2)

@@ -1,4 +1,4 @@
-"""Trackers: what each of them has of a run that was killed and went on, without a network."""
+"""Trackers: the content of each after a run was killed and resumed, without a network."""
 
 import dataclasses
 import importlib.util
@@ -26,7 +26,7 @@ def config(*trackers: Any) -> RunConfig:
 
 
 def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
-    """Steps 1 and 2 in one process, which ends by an error; 2 (again) and 3 in the next."""
+    """Steps 1 and 2 in a process that ends with an error, then 2 (again) and 3 in the next."""
     folder, messages = RunFolder(tmp_path / "my run"), []
     folder.create()
     for start, steps, failed in ((0, (1, 2), True), (1, (2, 3), False)):
@@ -38,7 +38,7 @@ def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
 
 
 def events(folder: RunFolder) -> list[Any]:
-    """What the event files have, in the order in which they were written."""
+    """The content of the event files, in order of writing."""
     found: list[Any] = []
     for path in sorted((folder.path / "tensorboard").iterdir(), key=os.path.getmtime):
         raw = path.read_bytes()
@@ -62,7 +62,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def wandb_records(raw: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: a LevelDB log, behind seven bytes of W&B's own."""
+    """The records of a .wandb file: a LevelDB log after a header of seven bytes."""
     block, position, parts = 1 << 15, 7, []
     while position + 7 <= len(raw):
         size, kind = int.from_bytes(raw[position + 4 : position + 6], "little"), raw[position + 6]
@@ -124,14 +124,14 @@ def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages == []
 
 
-def test_what_is_not_installed_is_refused_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ZeroError, match=r'not installed: pip install "zerojax\[wandb\]"'):
         check_trackers(["wandb"])
     check_trackers([])
 
 
-def test_a_server_that_does_not_answer_is_said_at_the_start(
+def test_an_unreachable_server_is_reported_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason="the extra zerojax[mlflow] is not installed")
@@ -144,7 +144,7 @@ def test_a_server_that_does_not_answer_is_said_at_the_start(
 
 
 def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By more than 24.8 days, which is the longest time that poll(2) takes."""
+    """By more than 24.8 days, the longest timeout of poll(2)."""
     folder, now = RunFolder(tmp_path / "run"), time.time()
     folder.create()
 
@@ -165,7 +165,7 @@ def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pyt
 
 
 class Failing:
-    """A tracker whose server goes away."""
+    """A tracker whose server becomes unreachable."""
 
     identity = "x"
 
@@ -187,7 +187,7 @@ def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
 
 
 class Hanging:
-    """A tracker whose server takes a connection and says nothing, from some step on."""
+    """A tracker whose server stops answering at some step."""
 
     identity = "x"
 
@@ -211,7 +211,7 @@ class Hanging:
         (0, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
     ],
 )
-def test_a_tracker_that_hangs_holds_nothing_up(step: int, message: str) -> None:
+def test_a_hung_tracker_delays_nothing(step: int, message: str) -> None:
     messages: list[str] = []
     hanging, sound = Hanging(step), Hanging(-1)
     both: dict[str, Any] = {"wandb": hanging, "mlflow": sound}
@@ -227,7 +227,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(step: int, message: str) -> None:
 
 
 class Dying:
-    """A tracker that ends its thread, in as far as it can."""
+    """A tracker that tries to end its thread."""
 
     identity = "x"
 

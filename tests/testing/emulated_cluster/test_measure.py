@@ -1,4 +1,4 @@
-"""The bytes that collectives put on the wire, by the counters of emulated links."""
+"""Bytes that collectives send, from the counters of emulated links."""
 
 import io
 
