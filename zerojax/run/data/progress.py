@@ -1,4 +1,4 @@
-"""Progress messages of long preparations."""
+"""Progress of the preparation of data, a line every ten seconds."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from zerojax.formatting import size
 _SECONDS = 10.0
 
 
-class Progress:
-    """Counts processed bytes and tokens of a task and reports them every ten seconds."""
+class TextProgress:
+    """Counts bytes and tokens, and prints a line every ten seconds."""
 
     def __init__(self, task: str, say: Callable[[str], None]) -> None:
         self._task = task
@@ -18,7 +18,7 @@ class Progress:
         self._start = self._said = time.monotonic()
 
     def add(self, text_bytes: int, tokens: int = 0) -> None:
-        """Count bytes of text, and the tokens made from them."""
+        """Count more bytes of text, and the tokens made of them."""
         self._bytes += text_bytes
         self._tokens += tokens
         now = time.monotonic()
