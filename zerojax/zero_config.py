@@ -8,7 +8,7 @@ import dataclasses
 import fnmatch
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from jax.typing import DTypeLike
 
@@ -24,6 +24,14 @@ COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64
 
 Remat = Literal["full", "attention", "none"]
+Rounding = Literal["nearest", "stochastic"]
+
+
+class PerHop[T](NamedTuple):
+    """One of something for each hop: over the ``node`` axis and over ``local``."""
+
+    node: T
+    local: T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +96,7 @@ class ZeroConfig:
     grads_hops: int = 2
     grad_sync: Literal["micro", "step"] = "micro"
     block_size: int = 256
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     rotation: int = 0
     error_feedback: bool = False
     chunks: int = 1
@@ -148,15 +156,16 @@ class ZeroConfig:
         return COMPUTE_FORMAT[str(self.compute_dtype)]
 
     @property
-    def weight_formats(self) -> tuple[str, str]:
-        """Formats of the weight gather over ``node`` and over ``local``, None resolved."""
-        return self.weights or self.compute_format, self.local_weights or self.compute_format
+    def weight_formats(self) -> PerHop[str]:
+        """Formats of the weight gather, None resolved."""
+        default = self.compute_format
+        return PerHop(node=self.weights or default, local=self.local_weights or default)
 
     @property
-    def grad_formats(self) -> tuple[str, str]:
-        """Formats of the gradient hops over ``local`` and over ``node``, None resolved."""
+    def grad_formats(self) -> PerHop[str]:
+        """Formats of the gradient hops, None resolved."""
         local, node = self.grads
-        return local or self.compute_format, node or self.compute_format
+        return PerHop(node=node or self.compute_format, local=local or self.compute_format)
 
     @property
     def passes(self) -> int:
@@ -232,7 +241,7 @@ class ZeroConfig:
     def _check_delta(self) -> None:
         if self.weights_delta and not self.hpz:
             raise ZeroError("weights_delta updates the secondary copy: it needs hpz=True.")
-        if self.weights_delta and self.weight_formats[1] not in RAW:
+        if self.weights_delta and self.weight_formats.local not in RAW:
             raise ZeroError(
                 f"weights_delta adds to the secondary copy in place, which local_weights="
                 f'{self.local_weights!r} would round again at every step: use "bf16" or "fp32".'
@@ -256,7 +265,7 @@ class ZeroConfig:
             raise ZeroError("rotation helps quantized gradients only: set grads, or rotation=0.")
         if self.rounding == "stochastic" and not quantized & set(self.grad_formats):
             raise ZeroError('rounding="stochastic" rounds gradients: set a quantized format in grads.')
-        if self.error_feedback and self.grad_formats[1] == "fp32":
+        if self.error_feedback and self.grad_formats.node == "fp32":
             raise ZeroError("error_feedback has nothing to feed back: the node hop is exact fp32.")
         if self.chunks > 1 and self.grads_hops == 1:
             raise ZeroError("chunks overlap the two gradient hops: grads_hops=1 has only one.")

@@ -33,13 +33,14 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 import zerojax
 from zerojax.cli.trained import open_trained
-from zerojax.comm.collectives import Way, reduce_gradients
+from zerojax.comm.collectives import UnitComm
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.data import TrainBatches, make_rows, open_dataset
 from zerojax.run.run_dir import RunFolder
-from zerojax.sharding.layout import Leaf, make_leaf, unflatten
-from zerojax.sharding.mesh import AXES, World
+from zerojax.sharding.layout import ParamLayout, make_layout, unflatten
+from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import from_tree
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.step import gradients
 from zerojax.zero_config import ZeroConfig
 
@@ -98,27 +99,28 @@ def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
     batch = {name: x.reshape(NODES * LOCAL, 4, -1) for name, x in next(batches).items()}
     parts = [{name: x[device] for name, x in batch.items()} for device in range(NODES * LOCAL)]
     found = [from_tree(gradients(trained.state, part)) for part in parts]
-    leaves = {leaf.path: leaf for leaf in trained.state.program.leaves if len(leaf.shape) > 1}
+    leaves = {leaf.path: leaf for leaf in trained.state.spec.leaves if len(leaf.shape) > 1}
 
-    def natural(path: tuple[str, ...], leaf: Leaf) -> np.ndarray:
-        layers = leaf.layers or 1
+    def natural(path: tuple[str, ...], leaf: ParamLayout) -> np.ndarray:
+        layers = leaf.layers
         rows = [np.asarray(each[path]).reshape(layers, -1)[:, : leaf.size] for each in found]
         return np.stack(rows).reshape(len(found), layers, *leaf.shape)
 
     return {
         (*path, str(layer)): natural(path, leaf)[:, layer]
         for path, leaf in leaves.items()
-        for layer in range(leaf.layers or 1)
+        for layer in range(leaf.layers)
     }
 
 
 def reduced(grads: dict[tuple[str, ...], np.ndarray], zero: ZeroConfig) -> dict[tuple[str, ...], np.ndarray]:
     """The mean over the mesh as the two hops give it."""
     mesh = zerojax.make_mesh(NODES, LOCAL)
-    leaves = [
-        make_leaf(path, x.shape[1:], "float32", None, number=i, world=World(NODES, LOCAL), zero=zero)
+    leaves = tuple(
+        make_layout(path, x.shape[1:], "float32", (), index=i, world=MeshShape(NODES, LOCAL), zero=zero)
         for i, (path, x) in enumerate(grads.items())
-    ]
+    )
+    comm = UnitComm(ShardingStrategy.of(zero), leaves)
 
     @jax.jit
     @partial(
@@ -129,7 +131,7 @@ def reduced(grads: dict[tuple[str, ...], np.ndarray], zero: ZeroConfig) -> dict[
         check_vma=False,
     )
     def reduce(values: list[jax.Array]) -> list[jax.Array]:
-        return reduce_gradients([x[0] for x in values], leaves, jnp.uint32(7), Way("primary"))
+        return list(comm.reduce_gradients(tuple(x[0] for x in values), jnp.uint32(7)))
 
     sums = reduce(list(grads.values()))
     return {

@@ -318,7 +318,7 @@ class Lifted(linen.Module):
 def test_units_under_transforms_are_found_where_they_are(how, unit, layers):
     model = Lifted(how)
     state = create(whole, (Coder,), model)
-    units = {group.unit: group.layers for group in state.program.groups if group.unit}
+    units = {group.unit: group.layers for group in state.spec.groups if group.unit}
     assert list(units.values()) == [layers], units
     assert all(unit in name for name in units)
     params = jax.tree.map(jnp.asarray, masters(state))

@@ -9,8 +9,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jaxtyping import Array
 
-from zerojax.adapters.partition import split_traced
 from zerojax.errors import ZeroError
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.unit import is_gathered
 
@@ -62,7 +62,7 @@ class Stack(nnx.Module):
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
         weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
         if weights and all(is_gathered(weight) for weight in weights):
-            arrays, join = split_traced((args, kwargs))
+            arrays, join = split_arrays((args, kwargs))
             empty = [(path, variable.replace(None)) for path, variable in nnx.to_flat_state(params)]
 
             def body(whole: Any, x: Array, state: Any, arrays: Any) -> tuple[Array, Any]:

@@ -16,7 +16,7 @@ from zerojax.analysis.plan.work import decoder_work
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.run.config import RunConfig
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import ZeroConfig
 
 SAME = "in the same formats"
@@ -51,15 +51,15 @@ class Savings:
 
     Args:
         config: of the run.
-        program: its model and optimizer on its mesh.
+        spec: of its training step, on its mesh.
         report: counted bytes, if known. Traffic that the formulas omit (Muon's matrices, sums of losses) is
             assumed to be the same under all options.
     """
 
-    def __init__(self, config: RunConfig, program: Program, report: CommReport | None = None) -> None:
-        self._config, self._program = config, program
-        self._held = held_bytes(program)
-        self._nodes = program.world.nodes
+    def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
+        self._config, self._spec = config, spec
+        self._held = held_bytes(spec)
+        self._nodes = spec.world.nodes
         self._besides = 0
         self.now = self._try("", config)
         if report is not None:
@@ -79,7 +79,7 @@ class Savings:
         """The option that holds least, and the one that does so without sending more, if less than now."""
         train, holding = self._config.train, [*_HOLDING]
         accumulate = 2 * train.accumulate
-        while train.batch_size % (self._program.world.size * accumulate) == 0:
+        while train.batch_size % (self._spec.world.size * accumulate) == 0:
             holding.append(("train.accumulate", accumulate))
             accumulate *= 2
         ways = [trial for trial in self._tried(holding) if trial.held < _WORTH_IT * self.now.held]
@@ -134,9 +134,9 @@ class Savings:
                 continue
 
     def _try(self, option: str, config: RunConfig) -> Trial:
-        train, world = config.train, self._program.world
-        zero = config.zero.to_zero(units=self._program.zero.units, accumulate=train.accumulate)
-        there = on_world(self._program, world, zero)
+        train, world = config.train, self._spec.world
+        zero = config.zero.to_zero(units=self._spec.zero.units, accumulate=train.accumulate)
+        there = on_world(self._spec, world, zero)
         work = decoder_work(
             config.model,
             remat=zero.remat,
@@ -148,8 +148,8 @@ class Savings:
         return Trial(
             option,
             (node * world.local if self._nodes > 1 else local) + self._besides,
-            predict_memory(there, work, held=held_elsewhere(self._held, self._program, there)).total,
-            _price(self._program.zero, zero),
+            predict_memory(there, work, held=held_elsewhere(self._held, self._spec, there)).total,
+            _price(self._spec.zero, zero),
         )
 
 
@@ -159,8 +159,8 @@ def _price(now: ZeroConfig, then: ZeroConfig) -> str:
         return "computed again in the backward pass"
     if all(getattr(then, name) == getattr(now, name) for name in _ROUNDING):
         return SAME
-    weights = f"{'changes of ' * then.weights_delta}weights in {then.weight_formats[0]}"
-    return f"{weights}, gradients in {' and '.join(dict.fromkeys(then.grad_formats))}"
+    weights = f"{'changes of ' * then.weights_delta}weights in {then.weight_formats.node}"
+    return f"{weights}, gradients in {' and '.join(dict.fromkeys(reversed(then.grad_formats)))}"
 
 
 _SENDING: list[tuple[str, Any]] = [

@@ -50,8 +50,8 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
 
 
-def own_stream(wanted: bool) -> AbstractContextManager[Any]:
-    """If ``wanted``, collectives made in this context run on a stream apart from all others'.
+def on_own_stream(wanted: bool) -> AbstractContextManager[Any]:
+    """If ``wanted``, collectives made in this context run on a stream of their own.
 
     On one stream a hop within a node waits for the hop between nodes before it, and the next one between
     nodes for that. XLA knows two domains of wires with a stream each; this names the one that nothing else is

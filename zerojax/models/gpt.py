@@ -30,7 +30,7 @@ from zerojax.models.attention import (
     segment_positions,
 )
 from zerojax.models.config import GPTConfig
-from zerojax.schedule.breadth_first import mapped_by
+from zerojax.schedule.breadth_first import with_batching_rule
 
 Hidden = Float[Array, "batch time d_model"]
 
@@ -212,7 +212,7 @@ class GPT(nnx.Module):
     ) -> tuple[Hidden, RopeTable | None]:
         """The residual stream's start, and the rotary table where positions are rotary."""
         c = self.config
-        look_up = mapped_by(_look_up_in_breadth, _look_up)
+        look_up = with_batching_rule(_look_up_in_breadth, _look_up)
         x = look_up(self.embed.embedding[...], tokens)
         if c.positions == "learned":
             return x + look_up(self.position.embedding[...], positions + c.position_offset), None

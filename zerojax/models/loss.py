@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from zerojax.errors import ZeroError
 from zerojax.models.gpt import GPT, logits
-from zerojax.schedule.breadth_first import mapped_by, one_after_another, spread
+from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
 IGNORE = -1
 """The label (and padding token) that counts neither in the loss nor in the token count."""
@@ -58,7 +58,7 @@ def cross_entropy(
     vocabulary = len(unembedding)
     # On tensor cores GPT-2's 50257 columns take twice the time of 50304; the padding gets no probability.
     unembedding = jnp.pad(unembedding, ((0, -vocabulary % VOCABULARY_TILE), (0, 0)))
-    total_loss = mapped_by(partial(_in_breadth, vocabulary), partial(_total_loss, vocabulary))
+    total_loss = with_batching_rule(partial(_in_breadth, vocabulary), partial(_total_loss, vocabulary))
     total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
     count = jnp.sum(labels != IGNORE, dtype=jnp.float32)
     return total / jnp.maximum(count, 1), count
@@ -175,12 +175,12 @@ def _in_breadth(
     if table_mapped:
         axes = [0 if own else None for own in mapped]
         return jax.vmap(partial(_total_loss, vocabulary), in_axes=axes)(hidden, labels, unembedding), True
-    rows = spread(size, rows_mapped, [hidden, labels])
+    rows = broadcast_unbatched(size, rows_mapped, [hidden, labels])
 
     def loss(unembedding: Array, hidden: Array, labels: Array) -> Array:
         return _total_loss_again(vocabulary, hidden, labels, unembedding)
 
-    return one_after_another(loss, (True, True))(unembedding, *rows), True
+    return map_microbatches(loss, (True, True))(unembedding, *rows), True
 
 
 def lm_loss(

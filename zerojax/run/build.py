@@ -263,7 +263,7 @@ def make_log(
         StepCosts(
             tokens=tokens,
             flops=tokens * flops_per_token(config.model, train.sequence_length),
-            devices=state.program.world.size,
+            devices=state.spec.world.size,
             internode_bytes=report.between_nodes,
         ),
         start=step,

@@ -197,7 +197,7 @@ class Trainer:
             RunError: the disk is full.
             Stopped: a process of the run was asked to stop by a signal; the run has saved.
         """
-        agreement, requests = Agreement(self.state.program.mesh), Requests()
+        agreement, requests = Agreement(self.state.spec.mesh), Requests()
         with StopRequest() as signalled, disk_errors_explained(self.folder), divergence_explained(self):
             while self.step < self.config.train.steps:
                 self.watchdog.step(self.step + 1)
@@ -230,7 +230,7 @@ class Trainer:
         """Begin to save a checkpoint; False if it must wait because the step was skipped."""
         self.log.drain()
         self.watchdog.phase(f"the checkpoint at step {self.step}")
-        mesh = self.state.program.mesh
+        mesh = self.state.spec.mesh
         record = Record(
             config=config_to_dict(self.config),
             position=self.batches.get_state(),
@@ -274,7 +274,7 @@ class Trainer:
     def announce(self, notes: list[str]) -> None:
         """Print the model, data and mesh and how the run begins, and record them in run.json."""
         config = self.config
-        mesh = self.state.program.mesh
+        mesh = self.state.spec.mesh
         self.log.say(
             f"{self.folder.path}: {parameter_count(config.model):,} parameters, {self.data.describe()}, "
             f"{config.zero.preset} on {mesh.shape['node']} x "

@@ -21,7 +21,7 @@ AXES = (NODE, LOCAL)
 
 
 @dataclass(frozen=True)
-class World:
+class MeshShape:
     """The extents of the mesh, as plain numbers: what a layout needs to know of it."""
 
     nodes: int
@@ -33,9 +33,9 @@ class World:
         return self.nodes * self.local
 
     @staticmethod
-    def of(mesh: Mesh) -> "World":
+    def of(mesh: Mesh) -> "MeshShape":
         """The extents of ``mesh``."""
-        return World(nodes=mesh.shape[NODE], local=mesh.shape[LOCAL])
+        return MeshShape(nodes=mesh.shape[NODE], local=mesh.shape[LOCAL])
 
 
 def make_mesh(

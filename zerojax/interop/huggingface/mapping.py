@@ -8,7 +8,7 @@ either way round.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 
 Shape = tuple[int, ...]
 
@@ -79,18 +79,18 @@ class Tensor:
 
     name: str
     shape: Shape
-    leaf: Leaf
+    leaf: ParamLayout
     layer: int | None
     part: Part
 
 
-def tensors_of(leaf: Leaf, parts: Parts) -> Iterator[Tensor]:
+def tensors_of(leaf: ParamLayout, parts: Parts) -> Iterator[Tensor]:
     """Every tensor that a leaf is made of, layer by layer."""
-    for layer in range(leaf.layers) if leaf.layers is not None else (None,):
+    for layer in range(leaf.layers) if leaf.stack else (None,):
         yield from layer_tensors(leaf, layer, parts)
 
 
-def layer_tensors(leaf: Leaf, layer: int | None, parts: Parts) -> Iterator[Tensor]:
+def layer_tensors(leaf: ParamLayout, layer: int | None, parts: Parts) -> Iterator[Tensor]:
     """The tensors of one layer of a leaf; `layer` is None where the leaf is not stacked."""
     first, *rest = leaf.path
     number = layer

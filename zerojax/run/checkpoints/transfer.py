@@ -42,7 +42,7 @@ def fit_beside_training(state: TrainState) -> bool:
         True as well where a device does not tell how much memory it has, as CPUs do not.
     """
     needed = sum(size for sizes in _sizes(state).values() for size in sizes)
-    return needed <= _room([device.memory_stats() or {} for device in state.program.mesh.local_devices])
+    return needed <= _room([device.memory_stats() or {} for device in state.spec.mesh.local_devices])
 
 
 def _room(memories: list[dict[str, int]]) -> float:
@@ -58,7 +58,7 @@ def transfer_options(state: TrainState, *, beside_training: bool) -> ocp.Context
         state: that is saved.
         beside_training: copy portion by portion, in the background, each when the one before is written.
     """
-    pinned = on_gpus(state.program.mesh.devices.flat)
+    pinned = on_gpus(state.spec.mesh.devices.flat)
     array_options = ocp.options.ArrayOptions(
         saving=ocp.options.ArrayOptions.Saving(enable_pinned_host_transfer=pinned)
     )
@@ -82,7 +82,7 @@ def reserve_host_memory(state: TrainState) -> None:
     Raises:
         RunError: there is not so much, or XLA may not have it.
     """
-    mesh = state.program.mesh
+    mesh = state.spec.mesh
     if not on_gpus(mesh.devices.flat):
         return
     devices = mesh.local_devices
