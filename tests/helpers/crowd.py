@@ -14,6 +14,7 @@ from typing import Any
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
+from zerojax.multihost.peers import Place
 from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.handshake import VARIABLE
 from zerojax.multihost.peers.messages import Failure
@@ -30,9 +31,11 @@ class One:
         self._loop = loop
         self._rank = rank
         self._size = size
-        self._path = str(folder / str(rank))
-        token = os.environ.get(VARIABLE, "")
-        self._client = Client("127.0.0.1", port, rank, size, token, SECONDS, SECONDS, self._end)
+        self._place = Place(
+            "127.0.0.1", port, None, rank, size, os.environ.get(VARIABLE, ""), folder / str(rank)
+        )
+        self._place.folder.mkdir()
+        self._client = Client(self._place, SECONDS, SECONDS, self._end)
         self.failure: object = "it is not done"
 
     def _end(self, failure: Failure) -> None:
@@ -52,9 +55,9 @@ class One:
     def _live(self) -> None:
         if failure := self._do(self._client.join({})):
             raise RuntimeError(failure.why)
-        self._do(self._client.serve_jax(self._path))
+        self._do(self._client.serve_jax())
         client = _jax.get_distributed_runtime_client(
-            f"unix:{self._path}", self._rank, init_timeout=SECONDS, shutdown_timeout=60,
+            f"unix:{self._place.client}", self._rank, init_timeout=SECONDS, shutdown_timeout=60,
             heartbeat_timeout=SECONDS, use_compression=True,
         )  # fmt: skip
         client.connect()

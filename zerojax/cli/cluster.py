@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
 
@@ -46,28 +47,42 @@ def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
     ).strip()
 
 
+@dataclass(frozen=True)
+class JobOptions:
+    """How this process joins a job.
+
+    Attributes:
+        coordinator: host:port of process 0, if no cluster manager starts the processes.
+        process_id: Number of this process.
+        num_processes: Number of processes.
+        insecure: Without a token (ZEROJAX_JOB_TOKEN), let anybody who reaches process 0 join.
+    """
+
+    coordinator: str | None = None
+    process_id: int | None = None
+    num_processes: int | None = None
+    insecure: bool = False
+
+
 @contextmanager
 def joined_cluster(
     mesh: MeshSection,
     cluster: ClusterSection,
-    *,
-    coordinator: str | None = None,
-    process_id: int | None = None,
-    num_processes: int | None = None,
-    insecure: bool = False,
+    job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
 ) -> Iterator[Peers | None]:
     """Emulate devices if the settings say so, and join the other processes if there are any.
 
     Arguments and errors as for ``emulate_devices`` and ``zerojax.distributed.joined``.
     """
-    emulate_devices(mesh, num_processes)
+    job = job or JobOptions()
+    emulate_devices(mesh, job.num_processes)
     with distributed.joined(
-        coordinator,
-        process_id,
-        num_processes,
+        job.coordinator,
+        job.process_id,
+        job.num_processes,
         facts=facts,
-        insecure=insecure or cluster.insecure,
+        insecure=job.insecure or cluster.insecure,
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
         report=cli.report,

@@ -12,7 +12,7 @@ import psutil
 from pallas_kernels import backend_report
 from zerojax import make_mesh
 from zerojax.analysis import links
-from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(JobOptions):
     """Show this machine's versions, devices and kernels, measure its links, and suggest a mesh and preset.
 
     Under `zerojax launch` or on several hosts (with the same options and variables as `zerojax train`) the
@@ -36,31 +36,16 @@ class Options:
     Attributes:
         mesh: The mesh to measure; by default processes x devices.
         run_dir: Folder for runs, to check its disk.
-        coordinator: host:port of process 0, if no cluster manager starts the processes.
-        process_id: Number of this process.
-        num_processes: Number of processes.
-        insecure: Without a token (ZEROJAX_JOB_TOKEN), let anybody who reaches process 0 join.
     """
 
     mesh: MeshSection = field(default_factory=MeshSection)
     run_dir: Path = Path("runs")
-    coordinator: str | None = None
-    process_id: int | None = None
-    num_processes: int | None = None
-    insecure: bool = False
 
 
 def run(arguments: list[str]) -> None:
     """Inspect, measure and print."""
     options = read_options(Options, "doctor", arguments)
-    with joined_cluster(
-        options.mesh,
-        ClusterSection(),
-        coordinator=options.coordinator,
-        process_id=options.process_id,
-        num_processes=options.num_processes,
-        insecure=options.insecure,
-    ):
+    with joined_cluster(options.mesh, ClusterSection(), options):
         sections = {
             "versions": _versions(),
             "devices": _devices(),

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from zerojax.analysis.profile import parse_steps
 from zerojax.cli import on_config
-from zerojax.cli.cluster import facts_of, joined_cluster
+from zerojax.cli.cluster import JobOptions, facts_of, joined_cluster
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Options(on_config.Options):
+class Options(JobOptions, on_config.Options):
     """Train a model, or resume its training.
 
     Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
@@ -23,20 +23,12 @@ class Options(on_config.Options):
         init_from: A run's folder or one of its checkpoints, from whose weights a new run starts, with a new
             optimizer state at step 0. Ignored by a run that resumes.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
-        coordinator: host:port of process 0, if no cluster manager starts the processes.
-        process_id: Number of this process.
-        num_processes: Number of processes.
-        insecure: Without a token (ZEROJAX_JOB_TOKEN), let anybody who reaches process 0 join.
     """
 
     run_dir: Path | None = None
     resume: Resume = "auto"
     init_from: Path | None = None
     profile: str | None = None
-    coordinator: str | None = None
-    process_id: int | None = None
-    num_processes: int | None = None
-    insecure: bool = False
 
 
 def run(arguments: list[str]) -> None:
@@ -49,11 +41,8 @@ def run(arguments: list[str]) -> None:
         joined_cluster(
             settings.mesh,
             settings.cluster,
-            coordinator=options.coordinator,
-            process_id=options.process_id,
-            num_processes=options.num_processes,
-            insecure=options.insecure,
-            facts=facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
+            options,
+            facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
         ) as peers,
         Trainer.open(settings, folder, options.resume, options.init_from, peers, profile) as trainer,
     ):

@@ -96,22 +96,16 @@ def run(
     return _Job(tasks, grace, timeout, output or sys.stdout.buffer, good, follows).run()
 
 
+@dataclass
 class _Job:
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        grace: float,
-        timeout: float | None,
-        output: BinaryIO,
-        good: Collection[int],
-        follows: int | None,
-    ):
-        self.tasks = tasks
-        self.grace = grace
-        self.timeout = timeout
-        self.output = output
-        self.good = good
-        self.follows = follows
+    tasks: Sequence[Task]
+    grace: float
+    timeout: float | None
+    output: BinaryIO
+    good: Collection[int]
+    follows: int | None
+
+    def __post_init__(self) -> None:
         self.lock = threading.Lock()
         # ("signal", number) or ("end", index). A signal handler may put to a SimpleQueue, not to a Queue.
         self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()

@@ -10,10 +10,11 @@ import socket
 import struct
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from zerojax.multihost.peers import handshake
+from zerojax.multihost.peers import Place, handshake
 from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.coordinator import Coordinator
 from zerojax.multihost.peers.listener import Listener
@@ -48,6 +49,10 @@ MESSAGES = [
     {"say": "busy"},
     *[{"say": "end", "failure": FAILURE}] * 3,
 ]
+
+
+def place(rank, size):
+    return Place("127.0.0.1", 1, None, rank, size, TOKEN, Path("/nowhere"))
 
 
 def frame(data, kind=1, stream=0, size=None):
@@ -216,7 +221,7 @@ def test_a_client_that_sends_nonsense_to_the_coordinator():
     joined = []
 
     async def one():
-        coordinator = Coordinator(2, {"train.seed": "1"}, TOKEN, "/nowhere/service", 60.0, 60.0)
+        coordinator = Coordinator(place(0, 2), {"train.seed": "1"}, 60.0, 60.0)
         coordinator_end, (other_reader, other_writer) = await pair()
         zero = asyncio.ensure_future(
             coordinator._serve(
@@ -253,7 +258,7 @@ def test_a_coordinator_that_sends_nonsense_to_a_client():
     ends = []
 
     async def one():
-        client = Client("127.0.0.1", 1, 1, 2, TOKEN, 60.0, 60.0, ends.append)
+        client = Client(place(1, 2), 60.0, 60.0, ends.append)
         connection, (reader, writer) = await pair()
         writer.write(talk(rng, MESSAGES[3]))
         writer.write_eof()
@@ -288,7 +293,7 @@ def test_pieces_of_unknown_streams():
     """Rank 0 ignores streams that were never opened, and too many streams."""
 
     async def scenario():
-        coordinator = Coordinator(1, {}, TOKEN, "/nowhere/service", 60.0, 60.0)
+        coordinator = Coordinator(place(0, 1), {}, 60.0, 60.0)
         connection, (reader, writer) = await pair()
         far = Connection(reader, writer)
         for stream in range(1000):

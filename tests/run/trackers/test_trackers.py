@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
 
 from zerojax.errors import ZeroError
-from zerojax.run.config import LogSection, RunConfig
+from zerojax.run.config import LogSection, RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import Trackers, check_trackers, open_trackers
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
 
 
-def config(*trackers: Any) -> RunConfig:
-    return dataclasses.replace(RunConfig(), log=LogSection(trackers=trackers, project="a project"))
+def opened(folder: RunFolder, name: Any, start: int, say: Callable[[str], None]) -> Trackers:
+    config = dataclasses.replace(RunConfig(), log=LogSection(trackers=(name,), project="a project"))
+    return open_trackers(folder, (name,), "a project", config_to_dict(config), start, say)
 
 
 def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
@@ -30,7 +31,7 @@ def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
     folder, messages = RunFolder(tmp_path / "my run"), []
     folder.create()
     for start, steps, failed in ((0, (1, 2), True), (1, (2, 3), False)):
-        trackers = open_trackers(folder, config(name), start=start, say=messages.append)
+        trackers = opened(folder, name, start, messages.append)
         for step in steps:
             trackers.write(step, {"loss": STEPS[step], "mfu": 0.5})
         trackers.close(failed=failed)
@@ -140,7 +141,7 @@ def test_an_unreachable_server_is_reported_at_the_start(
     folder = RunFolder(tmp_path / "run")
     folder.create()
     with pytest.raises(ZeroError, match="mlflow cannot start"):
-        open_trackers(folder, config("mlflow"), start=0, say=print)
+        opened(folder, "mlflow", 0, print)
 
 
 def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pyt
     folder.create()
 
     def train() -> None:
-        trackers = open_trackers(folder, config("tensorboard"), start=0, say=messages.append)
+        trackers = opened(folder, "tensorboard", 0, messages.append)
         monkeypatch.setattr(time, "time", lambda: now - 25 * 86400)
         for step in range(1, 101):
             trackers.write(step, {"loss": 1.0, "mfu": 0.5})

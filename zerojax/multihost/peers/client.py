@@ -9,6 +9,7 @@ from zerojax.multihost.peers.coordinator import describe_silence
 from zerojax.multihost.peers.handshake import VARIABLE, introduce
 from zerojax.multihost.peers.heartbeat import Heartbeat
 from zerojax.multihost.peers.messages import Connection, Failure, Message, Piece
+from zerojax.multihost.peers.place import Place
 from zerojax.multihost.peers.proxy import ClientProxy
 
 # Seconds for the server to prove that it is this job's coordinator: it may be handling strangers first.
@@ -22,31 +23,16 @@ class Client:
     """One process's connection; everything runs in one event loop.
 
     Args:
-        host: of the coordinator.
-        port: of the coordinator.
-        rank: of this process.
-        size: number of processes of the job.
-        token: the job's secret; empty if there is none.
+        place: of this process.
         join_timeout: seconds in which all must join.
         peer_timeout: seconds of silence after which the coordinator counts as lost.
         on_failure: called once, in the event loop, if the job fails.
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        size: int,
-        token: str,
-        join_timeout: float,
-        peer_timeout: float,
-        on_failure: Callable[[Failure], None],
+        self, place: Place, join_timeout: float, peer_timeout: float, on_failure: Callable[[Failure], None]
     ) -> None:
-        self._address = host, port
-        self._rank = rank
-        self._size = size
-        self._token = token
+        self._place = place
         self._join_timeout = join_timeout
         self._peer_timeout = peer_timeout
         self._on_failure = on_failure
@@ -66,13 +52,11 @@ class Client:
             async with asyncio.timeout(self._join_timeout + 5):
                 return await self._join(facts)
         except TimeoutError:
-            host, port = self._address
-            return Failure(
-                "absent",
-                0,
-                f"rank 0 did not answer at {host}:{port} within {self._join_timeout:g} s "
-                "(cluster.join_timeout): is it started, and can this host reach it?",
+            why = (
+                f"rank 0 did not answer at {self._place.host}:{self._place.port} within "
+                f"{self._join_timeout:g} s (cluster.join_timeout): is it started, and can this host reach it?"
             )
+            return Failure("absent", 0, why)
 
     async def _join(self, facts: Mapping[str, str]) -> Failure | None:
         loop = asyncio.get_running_loop()
@@ -80,7 +64,9 @@ class Client:
         while True:
             with suppress(OSError):
                 if await self._connect():
-                    self._connection.send("here", rank=self._rank, size=self._size, facts=dict(facts))
+                    self._connection.send(
+                        "here", rank=self._place.rank, size=self._place.size, facts=dict(facts)
+                    )
                     match await self._connection.receive():
                         case {"say": "go"}:
                             self._begin()
@@ -90,7 +76,7 @@ class Client:
                 else:
                     refused_since = refused_since or loop.time()
                     if loop.time() - refused_since > _OLD_COORDINATOR:
-                        return Failure("refused", self._rank, self._wrong_token(), code=2)
+                        return Failure("refused", self._place.rank, self._wrong_token(), code=2)
             await self.close()
             # Nothing listens yet, or it is the coordinator of a job that is about to end.
             await asyncio.sleep(random.uniform(0.1, 0.5))
@@ -106,25 +92,25 @@ class Client:
             OSError: no coordinator answers.
         """
         async with asyncio.timeout(_PATIENCE):
-            self._connected = Connection(*await asyncio.open_connection(*self._address))
-            return await introduce(self._connected, self._token)
+            self._connected = Connection(*await asyncio.open_connection(self._place.host, self._place.port))
+            return await introduce(self._connected, self._place.token)
 
     def _wrong_token(self) -> str:
-        host, port = self._address
-        reason = "does not know this process's token" if self._token else "asks for a token, and none is set"
+        place = self._place
+        reason = "does not know this process's token" if place.token else "asks for a token, and none is set"
         return (
-            f"the server at {host}:{port} {reason}: the processes of a job need the same {VARIABLE} "
-            "(docs/clusters.md, Who can join)"
+            f"the server at {place.host}:{place.port} {reason}: the processes of a job need the same "
+            f"{VARIABLE} (docs/clusters.md, Who can join)"
         )
 
-    async def serve_jax(self, path: str) -> None:
-        """Listen at a Unix socket for JAX's client.
+    async def serve_jax(self) -> None:
+        """Listen at the Unix socket ``place.client`` for JAX's client.
 
         Raises:
             OSError: the socket cannot be created.
         """
         assert self._proxy is not None, "not joined"
-        await self._proxy.open(path)
+        await self._proxy.open(self._place.client)
 
     async def close(self) -> None:
         """Close the connection."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from zerojax.multihost.peers.heartbeat import Heartbeat
 from zerojax.multihost.peers.listener import Listener
 from zerojax.multihost.peers.messages import SHORT, Connection, Failure, Message, Piece, printable
+from zerojax.multihost.peers.place import Place
 from zerojax.multihost.peers.proxy import ServiceProxy
 
 # The most ranks that a message lists.
@@ -21,42 +22,34 @@ class Coordinator:
     """The connections of all processes, process 0's own included.
 
     Args:
-        size: number of processes of the job.
-        facts: values that must be the same in all of them, by name, as process 0 has them.
-        token: the job's secret; empty if there is none.
-        service: path of the Unix socket of JAX's coordination service.
+        place: of process 0.
+        facts: values that must be the same in all processes, by name, as process 0 has them.
         join_timeout: seconds in which all must join.
         peer_timeout: seconds of silence after which a process counts as lost.
     """
 
     def __init__(
-        self,
-        size: int,
-        facts: Mapping[str, str],
-        token: str,
-        service: str,
-        join_timeout: float,
-        peer_timeout: float,
+        self, place: Place, facts: Mapping[str, str], join_timeout: float, peer_timeout: float
     ) -> None:
-        self._size = size
+        self._place = place
+        self._size = place.size
         self._facts = facts
-        self._service = service
         self._join_timeout = join_timeout
         self._peer_timeout = peer_timeout
-        self._listener = Listener(token, self._serve)
+        self._listener = Listener(place.token, self._serve)
         self._connections: dict[int, Connection] = {}
         self._done: set[int] = set()
         self._heartbeat: Heartbeat | None = None  # once all have joined
         self._objection: Failure | None = None  # to the settings of a process, reported once all have joined
         self._failure: Failure | None = None
 
-    async def open(self, host: str | None, port: int) -> None:
-        """Listen (on every interface if ``host`` is None) and start watching.
+    async def open(self) -> None:
+        """Listen, and start watching.
 
         Raises:
             OSError: the address is not local, or the port is taken.
         """
-        self._listener.open(host, port)
+        self._listener.open(self._place.listen, self._place.port)
         self._watch = asyncio.ensure_future(self._watch_over())
 
     async def _serve(self, connection: Connection, hello: Message) -> None:
@@ -81,7 +74,7 @@ class Coordinator:
             self._objection = self._difference(rank, facts)
         if len(self._connections) == self._size:
             self._start()
-        proxy = ServiceProxy(self._service, connection)
+        proxy = ServiceProxy(self._place.service, connection)
         try:
             await self._receive(rank, connection, proxy)
         finally:

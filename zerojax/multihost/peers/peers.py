@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.coordinator import Coordinator
 from zerojax.multihost.peers.files import reserve_files
 from zerojax.multihost.peers.messages import Failure
+from zerojax.multihost.peers.place import Place
 from zerojax.multihost.watchdog import dump_stacks
 
 # Seconds that a stuck process waits after dumping its stacks: its end would break the collectives in which
@@ -23,39 +23,6 @@ _LINGER = 2.0
 
 # Seconds for a process to end by itself after a peer has failed: often it fails in the same way.
 _GRACE = 3.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process's place in a job.
-
-    Attributes:
-        host: of rank 0, as all can reach it.
-        port: that rank 0 listens on.
-        listen: the interface that rank 0 listens on; None for all.
-        rank: of this process.
-        size: number of processes of the job.
-        token: the job's secret; empty if there is none.
-        folder: for this process's Unix sockets; only the user can open it.
-    """
-
-    host: str
-    port: int
-    listen: str | None
-    rank: int
-    size: int
-    token: str
-    folder: Path
-
-    @property
-    def service(self) -> str:
-        """Path of the Unix socket of JAX's coordination service, in rank 0."""
-        return str(self.folder / "service")
-
-    @property
-    def client(self) -> str:
-        """Path of the Unix socket at which JAX's client in this process reaches the service."""
-        return self.service if self.rank == 0 else str(self.folder / "client")
 
 
 class Peers:
@@ -71,16 +38,7 @@ class Peers:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="zerojax peers", daemon=True)
         self._thread.start()
-        self._client = Client(
-            place.host,
-            place.port,
-            place.rank,
-            place.size,
-            place.token,
-            join_timeout,
-            peer_timeout,
-            self._on_failure,
-        )
+        self._client = Client(place, join_timeout, peer_timeout, self._on_failure)
 
     def record_failures(self, stacks: Path, note: Callable[[str], None] = lambda why: None) -> None:
         """Have a failure that ends this process recorded.
@@ -165,7 +123,7 @@ class Peers:
     def _join(self, coordinator: Coordinator | None, place: Place, facts: Mapping[str, str]) -> None:
         if coordinator is not None:
             try:
-                self._do(coordinator.open(place.listen, place.port))
+                self._do(coordinator.open())
             except OSError as error:
                 raise JobError(
                     f"rank 0 cannot listen at {place.listen or 'any address'}, port {place.port}: "
@@ -176,7 +134,7 @@ class Peers:
             time.sleep(0.5)  # time for rank 0 to tell the others
             raise (ConfigurationError if failure.kind == "refused" else JobError)(failure.why)
         if coordinator is None:
-            self._do(self._client.serve_jax(place.client))
+            self._do(self._client.serve_jax())
 
 
 def join(place: Place, facts: Mapping[str, str], *, join_timeout: float, peer_timeout: float) -> Peers:
@@ -197,12 +155,11 @@ def join(place: Place, facts: Mapping[str, str], *, join_timeout: float, peer_ti
             limit of open files is too low.
         JobError: rank 0 cannot listen, or not all joined in time; the message says which.
     """
-    if place.rank == 0:
-        reserve_files(place.size)
-    peers = Peers(place, join_timeout, peer_timeout)
     coordinator = None
     if place.rank == 0:
-        coordinator = Coordinator(place.size, facts, place.token, place.service, join_timeout, peer_timeout)
+        reserve_files(place.size)
+        coordinator = Coordinator(place, facts, join_timeout, peer_timeout)
+    peers = Peers(place, join_timeout, peer_timeout)
     try:
         peers._join(coordinator, place, facts)
         return peers

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from zerojax.errors import DivergedError
-from zerojax.run.config import RunConfig
+from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics.devices import memory_in_use, peak_flops
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.metrics.progress import Progress
@@ -69,7 +69,10 @@ class RunLog:
         self._queue = MetricsQueue()
         self._progress = Progress(steps=config.train.steps, start=start, every=config.log.every, shown=first)
         self._file = MetricsFile(folder.metrics, start=start) if first else None
-        self._trackers = open_trackers(folder, config, start=start, say=self.say) if first else None
+        self._trackers = None
+        if first:
+            names, project = config.log.trackers, config.log.project
+            self._trackers = open_trackers(folder, names, project, config_to_dict(config), start, self.say)
 
     def __enter__(self) -> Self:
         self._progress.__enter__()

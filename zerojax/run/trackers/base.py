@@ -19,7 +19,6 @@ import jax
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.background import Worker
-from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
 
 # name -> (module and class, required package, extra of zerojax that installs the package)
@@ -162,23 +161,6 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def open_trackers(
-    folder: RunFolder, config: RunConfig, *, start: int, say: Callable[[str], None]
-) -> Trackers:
-    """Open the trackers that a config names; each resumes its run if there is one.
-
-    Args:
-        folder: of the run; the trackers' identifiers are kept in its run.json.
-        config: the settings.
-        start: steps done so far.
-        say: prints a message.
-
-    Raises:
-        ConfigurationError: a tracker cannot be reached, or refuses access.
-    """
-    return _open(folder, config.log.trackers, config.log.project, config_to_dict(config), start, say)
-
-
 def track(
     folder: Path | str,
     trackers: Sequence[str] = ("tensorboard",),
@@ -213,10 +195,10 @@ def track(
         return Trackers({}, say)
     place = RunFolder(Path(folder))
     place.create()
-    return _open(place, trackers, project, settings, start, say)
+    return open_trackers(place, trackers, project, settings, start, say)
 
 
-def _open(
+def open_trackers(
     folder: RunFolder,
     names: Sequence[str],
     project: str,
@@ -224,6 +206,10 @@ def _open(
     start: int,
     say: Callable[[str], None],
 ) -> Trackers:
+    """Open the trackers of a run, in process zero; arguments and errors as for ``track``.
+
+    A tracker that has the run already, by its identifier in the folder's run.json, resumes it.
+    """
     known = dict(folder.read_summary().get("trackers", {}))
     trackers: dict[str, Tracker] = {}
     for name in names:
