@@ -14,9 +14,9 @@ from zerojax.run.config import RunConfig
 
 _INTRODUCTION = """# Every config key
 
-A config is a TOML file of the tables below; each key but `data.mixture` is also an option of the command
-line, such as `--train.steps 500`, which wins over the file. A key that is missing takes the default shown.
-A key that does not exist is an error that names the nearest one that does.
+A config is a TOML file with the tables below. Each key except `data.mixture` is also a command-line option,
+such as `--train.steps 500`, which overrides the file. A missing key has the default shown. An unknown key is
+an error that names the nearest known one.
 """
 
 

@@ -1,4 +1,4 @@
-"""A decoder like that of Flax's own examples/gemma, its einsums and names, but for rotary positions.
+"""A decoder in the style of Flax's own examples/gemma: its einsums and names, without rotary positions.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/gemma_style.py"""
 

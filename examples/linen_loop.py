@@ -1,4 +1,4 @@
-"""A training loop of your own for a Linen model with batch statistics, under ZeRO++. Run again, it goes on.
+"""A training loop of your own for a Linen model with batch statistics, under ZeRO++. Run it again to resume.
 
 On a machine without accelerators:
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/linen_loop.py
@@ -17,7 +17,7 @@ from zerojax import checkpoints, trackers
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        # Statistics of all devices' rows; in evaluation the running ones.
+        # Statistics over the rows of all devices; running statistics in evaluation.
         norm = nn.BatchNorm(use_running_average=not train, momentum=0.8, axis_name=("node", "local"))
         return x + nn.relu(norm(nn.Dense(32)(x)))
 
@@ -56,7 +56,7 @@ def main(folder="runs/linen-loop", nodes=2, local=4, steps=40):
     saved = Path(folder) / "checkpoints"
     found = checkpoints.resume(saved, zerojax.TrainState.abstract(**run))
     state, start = (found.state, found.step) if found else (zerojax.TrainState.create(**run), 0)
-    row = found.record.position["row"] if found else 0  # where the data stand, saved with the weights
+    row = found.record.position["row"] if found else 0  # the position in the data, saved with the weights
     with checkpoints.Checkpoints(saved) as store, trackers.track(folder, start=start) as log:
         for step in range(start + 1, steps + 1):
             state, metrics = zerojax.train_step(state, take(row))

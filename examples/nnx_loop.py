@@ -1,4 +1,4 @@
-"""A training loop of your own: data, evaluation, checkpoints, trackers. Run again, it goes on, on any mesh.
+"""A training loop of your own: data, evaluation, checkpoints, trackers. Run it again to resume, on any mesh.
 
 On a machine without accelerators:
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/nnx_loop.py
@@ -49,7 +49,7 @@ def main(folder="runs/nnx-loop", nodes=2, local=4, steps=40):
     state, start = (found.state, found.step) if found else (zerojax.TrainState.create(**run), 0)
     with checkpoints.Checkpoints(saved) as store, trackers.track(folder, start=start) as log:
         for step in range(start + 1, steps + 1):
-            state, metrics = zerojax.train_step(state, draw(1, step))  # the step says which rows
+            state, metrics = zerojax.train_step(state, draw(1, step))  # the step number decides which rows
             if step % 10 == 0:
                 loss, held_out = float(metrics["loss"]), float(zerojax.eval_step(state, draw(0))["loss"])
                 print(f"step {step:2d}  loss {loss:.4f}  held out {held_out:.4f}")

@@ -1,7 +1,7 @@
-"""The one set of options: what is sharded, and in which format it travels.
+"""The sharding options: what is sharded, and in which format it travels.
 
-The fields are plain values, so that a config file can hold them; ``ZeroConfig`` refuses combinations that
-can't work or would do nothing, before anything is compiled.
+The fields are plain values, so that a config file can hold them. ``ZeroConfig`` refuses combinations that
+cannot work or have no effect, before anything is compiled.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ class ZeroConfig:
 
         Args:
             name: "zero3" is exact ZeRO-3 (3M bytes between nodes a step); "zero++" is as published:
-                int8 weights, hpZ, int4 gradients over two hops (0.75M); "delta" is the best known:
+                int8 weights, hpZ, int4 gradients over two hops (0.75M); "delta" sends the least:
                 int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
                 reduction per optimizer step (0.5M).
             **overrides: fields to set on top.

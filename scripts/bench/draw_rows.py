@@ -38,7 +38,7 @@ def draw(rows: list[Row], path: Path) -> None:
             [median - low for median, low in zip(medians, least, strict=True)],
             [high - median for median, high in zip(medians, most, strict=True)],
         ]
-        colors = ["C0" if row.variant.split("-x")[0] in OURS else "C7" for row in shown]
+        colors = ["C0" if row.variant.split("-")[0] in OURS else "C7" for row in shown]
         names = [row.variant for row in shown]
         axes.barh(names, medians, xerr=around, color=colors, ecolor="black", capsize=2)
         for place, (median, high) in enumerate(zip(medians, most, strict=True)):

@@ -182,6 +182,10 @@ def main() -> None:
     options = parser.parse_args()
     grads = device_gradients(options.run)
     lines = [
+        "# Gradient errors",
+        "",
+        "The error that each wire format adds to a gradient: [how it was measured](wire.md#gradient-errors).",
+        "",
         "| local / node | block | rotation | rounding | error | theory | ratio | bias |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -24,7 +24,7 @@ def to_run(kind: str) -> dict[str, list[CodeBlock]]:
 COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
 # Each trains for half a minute or more.
 LONG = (
-    "docs/benchmarks.md",
+    "docs/benchmark-notes.md",
     "docs/checkpoints.md",
     "docs/clusters.md",
     "docs/data.md",

@@ -1,4 +1,4 @@
-"""What the rest of zerojax knows of a model: one interface, whichever Flax API it was written in."""
+"""The interface between a model and the rest of zerojax, whichever Flax API the model uses."""
 
 import inspect
 import math
@@ -62,7 +62,7 @@ class Bound(Protocol):
 
 
 class Adapter(Protocol):
-    """A model, seen from outside."""
+    """One model: its parameters and units, and how to run it with given weights."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -235,13 +235,13 @@ class LinenAdapter:
 
     @property
     def updating(self) -> frozenset[str]:
-        """See ``Adapter.updating``: none, for a module has nowhere to keep what it made of its weights."""
+        """See ``Adapter.updating``: none, since a Linen module cannot keep an updated copy."""
         return frozenset()
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
         """See ``Adapter.init``."""
         jaxpr, shapes = self._trace(self._init, key)
-        # No axis has a name here, and the forward pass, whose collectives want one, has done its duty.
+        # No axis has a name here, so the forward pass, whose collectives need one, is eliminated.
         initial, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         try:
             values = jaxpr_as_fun(initial)(key)
@@ -276,7 +276,7 @@ class LinenAdapter:
         return functools.partial(self._module.apply, _variables(weights, other))
 
     def _trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """The jaxpr and the shapes of what a device of the mesh would compute; no device is touched."""
+        """The jaxpr and shapes of what one device of the mesh computes; no device is touched."""
         return jax.make_jaxpr(function, axis_env=self._axes, return_shape=True)(*args)
 
     def _find_units(self, weights: Any) -> dict[Path, tuple[Shape, set[type]]]:

@@ -84,9 +84,9 @@ class Stack(nnx.Module):
         return x
 
     def _keep(self, weights: list[tuple[Any, nnx.Variable]]) -> None:
-        """Let the next call find what this one brought up to date."""
-        # From within a transformation of JAX's own (jax.checkpoint, jax.lax.cond) nothing can be kept: the
-        # next call, or the step itself, will bring the same about again.
+        """Keep the updated copies for the next call."""
+        # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: the next call, or
+        # the step itself, does the same again.
         with contextlib.suppress(TraceContextError):
             nnx.update(self.block, nnx.from_flat_state(weights))
 

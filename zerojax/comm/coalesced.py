@@ -1,4 +1,4 @@
-"""One collective for what belongs together: parts are joined to cross an axis, and taken apart behind it."""
+"""One collective for several payloads: they are joined to cross an axis and split behind it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from zerojax.sharding.mesh import NODE
 from zerojax.sharding.wire_format import as_bytes, from_bytes
 
 ALONE_BYTES = 1 << 20
-"""Parts of so much go alone: joining them would cost a copy of a full-size buffer."""
+"""Payloads of this size and more have a collective each: joining them would copy a full-size buffer."""
 
 Axis = str | tuple[str, ...]
 Rows = Num[Array, "rows m"]

@@ -1,6 +1,6 @@
 """What the GPU compiler is told, per function and never through the environment.
 
-Each option is here for a reason that ``docs/benchmarks.md`` gives figures for.
+Each option is here for a reason that ``docs/benchmark-notes.md`` gives figures for.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,9 +1,9 @@
-"""Optimizers on shards: which are right there, and where their state lives.
+"""Which optimizers are correct on shards, and where their state lives.
 
-An optimizer sees the model's own tree of paths, each leaf flat and padded but of its natural rank
-(``ParamLayout.stored_shape``), as global arrays: norms over a leaf or over the whole tree are right across
-shards, and padding stays zero. What looks at a leaf's shape (Adafactor's factors, Muon's matrices) can't
-be right, and is found out by comparing, on a small copy of the tree, natural against flat.
+An optimizer sees the model's own tree as global arrays, each leaf flat and padded but of its unsharded rank
+(``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
+stays zero. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct. The
+check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _PADDING = 3
 class OnLayout:
     """An optimizer that must know where each element lives: a transform is made for each mesh and model.
 
-    Whoever writes one answers for its being right on shards; it is not probed.
+    It is not checked; its author is responsible for its being correct on shards.
 
     Attributes:
         make: from the mesh, the layouts and the options to the transform of stored leaves.
@@ -43,7 +43,7 @@ Optimizer = optax.GradientTransformation | OnLayout
 
 
 def chain(*parts: Optimizer) -> Optimizer:
-    """As `optax.chain`, of parts some of which must know the layout."""
+    """``optax.chain`` for parts some of which are ``OnLayout``."""
     if not any(isinstance(part, OnLayout) for part in parts):
         return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
 

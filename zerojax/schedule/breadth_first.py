@@ -1,4 +1,4 @@
-"""Micro-batches in breadth: all of a step's go through one layer before the first goes on to the next.
+"""Breadth-first accumulation: all micro-batches of a step go through one layer before the next layer.
 
 In depth, a micro-batch runs through the whole model before the next one begins, so that weights are gathered
 for each, and gradients can cross the nodes only when the last one has nothing left to hide that behind. In

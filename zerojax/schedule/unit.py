@@ -69,7 +69,7 @@ class Sharded:
         raise ZeroError(read_outside(self.leaf.name))
 
     def __repr__(self) -> str:
-        """Its name alone, as ``translated_errors`` finds it in the errors of others."""
+        """Its name alone: ``translated_errors`` looks for it in messages."""
         return f"Sharded({self.leaf.name!r})"
 
 
@@ -85,7 +85,7 @@ for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
 
 
 def read_outside(weight: str) -> str:
-    """What is wrong with reading a unit's weight of that name outside a call, and what to do instead."""
+    """The error message for a read of that weight outside a call of its unit."""
     return (
         f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
         "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
@@ -99,7 +99,7 @@ FORWARD_MODE = (
     "derivatives."
 )
 
-# What JAX says where a loss asks for what units do not have, and what to do instead.
+# Parts of JAX's messages about what units do not support, and the messages to show instead.
 _IN_WORDS = {
     "can't apply forward-mode differentiation": FORWARD_MODE,
     "does not support reverse-mode autodiff": (
@@ -115,7 +115,7 @@ _IN_WORDS = {
 
 @contextlib.contextmanager
 def translated_errors() -> Iterator[None]:
-    """Say in zerojax's words what JAX refuses of a loss for reasons that lie in units.
+    """Replace JAX's errors that are caused by units by messages that name the way out.
 
     Raises:
         ZeroError: for such a TypeError or ValueError.
@@ -132,7 +132,7 @@ def translated_errors() -> Iterator[None]:
 
 
 def is_gathered(weight: Any) -> bool:
-    """Whether a unit's parameter has to be gathered, rather than being there whole (stages 0 to 2)."""
+    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
     return isinstance(weight, Sharded) and weight.strategy.keep != "full"
 
 

@@ -1,8 +1,8 @@
 """Norms and penalties of the weights, computed on the shards of the master weights.
 
-A loss function cannot read the weights of units through the model: each is gathered for its unit's call
-alone. What it can have is a sum over their elements. Every device sums over the fp32 master weights that it
-owns, and one scalar crosses the mesh; backward, each element's gradient arises at its owner.
+A loss function cannot read the weights of units through the model: each is gathered only for its unit's call.
+It can use a sum over their elements instead. Every device sums over the fp32 master weights that it owns, and
+one scalar crosses the mesh; in the backward pass each element's gradient is computed by its owner.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""One device's part of a step, inside ``shard_map``: sources, forward and backward, the last hops.
+"""One device's part of a step, inside ``shard_map``: sources, forward and backward, last hops.
 
 The order of a training step:
 

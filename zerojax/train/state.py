@@ -1,4 +1,4 @@
-"""The train state: what a step takes and returns, how it is made, and how the whole model is had back."""
+"""The train state: what a step takes and returns, how it is created, and how to get the whole model back."""
 
 import dataclasses
 import functools

@@ -34,14 +34,14 @@ NUMBER = (bool, int, float, complex)
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
-    A step whose loss or gradient is not finite changes nothing but the counters; nor does one whose loss is a
-    spike, where the state has a ``SpikeRule``.
+    A step whose loss or gradient is not finite changes only the counters; so does one whose loss is a spike,
+    if the state has a ``SpikeRule``.
 
-    The state that is passed in is donated: the next one takes its memory, so that there never are two.
-    Write ``state, metrics = train_step(state, batch)`` and don't touch the old one, or a part of it, again.
-    What was copied out of it stays: what ``gather_params`` and ``gather_model`` returned, metrics, and a
-    checkpoint that is still being saved. What only refers to it does not: ``state.params``, and states made
-    by ``state.replace``, ``put_params`` and ``averaged``. The batch is not donated.
+    The state is donated: the next one takes over its memory. Write ``state, metrics = train_step(state,
+    batch)`` and do not use the old state, or a part of it, again. Copies stay valid: the results of
+    ``gather_params`` and ``gather_model``, metrics, and a checkpoint that is still being saved. References
+    do not: ``state.params``, and states made by ``state.replace``, ``put_params`` and ``averaged``. The batch
+    is not donated.
 
     Args:
         state: the state so far; its arrays are gone afterwards.

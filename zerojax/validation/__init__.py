@@ -1,1 +1,1 @@
-"""What strangers and settings may say: strict JSON and TOML, checksums, bounds, names of dtypes."""
+"""Strict reading of what others wrote: JSON, TOML, checksums, bounds of numbers, names of dtypes."""

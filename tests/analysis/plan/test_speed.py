@@ -1,4 +1,4 @@
-"""Predicted steps against those that docs/benchmarks.md measured on H200s."""
+"""Predicted steps against those that docs/benchmark-notes.md measured on H200s."""
 
 import functools
 
@@ -33,7 +33,7 @@ LLAMA = GPTConfig(
 )
 TEN_GBIT = 10e9 / 8
 
-# nodes, local, sequences, remat, preset: milliseconds, of docs/benchmarks.md.
+# nodes, local, sequences, remat, preset: milliseconds, of docs/benchmark-notes.md.
 MEASURED = {
     (1, 4, 4, "none", "zero3"): 138.1,
     (1, 4, 4, "none", "zero++"): 137.6,

@@ -10,7 +10,7 @@ from zerojax.errors import ZeroError
 MATMUL_EFFICIENCY = 0.61
 """Part of the peak that a step's matmuls and attention reach, recomputed ones counted: measured on H200.
 
-One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TFLOP (docs/benchmarks.md).
+One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TFLOP (docs/benchmark-notes.md).
 """
 
 MEMORY_EFFICIENCY = 0.9

@@ -1,0 +1,48 @@
+"""The packages of zerojax stand in layers: each imports only from those before it in CONTRIBUTING's map."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from environment import ROOT
+
+PACKAGE = ROOT / "zerojax"
+LAYERS = (
+    *("errors", "versions", "formatting", "validation", "zero_config", "sharding", "comm", "schedule"),
+    *("adapters", "optim", "train", "models", "analysis", "multihost", "run", "interop", "testing", "cli"),
+)
+
+
+def imports(room: str) -> Iterator[tuple[str, str]]:
+    """What the files of a package or module import of zerojax: the file, and the package or module."""
+    files = (
+        PACKAGE.glob(f"{room}.py") if (PACKAGE / f"{room}.py").exists() else (PACKAGE / room).rglob("*.py")
+    )
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "zerojax":
+                yield from ((str(file), alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerojax."):
+                yield str(file), (node.module or "").split(".")[1]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("zerojax.")]
+                yield from ((str(file), name.split(".")[1]) for name in names)
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_a_layer_imports_only_from_those_before_it(room: str):
+    later = LAYERS[LAYERS.index(room) + 1 :]
+    assert not [(file, imported) for file, imported in imports(room) if imported in later]
+
+
+def test_every_file_is_in_a_layer():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    rooms |= {path.stem for path in PACKAGE.glob("[a-z]*.py")}
+    assert rooms == set(LAYERS)
+
+
+def test_the_code_map_has_the_layers_in_this_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"\]\(zerojax/(\w+)(?:/|\.py)\)", text)
+    assert list(dict.fromkeys(name for name in named if name in LAYERS)) == list(LAYERS)
