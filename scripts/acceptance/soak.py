@@ -148,10 +148,12 @@ def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     """The parameters, optimizer and error feedback of a run's last checkpoint, by name."""
     import jax
 
-    from zerojax.run.build import abstract_state
+    from zerojax.run.build import RunSetup
     from zerojax.run.checkpoints.canonical import to_natural
 
-    state = restore(folder / "checkpoints" / str(step), abstract_state(load_config(folder / "config.toml")))
+    state = restore(
+        folder / "checkpoints" / str(step), RunSetup.of(load_config(folder / "config.toml")).abstract_state()
+    )
     flat, _ = jax.tree_util.tree_flatten_with_path(to_natural(state))
     return {
         jax.tree_util.keystr(path): np.asarray(

@@ -35,7 +35,7 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
 from zerojax.cli.cluster import emulate_devices
 from zerojax.models import parameter_count
-from zerojax.run.build import abstract_batch, abstract_state, check_settings, evaluate, make_batches
+from zerojax.run.build import RunSetup, abstract_batch, evaluate, make_batches
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.data import Batch, Dataset, open_dataset, prepare
 from zerojax.run.metrics.queue import MetricsQueue
@@ -135,7 +135,7 @@ def train_all(
     """
     config = options.settings
     emulate_devices(config.mesh)
-    check_settings(config)
+    RunSetup.of(config).check()
     names = list(dict.fromkeys([EXACT, *(name for name, _ in missing)]))
     spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
     with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor() as threads:
@@ -271,7 +271,7 @@ class Trainee:
         """Lower what a run of it needs, and have it compiled by ``threads``."""
         self.name = name
         self.config = with_variant(config, name)
-        self.state = abstract_state(self.config)
+        self.state = RunSetup.of(self.config).abstract_state()
         self.init = initializer(self.state)
         batch = abstract_batch(self.config)
         lowered = (

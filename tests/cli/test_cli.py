@@ -1,4 +1,4 @@
-"""The command line: help, errors and exit codes, and whole runs in processes of their own."""
+"""The command line: help, errors, exit codes, and whole runs in separate processes."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def config(text: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_train_and_go_on(config: Path, tmp_path: Path) -> None:
+def test_train_and_resume(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = zerojax("train", config, "--run-dir", folder, "--train.eval-every", 2)
     assert done.returncode == 0, done.stderr
@@ -39,7 +39,7 @@ def test_train_and_go_on(config: Path, tmp_path: Path) -> None:
     assert RunFolder(folder).read_summary()["devices"] == 8
     again = zerojax("train", config, "--run-dir", folder, "--train.steps", 5, "--resume", "must")
     assert again.returncode == 0, again.stderr
-    assert "going on from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again.stdout
+    assert "resuming from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again.stdout
     assert "the learning rate follows the schedule of 5 steps: " in again.stdout
     assert "step 5/5 | loss" in again.stdout
     refused = zerojax("train", config, "--run-dir", folder, "--resume", "never")
@@ -75,7 +75,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert "refused" in capfd.readouterr().out
 
 
-def test_help_lists_every_option_with_its_meaning(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_option(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse(Options, "train", ["--help"])
     assert exit_.value.code == 0
@@ -116,8 +116,8 @@ def test_overrides(config: Path) -> None:
         (["train", "CONFIG", "--zero.stage", "7"], "stage=7 is not one of"),
         (["train", "CONFIG", "--data.source", "nowhere"], "no such file, folder or glob"),
         (["train", "CONFIG", "--coordinator", "host:1"], "no process_id given"),
-        (["sample", "nowhere"], "nowhere is no run folder"),
-        (["eval", "nowhere"], "nowhere is no run folder"),
+        (["sample", "nowhere"], "nowhere is not a run folder"),
+        (["eval", "nowhere"], "nowhere is not a run folder"),
     ],
 )
 def test_wrong_use(
@@ -140,7 +140,7 @@ def test_wrong_use(
     assert "Traceback" not in seen
 
 
-def test_a_line_leaves_in_one_write() -> None:
+def test_a_line_is_written_at_once() -> None:
     reader, writer = os.pipe2(os.O_DIRECT)  # what is written at once is read at once, and no more
     command = [sys.executable, "-u", "-m", "zerojax", "--version"]
     with open(reader, "rb", buffering=0) as pipe, open(writer, "wb") as target:
@@ -156,8 +156,8 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in usage for name in COMMANDS)
 
 
-def test_a_source_tree_that_is_not_installed(config: Path, tmp_path: Path) -> None:
-    """No metadata of zerojax anywhere: `python -S` sees all packages of this environment but that one."""
+def test_a_source_tree_without_installation(config: Path, tmp_path: Path) -> None:
+    """Without metadata of zerojax: ``python -S`` sees all other packages of this environment."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for file in Path(sysconfig.get_path("purelib")).iterdir():
@@ -193,19 +193,19 @@ def test_the_version_of_an_installation_is_that_of_the_source() -> None:
     assert found == VERSION
 
 
-def test_a_config_with_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_in_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text("[train]\nstesp = 5\n")
     assert main(["train", str(tmp_path / "run.toml")]) == 2
     assert "run.toml: unknown key train.stesp (did you mean train.steps?)" in capsys.readouterr().err
 
 
 class TestEmulateDevices:
-    def test_respects_a_flag_that_is_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_existing_flag_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=5")
         emulate_devices(MeshSection(nodes=2, local=4, emulate=True))
         assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=5"
 
-    def test_devices_are_shared_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_devices_are_divided_among_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
         monkeypatch.setenv("JAX_PROCESS_ID", "0")

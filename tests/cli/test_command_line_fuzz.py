@@ -1,4 +1,4 @@
-"""Whatever is typed or exported, a job begins or is refused in words: no other error, and nothing started."""
+"""Any command line and environment either starts a job or is refused with a message: no other errors."""
 
 import os
 from contextlib import suppress
@@ -99,7 +99,7 @@ def test_emulation(processes):
         ({"restarts": -1}, "restarts"),
     ],
 )
-def test_refusals_say_what(options, message):
+def test_refusals_name_the_option(options, message):
     with pytest.raises(ZeroError, match=message):
         launch.launch(
             launch.Job(**({"train": ["x"], "nodes": 1, "devices_per_node": 1, "platform": "cpu"} | options))

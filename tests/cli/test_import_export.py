@@ -1,4 +1,4 @@
-"""`zerojax import` and `zerojax export`, and the commands that go on from them."""
+"""``zerojax import`` and ``zerojax export``, and commands on their results."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_folder_in_use_is_not_imported_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     with RunLock(RunFolder(run)):
         assert main(["import", str(FIXTURES / "llama2"), str(run), *MESH, *TRAINING]) == 2
@@ -58,9 +58,7 @@ def test_a_folder_in_use_is_not_imported_into(tmp_path: Path, capsys: pytest.Cap
     assert [path.name for path in run.iterdir()] == ["lock"]
 
 
-def test_a_run_of_ones_own_is_exported_quantized(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_trained_run_is_exported_quantized(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shape = {"vocab_size": 256, "layers": 1, "d_model": 64, "heads": 2, "ffn": 64, "max_seq_len": 32}
     shape |= {"norm": '"rms"', "positions": '"rope"', "mlp": '"swiglu"', "biases": "false"}
     config = tmp_path / "own.toml"
@@ -98,8 +96,8 @@ def test_a_run_of_ones_own_is_exported_quantized(
         (["import"], "name the model's folder and the run's"),
         (["import", "nowhere", "run"], "nowhere/config.json: No such file or directory"),
         (["import", "MODEL", "run", "--model.layers", "3"], "the model is that of"),
-        (["import", "BARE", "run"], "has no tokenizer: choose one by --data.tokenizer"),
-        (["export", "nowhere", "out"], "nowhere is no run folder"),
+        (["import", "BARE", "run"], "has no tokenizer: choose one with --data.tokenizer"),
+        (["export", "nowhere", "out"], "nowhere is not a run folder"),
         (["export", "RUN", "out", "--block-size", "64"], "add --weights"),
         (["export", "RUN", "out", "--weights", "int8", "--block-size", "63"], "block_size=63"),
         (["export", "RUN", "out", "--shard-gb", "0"], "above 0"),

@@ -1,4 +1,4 @@
-"""zerojax launch, with small programs in the place of the trainer."""
+"""zerojax launch, with small programs in place of the trainer."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def job(program, nodes=2, **options):
 
 @pytest.fixture
 def attempts(tmp_path):
-    """A program that notes each start of rank 0 and then runs a line; and the count so far."""
+    """A program that counts the starts of rank 0 and then runs a line; and a function to read the count."""
     notes = tmp_path / "notes"
 
     def program(line):
@@ -53,7 +53,7 @@ def attempts(tmp_path):
     return program, lambda: [int(n) for n in notes.read_text().split()]
 
 
-def test_what_each_process_is_told(capfd):
+def test_the_options_of_each_process(capfd):
     assert launch.launch(job(SHOW, nodes=3)) == 0
     lines = sorted(capfd.readouterr().out.splitlines())
     pattern = (
@@ -67,7 +67,7 @@ def test_what_each_process_is_told(capfd):
     assert len({(m[2], m[4]) for m in found if m}) == 1
 
 
-def test_each_attempt_has_a_token_of_its_own(tmp_path):
+def test_each_attempt_has_a_new_token(tmp_path):
     program = f"import os, sys\nwith open({str(tmp_path / 'tokens')!r}, 'a') as file:\n" + (
         "    print(os.environ['ZEROJAX_JOB_TOKEN'], file=file)\nsys.exit(1)"
     )
@@ -76,7 +76,7 @@ def test_each_attempt_has_a_token_of_its_own(tmp_path):
     assert len(tokens) == len(set(tokens)) == 3
 
 
-def test_two_processes_meet(capfd):
+def test_two_processes_join(capfd):
     assert launch.launch(job(JOIN)) == 0
     out = capfd.readouterr().out
     for rank in range(2):
@@ -95,17 +95,17 @@ def test_restarts_until_it_works(attempts, capfd):
     program, starts = attempts
     assert launch.launch(job(program("sys.exit(0 if tries == 3 else 1)"), restarts=5)) == 0
     assert starts() == [2, 2, 2]
-    assert "3 restarts are left" in capfd.readouterr().err
+    assert "3 restarts left" in capfd.readouterr().err
 
 
-def test_a_run_that_was_asked_to_stop_is_not_started_again(attempts, capfd):
+def test_a_stopped_run_is_not_restarted(attempts, capfd):
     program, starts = attempts
     assert launch.launch(job(program("time.sleep(0.5 * rank); sys.exit(75)"), restarts=5)) == 75
     assert starts() == [2]
     assert "ending the others" not in capfd.readouterr().err
 
 
-def test_the_cause_is_looked_for_among_those_that_did_not_only_follow(attempts, capfd):
+def test_processes_that_only_follow_are_not_the_cause(attempts, capfd):
     program, starts = attempts
     line = "sys.exit(0 if tries > 1 else 4 if rank == 0 else (time.sleep(0.5), 9)[1])"
     assert launch.launch(job(program(line), nodes=2, restarts=5, min_nodes=1)) == 0
@@ -114,7 +114,7 @@ def test_the_cause_is_looked_for_among_those_that_did_not_only_follow(attempts, 
     assert "rank 0 ended" not in capfd.readouterr().err
 
 
-def test_a_process_that_hangs_is_left_out(attempts):
+def test_a_hung_node_is_left_out(attempts):
     program, starts = attempts
     line = "tries == 1 and (os.kill(os.getpid(), 19) if rank else (time.sleep(1), sys.exit(4)))"  # SIGSTOP
     assert launch.launch(job(program(line), nodes=2, restarts=1, min_nodes=1, grace=0.5)) == 0
@@ -127,20 +127,20 @@ def test_gives_up_when_no_restart_is_left(attempts):
     assert starts() == [2, 2]
 
 
-def test_wrong_use_is_not_repeated(attempts):
+def test_wrong_use_is_not_retried(attempts):
     program, starts = attempts
     assert launch.launch(job(program("sys.exit(2)"), restarts=5)) == 2
     assert starts() == [2]
 
 
-def test_goes_on_with_the_nodes_that_are_left(attempts):
+def test_continues_with_the_remaining_nodes(attempts):
     program, starts = attempts
     line = "sys.exit(1) if rank == count - 1 and count > 1 else time.sleep(0.5 if count == 1 else 60)"
     assert launch.launch(job(program(line), nodes=3, restarts=5, min_nodes=1, grace=5)) == 0
     assert starts() == [3, 2, 1]
 
 
-def test_a_signal_ends_it_for_good(attempts):
+def test_a_signal_prevents_restarts(attempts):
     program, starts = attempts
 
     def interrupt():

@@ -1,4 +1,4 @@
-"""`zerojax plan` and `zerojax comm`."""
+"""``zerojax plan`` and ``zerojax comm``."""
 
 import json
 
@@ -9,7 +9,7 @@ from zerojax.cli import main
 TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--zero.preset", "zero++"]
 
 
-def test_both_name_the_same_bytes(capsys):
+def test_plan_and_comm_report_the_same_bytes(capsys):
     assert main(["plan", *TINY, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert main(["comm", *TINY, "--json"]) == 0
@@ -24,7 +24,7 @@ def test_both_name_the_same_bytes(capsys):
     assert plan["memory"]["kinds"]["parameters"] == pytest.approx(4 * report["parameters"] / 8, rel=0.01)
 
 
-def test_tables_for_people(capsys):
+def test_text_output(capsys):
     assert main(["plan", *TINY]) == 0
     out = capsys.readouterr().out
     assert "hpZ: each node keeps a copy" in out

@@ -1,4 +1,4 @@
-"""Which option would send or hold less: found by formulas, and true on the command line."""
+"""Options that would send or hold less: the formulas agree with the command line."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def opened(*options: str) -> tuple[RunConfig, TrainSpec]:
 
 
 def check(trial: Trial, *options: str) -> None:
-    """What a trial says is what the plan of the command line with that option says."""
+    """A trial's numbers are those of the plan of the command line with that option."""
     config, spec = opened(*options, *trial.option.split())
     train, zero = config.train, spec.zero
     plan = plan_state(spec)
@@ -53,7 +53,7 @@ def check(trial: Trial, *options: str) -> None:
         ),
     ],
 )
-def test_what_is_named_is_what_the_option_does(options: tuple[str, ...], sent: list[str], held: list[str]):
+def test_reported_savings_are_those_of_the_option(options: tuple[str, ...], sent: list[str], held: list[str]):
     savings = Savings(*opened(*options))
     check(savings.now, *options)
     assert [trial.option for trial in savings.sent()] == sent
@@ -65,7 +65,7 @@ def test_what_is_named_is_what_the_option_does(options: tuple[str, ...], sent: l
 
 
 def test_the_count_of_the_traced_step_agrees():
-    """Also where the formulas leave something out: Muon's matrices cross the nodes as well."""
+    """Also where the formulas omit traffic: Muon's matrices cross between nodes, too."""
 
     def counted(*options: str) -> tuple[RunConfig, TrainState, CommReport]:
         config = parse(Options, "comm", [*TINY, "--optimizer.name", "muon", *options]).settings

@@ -1,4 +1,4 @@
-"""Many processes of a job in one: each has its own line to rank 0 and its own JAX client. Not a test itself.
+"""Many ranks of a job in one process, each with its own connection and JAX client. Not a test itself.
 
 python crowd.py PORT SIZE FIRST COUNT
 """
@@ -14,15 +14,16 @@ from typing import Any
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from zerojax.multihost.peers.client import Member
+from zerojax.multihost.peers import Place
+from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.handshake import VARIABLE
-from zerojax.multihost.peers.messages import Verdict
+from zerojax.multihost.peers.messages import Failure
 
 SECONDS = 300
 
 
 class One:
-    """One process's part, as `zerojax.multihost.distributed` does it, but for the devices."""
+    """One rank, joined as by ``zerojax.multihost.distributed``, without devices."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, port: int, rank: int, size: int, folder: Path
@@ -30,13 +31,15 @@ class One:
         self._loop = loop
         self._rank = rank
         self._size = size
-        self._path = str(folder / str(rank))
-        token = os.environ.get(VARIABLE, "")
-        self._member = Member("127.0.0.1", port, rank, size, token, SECONDS, SECONDS, self._end)
+        self._place = Place(
+            "127.0.0.1", port, None, rank, size, os.environ.get(VARIABLE, ""), folder / str(rank)
+        )
+        self._place.folder.mkdir()
+        self._client = Client(self._place, SECONDS, SECONDS, self._end)
         self.failure: object = "it is not done"
 
-    def _end(self, verdict: Verdict) -> None:
-        print(f"rank {self._rank}: {verdict.why}", flush=True)
+    def _end(self, failure: Failure) -> None:
+        print(f"rank {self._rank}: {failure.why}", flush=True)
         os._exit(1)
 
     def _do[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -50,19 +53,19 @@ class One:
             self.failure = error
 
     def _live(self) -> None:
-        if verdict := self._do(self._member.join({})):
-            raise RuntimeError(verdict.why)
-        self._do(self._member.open_way_to_jax(self._path))
+        if failure := self._do(self._client.join({})):
+            raise RuntimeError(failure.why)
+        self._do(self._client.serve_jax())
         client = _jax.get_distributed_runtime_client(
-            f"unix:{self._path}", self._rank, init_timeout=SECONDS, shutdown_timeout=60,
+            f"unix:{self._place.client}", self._rank, init_timeout=SECONDS, shutdown_timeout=60,
             heartbeat_timeout=SECONDS, use_compression=True,
         )  # fmt: skip
         client.connect()
         client.key_value_set(f"test/{self._rank}", f"value {self._rank}")
         neighbour = 1 + self._rank % (self._size - 1)
         assert client.blocking_key_value_get(f"test/{neighbour}", SECONDS * 1000) == f"value {neighbour}"
-        self._do(self._member.say_done())
-        self._do(self._member.all_done.wait())
+        self._do(self._client.report_done())
+        self._do(self._client.all_done.wait())
         client.shutdown()
 
 

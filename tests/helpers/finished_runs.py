@@ -1,4 +1,4 @@
-"""Fixtures of the program's tests."""
+"""Fixtures of finished runs."""
 
 import gc
 import shutil
@@ -14,7 +14,7 @@ from zerojax.run.trainer import Trainer
 
 @pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that was trained to its end; not to be written to."""
+    """A finished run; read-only."""
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
     config = micro_config(text, log={"trackers": ["tensorboard"]}, checkpoint={"keep": 2})
     with Trainer.open(config, folder) as trainer:
@@ -24,13 +24,13 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def finished_copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
-    """A copy of that run, to go on with."""
+    """A copy of the finished run, to resume or change."""
     shutil.copytree(finished.path, tmp_path / "copy")
     return RunFolder(tmp_path / "copy")
 
 
 @pytest.fixture
 def leave_nothing_behind() -> Iterator[None]:
-    """What Orbax leaves of a failed read or write complains when it is collected: here, in no later test."""
+    """Collect garbage of failed reads and writes of Orbax, which warns when collected in a later test."""
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""A run small enough to make in seconds."""
+"""A run small enough to train in seconds."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ MICRO: dict[str, dict[str, Any]] = {
 
 
 def micro_config(text: Path, **sections: dict[str, Any]) -> RunConfig:
-    """The settings of a micro run, some changed."""
+    """The settings of a micro run, with some overridden."""
     data = {name: dict(values) for name, values in MICRO.items()}
     data["data"]["source"] = str(text)
     for name, values in sections.items():
@@ -61,7 +61,7 @@ class Stop(Exception):
 
 
 def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Let the step with this number never come."""
+    """Make the process die instead of taking this step."""
     real, done = zerojax.train_step, iter(range(1, step))
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -96,7 +96,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
 
 def hang(files: MetricsFile) -> None:
-    """Put a pipe that nobody reads, and that is full, in the place of a file."""
+    """Replace a file by a full pipe that nobody reads."""
     _, end = os.pipe()
     os.write(end, bytes(fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)))
     os.dup2(end, files._file)

@@ -1,4 +1,4 @@
-"""Pieces of known traffic, for `zerojax.testing.emulated_cluster.measure_bytes`; not tests themselves."""
+"""Functions with known traffic, for ``zerojax.testing.emulated_cluster.measure_bytes``. Not tests."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def collective(op: str, elements: int, dtype: str, repeats: int) -> Callable[[], list[float]]:
-    """`repeats` times an all_gather or all_to_all over "node" of `elements` per device; check sums."""
+    """``repeats`` times an all_gather or all_to_all over "node" of ``elements`` per device; check sums."""
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     grid = np.array(devices).reshape(jax.process_count(), -1)
     mesh = Mesh(grid, ("node", "local"), axis_types=(AxisType.Auto,) * 2)

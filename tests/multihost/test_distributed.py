@@ -1,4 +1,4 @@
-"""zerojax.multihost.distributed: what is refused before anything is connected, and a job of two."""
+"""zerojax.multihost.distributed: checks before connecting, and a job of two processes."""
 
 import socket
 import stat
@@ -29,12 +29,12 @@ def join(*arguments, **options):
 
 
 class Begun(Exception):
-    """All checks are passed: here the processes would meet."""
+    """All checks have passed: the processes would connect now."""
 
 
 @pytest.fixture
 def begin(monkeypatch):
-    """What `peers.join` is told of a process's place, instead of meeting the others."""
+    """The place that ``peers.join`` receives, without connecting."""
     places = []
 
     def stop(place, facts, **_):
@@ -51,7 +51,7 @@ def begin(monkeypatch):
     return begun
 
 
-def test_alone_where_nothing_is_said():
+def test_alone_without_a_job():
     with distributed.joined() as peers:
         assert peers is None
     with distributed.joined("localhost:1", 0, 1) as peers:
@@ -86,7 +86,7 @@ def test_the_environment_is_read(monkeypatch):
         join()
 
 
-def test_a_coordinator_that_only_hears_itself_is_refused(monkeypatch):
+def test_a_coordinator_on_loopback_only_is_refused(monkeypatch):
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 1))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answer)
     with pytest.raises(ZeroError, match=r"node7 means 127\.0\.1\.1"):
@@ -102,8 +102,8 @@ OPEN = [
 
 
 @pytest.mark.parametrize(("arguments", "options"), OPEN)
-def test_without_a_token_only_this_host_is_listened_to(begin, monkeypatch, arguments, options):
-    """A process that looks for rank 0 elsewhere is told the same, and does not wait for what won't come."""
+def test_without_a_token_only_loopback_is_allowed(begin, monkeypatch, arguments, options):
+    """A process that connects to rank 0 elsewhere is refused, too, instead of waiting in vain."""
     with pytest.raises(ZeroError, match=r"without a token anybody .*`openssl rand -hex 32`; or --insecure"):
         join(*arguments, **options)
     assert begin(*arguments, insecure=True, **options).token == ""
@@ -121,26 +121,26 @@ def test_this_host_needs_no_token(begin, host):
 
 
 @pytest.mark.parametrize("token", ["changeme", "x" * 15, "0123456789\tabcdef", "gehe\u00edm" * 9])
-def test_a_token_that_is_none(token):
+def test_an_invalid_token(token):
     with pytest.raises(ZeroError, match="at least 16 plain characters"):
         join("127.0.0.1:99", 0, 2, token=token)
 
 
-def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
+def test_an_invalid_value_of_zerojax_insecure(monkeypatch):
     monkeypatch.setenv("ZEROJAX_INSECURE", "yes")
     with pytest.raises(ZeroError, match="ZEROJAX_INSECURE is 1 or 0, not 'yes'"):
         join("10.1.2.3:99", 0, 2)
 
 
-def test_no_place_for_sockets(monkeypatch, tmp_path):
+def test_no_folder_for_sockets(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(JobError, match=r"No such file or directory.*set TMPDIR to another place"):
         join("127.0.0.1:99", 0, 2)
 
 
 @pytest.mark.parametrize("name", ["short", "x" * 100])
-def test_its_sockets_are_for_the_user_alone_and_fit(monkeypatch, tmp_path, name):
-    """Wherever temporary files lie: a Unix socket's path has 108 bytes at most."""
+def test_sockets_are_private_and_their_paths_short(monkeypatch, tmp_path, name):
+    """Wherever temporary files are: a Unix socket's path has at most 108 bytes."""
     (tmp_path / name).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
     folders = []

@@ -1,4 +1,4 @@
-"""Jobs of real processes in which something goes wrong: all end soon, with a line that says what."""
+"""Failures in jobs of real processes: all processes end soon, with a line that names the cause."""
 
 import signal
 import socket
@@ -16,7 +16,7 @@ from zerojax.multihost.distributed import free_port
 
 pytestmark = pytest.mark.alone
 
-# A job whose processes meet in a collective again and again, when `work` says nothing else.
+# A job whose processes meet in a collective; what follows is appended.
 MEET = """
 import sys, time
 from zerojax import distributed
@@ -59,7 +59,7 @@ class Job:
             time.sleep(0.05)
 
     def end(self, *ranks, within):
-        """Exit codes and standard error of some, which must end within some seconds."""
+        """Exit codes and standard error of some processes, which must end within some seconds."""
         limit = time.monotonic() + within
         codes = [self.processes[rank].wait(max(0.1, limit - time.monotonic())) for rank in ranks]
         return codes, [self.err[rank].read_text() for rank in ranks]
@@ -80,7 +80,7 @@ def start(tmp_path):
             process.wait()
 
 
-# How gRPC begins (HTTP/2's preface); before, whoever said this was handed on to JAX's service.
+# The start of a gRPC connection (HTTP/2's preface), after a message that once led to JAX's service.
 JAX_CLIENT = b'{"say": "jax"}\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0'
 
 
@@ -90,7 +90,7 @@ def frame(data):
 
 DIED = "zerojax: rank {} has died: its connection is closed\n"
 SILENT = (
-    "zerojax: rank {} has not been heard of for 3 s (cluster.peer_timeout): it hangs, is stopped, or its "
+    "zerojax: rank {} has been silent for 3 s (cluster.peer_timeout): it hangs, is stopped, or its "
     "host cannot be reached\n"
 )
 
@@ -117,21 +117,21 @@ def test_a_process_that_dies_or_hangs(start, tmp_path, victim, number, within, l
 
 STRANGERS = """
     import psutil
-    doors = [c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
-    print(*doors, flush=True)
+    ports = [c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    print(*ports, flush=True)
     while not open("strangers").read():
         time.sleep(0.1)
     meet()
 """
 
 
-def test_strangers_reach_nothing_of_a_job_that_runs(start, tmp_path):
-    """Neither by rank 0's port, at which they say what ends a job, nor by JAX's service behind it."""
+def test_strangers_cannot_reach_a_running_job(start, tmp_path):
+    """Neither through rank 0's port, with messages that end a job, nor through JAX's service behind it."""
     (tmp_path / "strangers").touch()
     job = start(MEET.replace("    meet()\n", "") + STRANGERS, 2)
     job.wait_until_up()
-    verdict = b'{"say": "end", "verdict": {"kind": "failed", "rank": 1, "why": "\\u001b[2J", "code": 1}}'
-    for said in (frame(verdict), frame(b'{"say": "here", "rank": 1, "size": 2, "facts": {}}'), JAX_CLIENT):
+    failure = b'{"say": "end", "failure": {"kind": "failed", "rank": 1, "why": "\\u001b[2J", "code": 1}}'
+    for said in (frame(failure), frame(b'{"say": "here", "rank": 1, "size": 2, "facts": {}}'), JAX_CLIENT):
         with socket.create_connection(("127.0.0.1", job.port), timeout=20) as stranger:
             stranger.sendall(said)
             while stranger.recv(4096):
@@ -139,12 +139,12 @@ def test_strangers_reach_nothing_of_a_job_that_runs(start, tmp_path):
     (tmp_path / "strangers").write_text("have been here")
     codes, errors = job.end(0, 1, within=120)
     assert (codes, errors) == ([0, 0], ["", ""])
-    doors = [path.read_text().splitlines()[1].split() for path in job.out]
-    assert doors == [[str(job.port)], []], "JAX's service listens at no port"
+    ports = [path.read_text().splitlines()[1].split() for path in job.out]
+    assert ports == [[str(job.port)], []], "JAX's service listens at no port"
 
 
 def test_an_error_in_one_process_ends_the_others(start):
-    """Where they wait for it, as at a barrier behind which one process prepares the data."""
+    """While they wait for it, as at a barrier while one process prepares the data."""
     job = start(MEET + "\n    if rank == 0: raise OSError('no such source')\n    meet()\n", 2)
     (code, other), (error, line) = job.end(0, 1, within=120)
     assert (code, other) == (1, EXIT_PEER_LOST)
@@ -153,7 +153,7 @@ def test_an_error_in_one_process_ends_the_others(start):
 
 
 def test_all_leave_together(start):
-    """Process 0, in which everything comes together, may be done first."""
+    """Process 0, which runs the coordinator, may be done first."""
     job = start(MEET + "\n    time.sleep(rank)\n", 2)
     codes, errors = job.end(0, 1, within=120)
     assert codes == [0, 0]
@@ -203,9 +203,9 @@ def train_step(state, batch):
     if rank == 1:
         time.sleep(0.2)  # a slow peer
         if step == 3:
-            time.time = lambda: real_time() - 3e8  # whose clock jumps back ten years
+            time.time = lambda: real_time() - 3e8  # its clock jumps back ten years
         if step == {hang}:
-            while True:  # and that hangs at last
+            while True:  # finally it hangs
                 time.sleep(1)
     return real_step(state, batch)
 
@@ -215,7 +215,7 @@ sys.exit(main(["train", {config!r}, "--run-dir", {folder!r}, "--coordinator", f"
 """
 
 
-def test_a_step_that_hangs_is_ended_and_what_hung_is_written_down(start, tmp_path, text_config):
+def test_a_hung_step_is_ended_and_its_stack_is_written(start, tmp_path, text_config):
     folder = tmp_path / "run"
     job = start(TRAIN.format(config=str(text_config), folder=str(folder), hang=9), 2)
     codes, errors = job.end(0, 1, within=200)
@@ -231,7 +231,7 @@ def test_a_step_that_hangs_is_ended_and_what_hung_is_written_down(start, tmp_pat
     )
     assert "trainer.py" in stacks[0]
     assert '"status": "failed"' in (folder / "run.json").read_text()
-    # Slow and with a clock of its own it came as far as its last checkpoint.
+    # Despite slowness and the clock, the run reached its last checkpoint.
     assert (folder / "checkpoints" / "6").is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Asking a run to stop: by a signal, twice, in several processes of which one is told."""
+"""Stopping a run: by one signal, by two, and in one of several processes."""
 
 import itertools
 import json
@@ -98,8 +98,8 @@ def test_a_signal_saves_and_ends(config: Path, tmp_path: Path) -> None:
     assert json.loads((run / "run.json").read_text())["status"] == "stopped"
 
 
-def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
-    """All save the same step and end, and `zerojax launch` takes it for no crash; saves by time besides."""
+def test_a_signal_to_one_of_two_processes(config: Path, tmp_path: Path) -> None:
+    """All save the same step and end, and ``zerojax launch`` does not see a crash; also saves by time."""
     run = tmp_path / "run"
     launch = ("-m", "zerojax", "launch", "--nodes", 2, "--devices-per-node", 2, "--restarts", 3)
     command = (*launch, config, "--run-dir", run)
@@ -124,7 +124,7 @@ def test_one_of_two_processes_is_told(config: Path, tmp_path: Path) -> None:
     with started(*command, "--train.steps", step + 2) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
-    assert f"going on from step {step};" in out
+    assert f"resuming from step {step};" in out
 
 
 HANGING = """
@@ -143,7 +143,7 @@ sys.exit(main())
 """
 
 
-def test_a_tracker_that_hangs_does_not_keep_the_process(config: Path, tmp_path: Path) -> None:
+def test_a_hung_tracker_does_not_keep_the_process_alive(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(
         "-c", HANGING, "train", config, "--run-dir", run, "--log.trackers", "tensorboard"

@@ -27,7 +27,7 @@ def run(*tasks, **options):
 
 
 def gone(path: Path, within: float = 10.0) -> bool:
-    """Whether the process whose id a file holds is gone."""
+    """Whether the process whose id is in a file has ended."""
     end = time.monotonic() + within
     while time.monotonic() < end:
         try:
@@ -48,7 +48,7 @@ def test_output_is_prefixed_and_codes_are_kept():
     assert (result.code, result.failed, result.signals) == (0, (), ())
 
 
-def test_the_environment_is_the_task_s_alone():
+def test_a_task_gets_only_its_environment():
     task = supervisor.Task("a", ["/bin/sh", "-c", "env | grep -c HOME; echo $X"], env={"X": "y"})
     assert run(task)[1] == ["[a] 0", "[a] y"]
 
@@ -71,32 +71,32 @@ def test_a_killed_process_is_named_by_its_signal(capfd):
     assert "rank 1 ended with SIGKILL" in capfd.readouterr().err
 
 
-def test_who_does_not_end_is_killed_after_the_grace(capfd):
+def test_a_task_that_does_not_end_is_killed_after_the_grace_period(capfd):
     deaf = "trap '' TERM; while :; do sleep 0.1; done"
     result, _ = run(shell("deaf", deaf), shell("b", "sleep 0.3; exit 3"), grace=0.5)
     assert [o.code for o in result.outcomes] == [128 + 9, 3]
     assert "killing deaf" in capfd.readouterr().err
 
 
-def test_time_is_up():
+def test_timeout():
     with pytest.raises(TimeoutError, match="slow"):
         run(shell("quick", "true"), shell("slow", "sleep 60"), timeout=0.3)
 
 
-def test_a_command_that_is_not_there():
+def test_a_missing_command():
     task = supervisor.Task("a", ["/no/such/program"], env=os.environ)
     result, lines = run(task)
     assert result.code == 127
     assert lines == ["[a] cannot run /no/such/program: No such file or directory"]
 
 
-def test_what_a_task_leaves_behind_goes_with_it(tmp_path):
+def test_processes_left_by_a_task_are_killed(tmp_path):
     left = tmp_path / "pid"
     run(shell("a", f"sleep 600 & echo $! > {left}; exit 0"))
     assert gone(left)
 
 
-def test_a_signal_is_handed_on_and_waited_for():
+def test_a_signal_is_forwarded():
     def interrupt():
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""When the watchdog barks, by a clock that stands still; and what it leaves behind."""
+"""The watchdog's limits, with a simulated clock; and the stacks that it dumps."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def watch(clock, **settings):
 
 
 def pass_time(clock, dog, seconds):
-    """Let time pass as it does, looked at now and then."""
+    """Advance the clock in steps, checking each time."""
     end = clock.now + seconds
     while clock.now < end:
         assert dog.look() is None, clock.now
@@ -54,7 +54,7 @@ def test_a_step_may_take_a_multiple_of_the_recent_ones(clock):
     assert dog.look() == "step 31 has taken 30.5 s; recent ones took 3 s: ending"
 
 
-def test_it_may_always_take_the_least_time(clock):
+def test_step_timeout_is_the_least_limit(clock):
     dog = watch(clock, step_timeout=60, step_factor=10)
     train(clock, dog, 30, 0.1)
     dog.step(31)
@@ -64,14 +64,14 @@ def test_it_may_always_take_the_least_time(clock):
 
 
 @pytest.mark.parametrize("settings", [{"step_factor": 0, "phase_timeout": 0}, {"step_timeout": 1e9}])
-def test_it_can_be_switched_off(clock, settings):
+def test_zero_turns_the_limits_off(clock, settings):
     dog = watch(clock, **settings)
     train(clock, dog, 30, 0.1)
     dog.step(31)
     pass_time(clock, dog, 10_000)
 
 
-def test_the_first_steps_compile(clock):
+def test_the_first_steps_have_the_limit_of_a_phase(clock):
     dog = watch(clock, step_timeout=1, phase_timeout=600)
     dog.step(1)
     pass_time(clock, dog, 600)
@@ -79,7 +79,7 @@ def test_the_first_steps_compile(clock):
     assert dog.look() is not None
 
 
-def test_what_is_no_step_has_its_own_limit_and_is_no_measure(clock):
+def test_phases_have_their_own_limit_and_do_not_count_as_steps(clock):
     dog = watch(clock, step_timeout=1, step_factor=10, phase_timeout=100)
     for number in range(1, 21):
         dog.step(number)
@@ -96,7 +96,7 @@ def test_what_is_no_step_has_its_own_limit_and_is_no_measure(clock):
     assert dog.look() == "the evaluation after step 21 has taken 100 s: ending"
 
 
-def test_a_pause_of_the_whole_process_is_no_work(clock):
+def test_a_pause_of_the_whole_process_does_not_count(clock):
     dog = watch(clock, step_timeout=5)
     train(clock, dog, 10, 0.1)
     dog.step(11)
@@ -105,7 +105,7 @@ def test_a_pause_of_the_whole_process_is_no_work(clock):
     assert dog.look() is None
 
 
-def test_it_says_so_once(clock):
+def test_it_reports_once(clock):
     said = []
     dog = Watchdog(Limits(0.01, 0, 0), said.append)
     dog.phase("waiting")
@@ -118,7 +118,7 @@ def test_it_says_so_once(clock):
     assert said[0].startswith("waiting has taken ")
 
 
-def test_alone_the_process_ends_and_its_stacks_remain(tmp_path):
+def test_a_process_without_peers_ends_and_its_stacks_remain(tmp_path):
     program = f"""
 import pathlib, time
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
@@ -142,8 +142,8 @@ def test_stacks_that_cannot_be_written(tmp_path):
     assert "could not be written" in dump_stacks(tmp_path / "file" / "stacks")
 
 
-def test_stacks_on_a_disk_that_hangs(tmp_path, monkeypatch):
-    """A pipe that nobody reads lets nobody open it either."""
+def test_stacks_on_a_hung_disk(tmp_path, monkeypatch):
+    """Opening a pipe that nobody reads blocks."""
     os.mkfifo(tmp_path / "stacks")
     monkeypatch.setattr(watchdog, "_DUMP", 0.2)
     assert dump_stacks(tmp_path / "stacks") == "; the stacks could not be written: the disk does not answer"

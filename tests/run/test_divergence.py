@@ -1,4 +1,4 @@
-"""One bad update: what was saved before it stays, and a command goes back to it."""
+"""A bad update: earlier checkpoints are kept, and a command rewinds to them."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def config(text: Path, **sections: Any) -> RunConfig:
 
 
 def break_at(patch: pytest.MonkeyPatch, step: int, factor: float = 1e30) -> None:
-    """Let the update of this step make the weights absurd, though finite; the next loss shows it."""
+    """Make the update of this step give absurd, though finite, weights, which the next loss shows."""
     real = zerojax.train_step
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -47,7 +47,7 @@ def steps_in(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run as it is when nothing happens to it."""
+    """The undisturbed run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train(config(text), folder)
     return folder
@@ -55,7 +55,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose weights broke with the update of step 5, and that was killed in the streak that follows."""
+    """A run whose weights broke with the update of step 5, killed during the skipped steps that follow."""
     folder = tmp_path / "a run"
     with monkeypatch.context() as patch:
         die_at(patch, 8)
@@ -66,24 +66,24 @@ def broken(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_going_back_leads_to_the_same_run(
+def test_rewinding_gives_the_same_run(
     broken: Path, whole: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However often it is started again in between, nothing that is good is deleted."""
+    """However often the run is restarted in between, no good checkpoint is deleted."""
     for _ in range(2):
         with pytest.raises(DivergedError) as caught:
             train(config(text), broken)
         assert str(caught.value).startswith(
             "the loss or gradient was not finite in 3 steps in a row, from step 6 on; none of them changed "
             "the parameters. The update of step 5 may have broken the weights: "
-            f"`zerojax checkpoints '{broken}' --rewind 4` goes back to the newest checkpoint from before. "
+            f"`zerojax checkpoints '{broken}' --rewind 4` goes back to the newest earlier checkpoint. "
         )
         assert steps_in(broken) == [4, 5]
         assert RunFolder(broken).read_summary()["status"] == "failed"
     capsys.readouterr()
     assert main(["checkpoints", str(broken), "--rewind", "4"]) == 0
     out = capsys.readouterr().out
-    assert f"{broken} goes on from step 4\n" in out
+    assert f"{broken} will resume from step 4\n" in out
     assert "later checkpoints are kept as 5.undone\n" in out
     assert "the metrics of later steps are kept in metrics.jsonl.undone\n" in out
     assert [line["step"] for line in read_metrics(broken / "metrics.jsonl.undone")] == [5, 6, 7, 8]
@@ -94,7 +94,7 @@ def test_going_back_leads_to_the_same_run(
     assert not (broken / "checkpoints" / "5.undone").exists()
 
 
-def test_going_back_is_refused_where_it_cannot_be(
+def test_impossible_rewinds_are_refused(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["checkpoints", str(broken), "--rewind", "3"]) == 2
@@ -106,8 +106,8 @@ def test_going_back_is_refused_where_it_cannot_be(
     assert not (broken / "metrics.jsonl.undone").exists()
 
 
-def test_what_was_put_aside_once_is_not_overwritten(broken: Path) -> None:
-    """As when a run breaks twice."""
+def test_files_moved_aside_are_not_overwritten(broken: Path) -> None:
+    """As if a run broke twice."""
     for number in range(2):
         if number:
             shutil.copytree(broken / "checkpoints" / "5.undone", broken / "checkpoints" / "5")
@@ -117,7 +117,7 @@ def test_what_was_put_aside_once_is_not_overwritten(broken: Path) -> None:
     assert aside == ["5.undone", "5.undone-2", "metrics.jsonl.undone", "metrics.jsonl.undone-2"]
 
 
-def test_a_save_that_is_due_waits_for_a_step_that_counts(
+def test_a_due_save_waits_for_a_step_that_is_not_skipped(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {3, 4, 6, 12})
@@ -127,7 +127,7 @@ def test_a_save_that_is_due_waits_for_a_step_that_counts(
 
 
 class Asked:
-    """A `StopRequest` that has come."""
+    """A ``StopRequest`` that has received a signal."""
 
     received = True
 
@@ -139,7 +139,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("bad", [range(1, 3), range(1, 13)])
-def test_a_stop_waits_for_a_step_that_counts(
+def test_a_stop_waits_for_a_step_that_is_not_skipped(
     bad: range, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "StopRequest", Asked)
@@ -149,7 +149,7 @@ def test_a_stop_waits_for_a_step_that_counts(
     assert steps_in(tmp_path / "run") == ([3] if len(bad) == 2 else [])
 
 
-def test_weights_that_the_last_update_breaks(
+def test_weights_broken_by_the_last_update(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_at(monkeypatch, 12)
@@ -162,11 +162,11 @@ def test_weights_that_the_last_update_breaks(
     ("first", "message"),
     [
         (1, "No step made an update. Lower"),
-        (2, "step 1 may have broken the weights, and there is no checkpoint from before"),
-        (5, "step 4 may have broken the weights; the newest checkpoint, of step 3, is from before"),
+        (2, "step 1 may have broken the weights, and there is no earlier checkpoint"),
+        (5, "step 4 may have broken the weights; the newest checkpoint, of step 3, is earlier"),
     ],
 )
-def test_where_no_command_is_needed_or_helps(
+def test_no_rewind_is_suggested_where_none_helps(
     first: int, message: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, set(range(first, 13)))
@@ -175,7 +175,7 @@ def test_where_no_command_is_needed_or_helps(
 
 
 def strange(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Let the batches of some steps be of bytes that the text does not have, one as likely as another."""
+    """Replace the batches of some steps by uniformly random bytes that the text does not contain."""
     real = trainer_module.make_batches
 
     def make_batches(*arguments: Any) -> Any:
@@ -219,8 +219,8 @@ def test_a_spike_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert steps_in(tmp_path / "run") == [7, 8]
 
 
-def test_weights_that_are_worse_for_good(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All losses after a bad update are spikes: as many as may be skipped, and the way back."""
+def test_weights_that_stay_worse(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All losses after a bad update are spikes: the run skips as many as allowed, and says how to go back."""
     break_at(monkeypatch, 8, factor=9.0)
     message = "not finite, or the loss a spike, in 3 steps in a row, from step 9 on.*--rewind 7"
     with pytest.raises(DivergedError, match=message):
@@ -228,12 +228,12 @@ def test_weights_that_are_worse_for_good(text: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("change", [{"spike_window": 1}, {"spike_deviations": -1.0}, {"on_spike": "cry"}])
-def test_what_is_no_rule_is_refused(change: dict[str, Any], text: Path) -> None:
+def test_an_invalid_spike_rule_is_refused(change: dict[str, Any], text: Path) -> None:
     with pytest.raises(ZeroError, match=f"train.{next(iter(change))}"):
         config(text, train=change)
 
 
-def test_two_processes_agree_and_are_not_started_again(
+def test_two_processes_agree_and_are_not_restarted(
     text: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     path, run = tmp_path / "micro.toml", tmp_path / "run"

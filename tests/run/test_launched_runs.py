@@ -1,4 +1,4 @@
-"""Two processes that train together keep the checkpoints, and begin with the weights, that one would."""
+"""Two processes keep the same checkpoints, and start from the same weights, as one."""
 
 from pathlib import Path
 

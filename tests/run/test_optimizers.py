@@ -1,4 +1,4 @@
-"""Optimizers and schedules, against formulas written out in numpy."""
+"""Optimizers and schedules against formulas in numpy."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ def settings(steps: int, **optimizer: Any) -> RunConfig:
         (settings(100), settings(100), 100, None),
     ],
 )
-def test_what_becomes_of_the_rate_of_a_run_that_goes_on(before, now, updates, said) -> None:
+def test_changes_of_the_learning_rate_on_resuming(before, now, updates, said) -> None:
     wanted = [] if said is None else [f"the learning rate follows the schedule of {said}"]
     assert rate_changes(before, now, updates) == wanted
 
@@ -87,7 +87,7 @@ PARAMS = {
 }
 
 
-def test_decay_mask_goes_by_name() -> None:
+def test_decay_mask_by_name() -> None:
     assert decay_mask(PARAMS) == {
         "embed": {"embedding": True},
         "blocks": {"norm": {"scale": False}, "linear": {"kernel": True, "bias": False}},

@@ -1,4 +1,4 @@
-"""What a training loop of one's own takes from zerojax besides the step: going on, and trackers."""
+"""Resuming and trackers in a training loop of your own."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def abstract(width: int = 4) -> zerojax.TrainState:
 
 
 def filled(state: zerojax.TrainState, value: float) -> zerojax.TrainState:
-    """A state whose numbers all are ``value``: nothing is compiled."""
+    """A state in which every number is ``value``; compiles nothing."""
 
     def fill(x: Any) -> jax.Array:
         return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
@@ -48,12 +48,12 @@ def kernel(state: zerojax.TrainState) -> float:
     return float(value)
 
 
-def test_there_is_nothing_to_go_on_from(tmp_path):
+def test_no_checkpoint_to_resume_from(tmp_path):
     assert checkpoints.resume(tmp_path / "never", abstract()) is None
     assert checkpoints.resume(str(tmp_path), abstract()) is None
 
 
-def test_the_newest_is_gone_on_from(tmp_path):
+def test_the_newest_is_resumed(tmp_path):
     save(tmp_path, 3, 7)
     found = checkpoints.resume(tmp_path, abstract())
     assert found is not None
@@ -61,7 +61,7 @@ def test_the_newest_is_gone_on_from(tmp_path):
     assert found.record.position == {"row": 70, "of": ["a", "b"]}
 
 
-def test_a_damaged_one_is_moved_aside_and_said(tmp_path):
+def test_a_damaged_checkpoint_is_moved_aside_and_reported(tmp_path):
     save(tmp_path, 3, 7)
     file = next(
         path for path in (tmp_path / "7" / "params").rglob("*") if path.is_file() and path.stat().st_size
@@ -97,7 +97,7 @@ def test_all_damaged_is_refused(tmp_path):
 
 
 class Spy:
-    """A tracker that keeps what it is told."""
+    """A tracker that records its calls."""
 
     runs: list["Spy"]
 
@@ -130,7 +130,7 @@ def fail_at_step_2(log: trackers.Trackers) -> None:
         raise OSError("away")
 
 
-def test_trackers_are_told_and_found_again(tmp_path, spies):
+def test_trackers_are_written_and_resumed(tmp_path, spies):
     folder, settings = tmp_path / "new" / "mine", {"rate": 0.1, "model": {"width": 4}}
     with trackers.track(folder, settings=settings) as log:
         log.write(1, {"loss": 2.0})
@@ -144,7 +144,7 @@ def test_trackers_are_told_and_found_again(tmp_path, spies):
     assert RunFolder(folder).read_summary()["trackers"] == {"tensorboard": "the run"}
 
 
-def test_the_first_process_alone_tells(tmp_path, spies, monkeypatch):
+def test_only_process_zero_writes(tmp_path, spies, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with trackers.track(tmp_path / "run") as log:
         log.write(1, {"loss": 2.0})

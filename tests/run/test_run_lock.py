@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is refused, in one line that says who is there."""
+"""Two runs in one folder: the second is refused, in one line that names the first."""
 
 import errno
 import fcntl
@@ -34,7 +34,7 @@ time.sleep(600)
 """
 
 
-def test_a_second_run_is_refused_and_touches_nothing(finished_copy: RunFolder, text: Path) -> None:
+def test_a_second_run_is_refused_and_changes_nothing(finished_copy: RunFolder, text: Path) -> None:
     longer = micro_config(text, train={"steps": 9})
     with Trainer.open(longer, finished_copy) as first:
         (finished_copy.checkpoints / "9.unfinished").mkdir()  # which the first is writing
@@ -55,7 +55,7 @@ def test_a_run_that_cannot_start_leaves_no_lock(finished_copy: RunFolder, text: 
         pass
 
 
-def test_who_only_reads_needs_none_and_who_writes_does(
+def test_writing_commands_need_the_lock_and_reading_ones_do_not(
     finished_copy: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(finished_copy.path)
@@ -70,7 +70,7 @@ def test_who_only_reads_needs_none_and_who_writes_does(
     assert main(["checkpoints", run, "--delete", "6"]) == 0
 
 
-def test_the_lock_of_a_dead_process_is_none(tmp_path: Path) -> None:
+def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     command = [sys.executable, "-c", HOLD, str(folder.path)]
     with subprocess.Popen(command, env=for_programs(), stdout=subprocess.PIPE, text=True) as process:
@@ -95,7 +95,7 @@ def test_the_lock_of_a_dead_process_is_none(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_whatever_the_file_says_it_is_one_line(said: bytes, who: str, tmp_path: Path) -> None:
+def test_any_content_of_the_file_gives_one_line(said: bytes, who: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with RunLock(folder):
         folder.lock.write_bytes(said)

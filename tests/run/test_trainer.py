@@ -1,4 +1,4 @@
-"""Runs: what they write, how they go on, when they stop."""
+"""Runs: their files, resuming, stopping, and refused settings."""
 
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def test_resume_is_bit_identical(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_goes_on_with_another_mesh_and_stage(finished_copy: RunFolder, text: Path) -> None:
+def test_resumes_with_another_mesh_and_stage(finished_copy: RunFolder, text: Path) -> None:
     with Trainer.open(finished_copy.read_config(), finished_copy) as trainer:
         before = arrays(trainer)
     other = micro_config(text, train={"steps": 10}, mesh={"nodes": 4, "local": 2}, zero={"stage": 1})
@@ -130,9 +130,9 @@ class TestRefusals:
         config = micro_config(text, model=long, train={"sequence_length": 1 << 20})
         self.refuse(config, tmp_path / "run", "too few for one sequence")
 
-    def test_folder_cannot_be_made(self, text: Path, tmp_path: Path) -> None:
+    def test_folder_cannot_be_created(self, text: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        self.refuse(micro_config(text), tmp_path / "file" / "run", "cannot make the run folder")
+        self.refuse(micro_config(text), tmp_path / "file" / "run", "cannot create the run folder")
 
     def test_resume_must_without_a_checkpoint(self, text: Path, tmp_path: Path) -> None:
         self.refuse(micro_config(text), tmp_path / "run", "there is no checkpoint", resume="must")
@@ -140,6 +140,6 @@ class TestRefusals:
     def test_another_model_in_the_same_folder(self, finished: RunFolder, text: Path) -> None:
         self.refuse(micro_config(text), finished.path, "holds a run at step 8", resume="never")
         wider = micro_config(text, model={"d_model": 32})
-        self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot go on with 32")
+        self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot resume with 32")
         seed = micro_config(text, train={"seed": 1})
         self.refuse(seed, finished.path, r"train\.seed")

@@ -1,4 +1,4 @@
-"""The `zerojax` command: one module per subcommand, imported when it is called."""
+"""The ``zerojax`` command: one module per subcommand, imported on use."""
 
 import importlib
 import io
@@ -13,11 +13,11 @@ from zerojax.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     EXIT_WRONG_USE,
+    ConfigurationError,
     DivergedError,
     JobError,
     RunError,
     Stopped,
-    ZeroError,
     show_traceback,
 )
 from zerojax.multihost.background import is_stuck
@@ -25,25 +25,25 @@ from zerojax.versions import VERSION
 
 # name -> (module with `run(arguments)`, what it does)
 COMMANDS = {
-    "train": ("zerojax.cli.train", "train a model from a config; run again, it goes on"),
-    "sample": ("zerojax.cli.sample", "let a trained run write text"),
-    "import": ("zerojax.cli.import_model", "begin a run with the weights of a Hugging Face model"),
+    "train": ("zerojax.cli.train", "train a model from a config, or resume its training"),
+    "sample": ("zerojax.cli.sample", "generate text with a trained run"),
+    "import": ("zerojax.cli.import_model", "start a run from the weights of a Hugging Face model"),
     "export": ("zerojax.cli.export_model", "write a trained model for transformers or vLLM"),
     "eval": ("zerojax.cli.eval", "measure the validation loss of a trained run"),
     "report": ("zerojax.cli.run_report", "write an HTML page about a run: curves, speed, bytes, restarts"),
-    "overlap": ("zerojax.cli.overlap", "say how much communication of a profile hides behind compute"),
+    "overlap": ("zerojax.cli.overlap", "measure how much communication of a profile overlaps compute"),
     "checkpoints": ("zerojax.cli.checkpoints", "list and verify the checkpoints of a run"),
-    "plan": ("zerojax.cli.plan", "show what a run will hold and send: units, formats, bytes, memory"),
-    "from-deepspeed": ("zerojax.cli.from_deepspeed", "turn a DeepSpeed config into one of zerojax"),
+    "plan": ("zerojax.cli.plan", "show the memory and communication of a run: units, formats, bytes"),
+    "from-deepspeed": ("zerojax.cli.from_deepspeed", "convert a DeepSpeed config to a zerojax config"),
     "comm": ("zerojax.cli.comm", "count every collective of a training step, with its bytes"),
     "launch": ("zerojax.cli.launch", "start zerojax train in several processes on this machine"),
-    "emulate": ("zerojax.cli.emulate", "run a command on every node of a cluster emulated here"),
-    "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and the mesh to choose"),
+    "emulate": ("zerojax.cli.emulate", "run a command on every node of an emulated cluster"),
+    "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and a suitable mesh"),
 }
 
-# What is told in a line, without a traceback.
+# Exit codes of errors that are reported in one line, without a traceback.
 _CODES: dict[type[BaseException], int] = {
-    ZeroError: EXIT_WRONG_USE,
+    ConfigurationError: EXIT_WRONG_USE,
     DivergedError: EXIT_DIVERGED,
     RunError: EXIT_FAILED,
     JobError: EXIT_FAILED,
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0; 1 when a run failed; 2 for wrong use or settings; 3 when a run diverged; 4 when
-        another process of the run was lost (its peers end this one then); 75 when a run was asked to
-        stop, saved, and can go on; 130 when interrupted without saving.
+        The exit code: 0; 1 if a run failed; 2 for wrong use or settings; 3 if a run diverged; 4 if another
+        process of the run was lost; 75 if a run stopped on request, saved, and can be resumed; 130 if it was
+        interrupted without saving.
     """
     if arguments is not None:
         return _main(list(arguments))
@@ -92,16 +92,16 @@ def _main(given: list[str]) -> int:
         importlib.import_module(COMMANDS[name][0]).run(rest)
     except tuple(_CODES) as error:
         return report(error)[0]
-    except BrokenPipeError:  # whoever was reading, `head` perhaps, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     return EXIT_OK
 
 
 def _write_whole_lines() -> None:
-    """Let every line leave at once and in one write.
+    """Write every line at once and in one piece.
 
-    XLA and Gloo write to the same pipe from C++, and would come between the parts of a line.
+    XLA and Gloo write to the same pipe from C++, and could otherwise split a line.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -109,10 +109,10 @@ def _write_whole_lines() -> None:
 
 
 def report(error: BaseException) -> tuple[int, str]:
-    """Print an error: what a person can act on as one line, anything else with its traceback.
+    """Print an error: one of this package as one line, any other with its traceback.
 
     Returns:
-        The exit code, and the line.
+        The exit code and the line.
     """
     for kind, code in _CODES.items():
         if isinstance(error, kind):

@@ -1,4 +1,4 @@
-"""`zerojax checkpoints RUN`."""
+"""``zerojax checkpoints RUN``: list, verify, rewind and delete checkpoints."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zerojax.cli.options import read_options
-from zerojax.errors import RunError, ZeroError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
 from zerojax.run.checkpoints import DamagedError, Seal, damage_line, read_seal, step_dirs, verify
 from zerojax.run.metrics import move_later_lines
@@ -21,16 +21,16 @@ from zerojax.run.run_lock import RunLock
 
 @dataclass(frozen=True)
 class Options:
-    """List the checkpoints of a run, and compare each with its seal; no device is touched.
+    """List the checkpoints of a run and check each against its seal; uses no device.
 
-    Ends with code 1 when one is damaged.
+    Exits with code 1 if one is damaged.
 
     Attributes:
         run: The run's folder.
-        verify: Read every byte and compare checksums; without, only names and sizes of files.
-        rewind: Go back to this step first, so that the run goes on from there: later checkpoints are kept as
-            STEP.undone, what metrics.jsonl says about later steps as metrics.jsonl.undone.
-        delete: Delete this one first: a step, or the name of one that was moved aside.
+        verify: Read every byte and compare checksums; otherwise compare names and sizes of files only.
+        rewind: First go back to this step, from which the run then resumes: later checkpoints are kept as
+            STEP.undone, later lines of metrics.jsonl as metrics.jsonl.undone.
+        delete: First delete this checkpoint: a step, or the name of one that was moved aside.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -40,7 +40,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> None:
-    """Rewind, delete, list, and verify.
+    """Rewind and delete if asked to, then list and verify.
 
     Raises:
         RunError: a checkpoint is damaged, or cannot be deleted.
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
     if not folder.path.is_dir():
-        raise ZeroError(f"{folder.path} is no run's folder")
+        raise ConfigurationError(f"{folder.path} is not a run folder")
     if options.rewind is not None:
         with RunLock(folder):
             _rewind(folder, options.rewind, checksums=options.verify)
@@ -58,12 +58,12 @@ def run(arguments: list[str]) -> None:
     paths = [folder.checkpoints / str(step) for step in step_dirs.steps(folder.checkpoints)]
     paths += step_dirs.aside(folder.checkpoints)
     if not paths:
-        raise ZeroError(f"{folder.path} has no checkpoint yet")
+        raise ConfigurationError(f"{folder.path} has no checkpoint yet")
     table = Table("name", "saved", "size", "metrics", "written on", "state", box=None, pad_edge=False)
     bad = 0
     for path in paths:
         why = _damage(path, checksums=options.verify)
-        if not path.exists():  # the run, which is alive, has just removed it
+        if not path.exists():  # a running run has just removed it
             continue
         bad += why is not None
         state = f"damaged: {why}" if why else "verified" if options.verify else "complete"
@@ -82,7 +82,7 @@ def _damage(path: Path, *, checksums: bool) -> str | None:
 
 
 def _facts(path: Path) -> tuple[str, str, str, str]:
-    """When it was saved, its size, its metrics, and what wrote it, as far as its seal can be read."""
+    """Time of saving, size, metrics, and mesh and preset of its run; "?" if the seal cannot be read."""
     try:
         seal: Seal = read_seal(path)
     except DamagedError:
@@ -98,15 +98,17 @@ def _facts(path: Path) -> tuple[str, str, str, str]:
 def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
     steps = step_dirs.steps(folder.checkpoints)
     if step not in steps:
-        raise ZeroError(f"{folder.path} has no checkpoint of step {step}; there are: {_listed(steps)}")
+        raise ConfigurationError(
+            f"{folder.path} has no checkpoint of step {step}; there are: {_listed(steps)}"
+        )
     if why := _damage(folder.checkpoints / str(step), checksums=checksums):
-        raise ZeroError(damage_line(folder.checkpoints, step, why))
-    # The newest first: if this is interrupted, what is left still is a run that goes on from its newest.
+        raise ConfigurationError(damage_line(folder.checkpoints, step, why))
+    # Newest first: if interrupted, the remaining checkpoints still form a run that resumes from its newest.
     undone = [
         step_dirs.move_aside(folder.checkpoints, later, "undone") for later in reversed(steps) if later > step
     ]
     metrics = move_later_lines(folder.metrics, step)
-    print(f"{folder.path} goes on from step {step}")
+    print(f"{folder.path} will resume from step {step}")
     if undone:
         print(f"later checkpoints are kept as {_listed(path.name for path in reversed(undone))}")
     if metrics is not None:
@@ -116,7 +118,7 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
 def _delete(folder: Path, name: str) -> None:
     known = [str(step) for step in step_dirs.steps(folder)] + [path.name for path in step_dirs.aside(folder)]
     if name not in known:
-        raise ZeroError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
+        raise ConfigurationError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
 

@@ -1,44 +1,45 @@
-"""Devices and processes, before JAX has looked at them."""
+"""Set-up of emulated devices and of the job's processes, before JAX initialises its devices."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
 
 from zerojax import cli
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.multihost import distributed
 from zerojax.multihost.peers import Peers
 from zerojax.run.config import ClusterSection, MeshSection, RunConfig, config_to_dict
 from zerojax.versions import VERSION
 
 _EMULATION_FLAG = "xla_force_host_platform_device_count"
-# Many devices on few cores are slow, not dead: XLA would end the process after 40 seconds.
+# Many devices on few cores are slow, but XLA ends the process after 40 s by default.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
-    """Give this process its share of nodes x local CPU devices, where `mesh.emulate` says so.
+    """Give this process its share of nodes x local emulated CPU devices, if ``mesh.emulate`` is set.
 
-    Must come before anything touches a device: XLA reads its flags then. Nothing happens where XLA_FLAGS
-    says how many devices already; accelerators are not affected.
+    Call it before anything uses a device, which is when XLA reads its flags. Does nothing if XLA_FLAGS
+    already sets the number of devices; accelerators are not affected.
 
     Args:
         mesh: the settings.
-        processes: that share the devices; by default as ``JAX_NUM_PROCESSES`` says.
+        processes: number of processes that share the devices; by default ``JAX_NUM_PROCESSES``.
 
     Raises:
-        ZeroError: the devices do not divide among the processes, or the variable is no number.
+        ConfigurationError: the devices do not divide among the processes, or the variable is not a number.
     """
     if not mesh.emulate or _EMULATION_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
     count = processes if processes is not None else os.environ.get("JAX_NUM_PROCESSES", "1")
     if not str(count).isdecimal() or int(count) < 1:
-        raise ZeroError(f"the number of processes should be 1 or more, not {count!r}")
+        raise ConfigurationError(f"the number of processes must be 1 or more, not {count!r}")
     devices, rest = divmod(mesh.nodes * mesh.local, int(count))
     if rest or not devices:
-        raise ZeroError(
+        raise ConfigurationError(
             f"mesh.nodes {mesh.nodes} x mesh.local {mesh.local} devices do not divide among {count} processes"
         )
     os.environ["XLA_FLAGS"] = " ".join(
@@ -46,28 +47,42 @@ def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
     ).strip()
 
 
+@dataclass(frozen=True)
+class JobOptions:
+    """How this process joins a job.
+
+    Attributes:
+        coordinator: host:port of process 0, if no cluster manager starts the processes.
+        process_id: Number of this process.
+        num_processes: Number of processes.
+        insecure: Without a token (ZEROJAX_JOB_TOKEN), let anybody who reaches process 0 join.
+    """
+
+    coordinator: str | None = None
+    process_id: int | None = None
+    num_processes: int | None = None
+    insecure: bool = False
+
+
 @contextmanager
 def joined_cluster(
     mesh: MeshSection,
     cluster: ClusterSection,
-    *,
-    coordinator: str | None = None,
-    process_id: int | None = None,
-    num_processes: int | None = None,
-    insecure: bool = False,
+    job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
 ) -> Iterator[Peers | None]:
-    """Emulate devices where the settings say so, and meet the other processes where there are any.
+    """Emulate devices if the settings say so, and join the other processes if there are any.
 
-    Arguments and errors as `emulate_devices` and `zerojax.distributed.joined`.
+    Arguments and errors as for ``emulate_devices`` and ``zerojax.distributed.joined``.
     """
-    emulate_devices(mesh, num_processes)
+    job = job or JobOptions()
+    emulate_devices(mesh, job.num_processes)
     with distributed.joined(
-        coordinator,
-        process_id,
-        num_processes,
+        job.coordinator,
+        job.process_id,
+        job.num_processes,
         facts=facts,
-        insecure=insecure or cluster.insecure,
+        insecure=job.insecure or cluster.insecure,
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
         report=cli.report,
@@ -76,7 +91,7 @@ def joined_cluster(
 
 
 def facts_of(config: RunConfig, **more: object) -> dict[str, str]:
-    """What has to be the same in all processes of a run: settings, versions, and what else is given."""
+    """Values that must be the same in all processes of a run: settings, versions, and those in ``more``."""
     values = {
         f"{section}.{key}": value
         for section, values in config_to_dict(config).items()

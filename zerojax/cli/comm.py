@@ -1,4 +1,4 @@
-"""`zerojax comm CONFIG`: what a training step sends."""
+"""``zerojax comm CONFIG``: the communication of a training step."""
 
 import json
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from zerojax.cli.untrained import abstract_run
 
 @dataclass(frozen=True)
 class Options(on_config.Options):
-    """Count what a training step of a config sends, and say which option would send less.
+    """Count the bytes that a training step of a config sends, and name options that would send less.
 
-    Nothing is trained, and none of the cluster's devices has to be there.
+    Trains nothing and needs none of the cluster's devices.
 
     Attributes:
         json: Print JSON instead of tables.
@@ -23,7 +23,7 @@ class Options(on_config.Options):
 
 
 def run(arguments: list[str]) -> None:
-    """Trace the step and print what it sends."""
+    """Trace the step and print its collectives."""
     options = on_config.parse(Options, "comm", arguments)
     state, batch = abstract_run(options.settings)
     report = comm_report(state, batch)

@@ -1,4 +1,4 @@
-"""`zerojax doctor`."""
+"""``zerojax doctor``: versions, devices, kernels, links, and a suitable mesh and preset."""
 
 import platform
 import shutil
@@ -12,9 +12,9 @@ import psutil
 from pallas_kernels import backend_report
 from zerojax import make_mesh
 from zerojax.analysis import links
-from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import read_options
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics import peak_flops
@@ -27,41 +27,25 @@ Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Show what zerojax finds on this machine, measure its links, and say what it would choose.
+class Options(JobOptions):
+    """Show this machine's versions, devices and kernels, measure its links, and suggest a mesh and preset.
 
     Under `zerojax launch` or on several hosts (with the same options and variables as `zerojax train`) the
     links between the processes are measured, too.
 
     Attributes:
-        mesh: The mesh to try; by default processes x devices.
-        run_dir: Where runs shall lie.
-        coordinator: host:port of process 0, where no cluster manager starts the processes.
-        process_id: Which of the processes this is.
-        num_processes: How many processes there are.
-        insecure: Let anybody who reaches process 0 join, where the processes have no token
-            (ZEROJAX_JOB_TOKEN).
+        mesh: The mesh to measure; by default processes x devices.
+        run_dir: Folder for runs, to check its disk.
     """
 
     mesh: MeshSection = field(default_factory=MeshSection)
     run_dir: Path = Path("runs")
-    coordinator: str | None = None
-    process_id: int | None = None
-    num_processes: int | None = None
-    insecure: bool = False
 
 
 def run(arguments: list[str]) -> None:
-    """Look, measure and print."""
+    """Inspect, measure and print."""
     options = read_options(Options, "doctor", arguments)
-    with joined_cluster(
-        options.mesh,
-        ClusterSection(),
-        coordinator=options.coordinator,
-        process_id=options.process_id,
-        num_processes=options.num_processes,
-        insecure=options.insecure,
-    ):
+    with joined_cluster(options.mesh, ClusterSection(), options):
         sections = {
             "versions": _versions(),
             "devices": _devices(),
@@ -104,10 +88,10 @@ def _devices() -> Rows:
 
 
 def _choice(settings: MeshSection) -> Rows:
-    """The mesh, its links as they are, and the preset to begin with."""
+    """The mesh, its measured links, and a preset to begin with."""
     try:
         mesh = make_mesh(settings.nodes or None, settings.local or None)
-    except ZeroError as error:
+    except ConfigurationError as error:
         return [("refused", str(error))]
     found, rates = links.links_of(mesh), links.measure_matmul()
     local = mesh.shape["local"]
@@ -132,7 +116,7 @@ def _shared(link: links.Link | None, local: int) -> str:
 
 
 def _rates(rates: list[float]) -> str:
-    """The speed of each process's first device, and who is slow."""
+    """The speed of the processes' first devices, and which processes are slow."""
     text = f"{max(rates) / 1e12:.3g} TFLOP/s"
     slow = [f"rank {i} {rate / 1e12:.3g}" for i, rate in enumerate(rates) if rate < 0.8 * max(rates)]
     return text + (f"; slower, and all wait for the slowest: {', '.join(slow)}" if slow else "")
@@ -140,7 +124,7 @@ def _rates(rates: list[float]) -> str:
 
 def _mesh_reason(settings: MeshSection) -> str:
     if settings.nodes or settings.local:
-        return "as asked for"
+        return "as requested"
     return "a node for each process, whose devices share a host and its links"
 
 
@@ -167,5 +151,5 @@ def _host(runs: Path) -> Rows:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder on the way to a path that is there."""
+    """The nearest existing folder above a path."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())

@@ -1,31 +1,30 @@
-"""`zerojax emulate`: run a command on every node of a cluster emulated on this machine.
+"""``zerojax emulate``: run a command on every node of a cluster emulated on this machine.
 
     sudo env PATH="$PATH" zerojax emulate --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         zerojax train configs/gpt-tiny.toml
 
 Each node is a network namespace with a full-duplex link of the given rate to a common switch, its own GPUs
-(or emulated CPU devices where there are none) and its own host name. JAX, torchrun and NCCL find in the
-environment what they need to be one job (see ``EmulatedCluster``). The bytes of each link are printed at the
-end.
+(or emulated CPU devices if there are none) and its own host name. Environment variables make JAX, torchrun
+and NCCL run as one job (see ``EmulatedCluster``). The bytes of each link are printed at the end.
 
-Linux and root. Nothing outside the namespaces is touched, and nothing is left behind, however the run ends.
-The exit code is the worst of the nodes' codes.
+Needs Linux and root. Nothing outside the namespaces is changed, and nothing is left behind, however the run
+ends. The exit code is the highest of the nodes' codes.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.testing.emulated_cluster import ClusterError, EmulatedCluster, LinkBytes
 
 
 def run(arguments: Sequence[str]) -> None:
-    """The command; it ends the process with the worst of the nodes' exit codes.
+    """Parse the command line, run the command on every node, and print the bytes of each link.
 
     Raises:
-        ZeroError: a cluster that cannot be emulated, or not on this machine.
-        SystemExit: wrong options (code 2), or after --help (code 0).
+        ConfigurationError: the cluster cannot be emulated, at all or on this machine.
+        SystemExit: always; the highest of the nodes' exit codes, 2 for wrong options, 0 after --help.
     """
     parser = argparse.ArgumentParser(
         prog="zerojax emulate",
@@ -52,7 +51,7 @@ def run(arguments: Sequence[str]) -> None:
             platform=options.platform,
         )
     except (ValueError, ClusterError) as error:
-        raise ZeroError(str(error)) from error
+        raise ConfigurationError(str(error)) from error
     with cluster:
         result = cluster.run(command, grace=options.grace)
         print(table(cluster.link_bytes()), file=sys.stderr)
@@ -60,7 +59,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def table(links: list[LinkBytes]) -> str:
-    """The bytes of each link, a line each."""
+    """A table of the bytes of each link."""
     lines = [f"{'link':8}{'sent, bytes':>20}{'received, bytes':>20}"]
     for node, link in enumerate(links):
         lines.append(f"node{node:<4}{link.sent:>20,}{link.received:>20,}")

@@ -1,4 +1,4 @@
-"""`zerojax eval RUN`."""
+"""``zerojax eval RUN``: measure the validation loss of a checkpoint."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ class Options:
 
     Attributes:
         run: The run's folder.
-        ema: Take the average of the weights (optimizer.ema_decay) in their place.
+        ema: Use the averaged weights (optimizer.ema_decay).
         mesh: Devices to use; by default as in the run.
     """
 
@@ -30,7 +30,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> None:
-    """Restore and evaluate."""
+    """Restore the newest checkpoint, evaluate it, and print the loss."""
     mesh = MeshSection()
     if arguments and not arguments[0].startswith("-"):
         mesh = RunFolder(Path(arguments[0])).read_config().mesh

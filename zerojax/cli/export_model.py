@@ -1,4 +1,4 @@
-"""`zerojax export RUN OUT [--weights FORMAT]`."""
+"""``zerojax export RUN OUT [--weights FORMAT]``: write a checkpoint as a Hugging Face model."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import tyro
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import TrainedRun, open_trained
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     EXPORT_DTYPES,
     Direction,
@@ -36,21 +36,21 @@ REPORT = "zerojax.json"
 class Options:
     """Write a run's latest checkpoint as a Hugging Face model, for transformers or vLLM.
 
-    With --weights, linear layers are quantized by the codec that ZeRO++ sends weights with, in the format
-    of compressed-tensors, and the perplexity of what was written is measured beside that of the full model.
+    With --weights, linear layers are quantized by the codec that ZeRO++ sends weights with, in the format of
+    compressed-tensors, and the perplexities of the quantized and the full model are measured.
 
     Attributes:
         run: The run's folder.
-        out: The folder to write; must not be there yet.
-        weights: Quantize the linear layers to this; int2 and fp8 in blocks are for transformers alone.
+        out: The folder to write; must not exist.
+        weights: Format to quantize the linear layers to; only transformers reads int2 and block-wise fp8.
         block_size: Elements that share a scale; by default the run's zero.block_size. vLLM's fast kernels
-            take 128.
-        along: "input" lays blocks along a layer's inputs, as vLLM reads them; "output" along its outputs,
-            which are the very blocks that training sent, for transformers.
+            need 128.
+        along: "input" for blocks along a layer's inputs, which vLLM reads; "output" for blocks along its
+            outputs, as in training, which only transformers reads.
         dtype: Of the tensors that are not quantized: float32, float16 or bfloat16 (or fp32, fp16, bf16); by
             default as in the imported model, else float32.
-        shard_gb: Gigabytes of one file at most.
-        ema: Take the average of the weights (optimizer.ema_decay) in their place.
+        shard_gb: The greatest size of a file, in gigabytes.
+        ema: Export the averaged weights (optimizer.ema_decay).
         mesh: Devices to use; by default as in the run.
     """
 
@@ -65,21 +65,21 @@ class Options:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        """Refuse an unknown dtype, a file size of nothing, and options that would do nothing.
+        """Refuse an unknown dtype, a file size of zero, and options without effect.
 
         Raises:
-            ZeroError: naming the option.
+            ConfigurationError: names the option.
         """
         if self.dtype is not None:
             dtype_name(self.dtype, "--dtype", tuple(EXPORT_DTYPES))
         if not self.shard_gb > 0:
-            raise ZeroError(f"--shard-gb {self.shard_gb}: above 0")
+            raise ConfigurationError(f"--shard-gb {self.shard_gb}: must be above 0")
         if self.weights is None and (self.block_size is not None or self.along != "input"):
-            raise ZeroError("--block-size and --along say how weights are quantized: add --weights")
+            raise ConfigurationError("--block-size and --along say how weights are quantized: add --weights")
 
 
 def run(arguments: list[str]) -> None:
-    """Restore and write."""
+    """Restore the newest checkpoint and write it, quantized if asked to."""
     mesh = MeshSection()
     if arguments and not arguments[0].startswith("-"):
         mesh = RunFolder(Path(arguments[0])).read_config().mesh
@@ -90,9 +90,9 @@ def run(arguments: list[str]) -> None:
     how = None
     if options.weights is not None:
         block = options.block_size or config.zero.to_zero().block_size
-        ZeroConfig(block_size=block)  # refuses a size that the codec does not take
+        ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
-    # What is written, and measured, are the master weights, however they travelled in training.
+    # The master weights are written and measured, whatever the wire formats of training.
     config = replace(config, zero=ZeroSection(compute_dtype=config.zero.compute_dtype))
     with joined_cluster(options.mesh, config.cluster):
         _export(options, folder, config, how)
@@ -121,7 +121,7 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
 
 
 def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState) -> dict[str, float]:
-    """Of the run's validation batches, with the quantized weights and with the full ones."""
+    """Perplexities of the run's validation batches with the quantized and the full weights."""
     batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
     batches.close()
     full, lossy = (float(evaluate(state, validation)) for state in (trained.state, quantized))

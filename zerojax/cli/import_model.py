@@ -1,4 +1,4 @@
-"""`zerojax import MODEL RUN [CONFIG] [--section.key value ...]`."""
+"""``zerojax import MODEL RUN [CONFIG] [--section.key value ...]``: start a run from a Hugging Face model."""
 
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -21,16 +21,16 @@ _NO_TOKENIZER = ""
 
 @dataclass(frozen=True)
 class Options:
-    """Begin a run with the weights of a GPT-2, OPT or LLaMA model from Hugging Face.
+    """Start a run from the weights of a GPT-2, OPT or LLaMA model from Hugging Face.
 
     `zerojax train RUN/config.toml --run-dir RUN` trains it further; `zerojax sample RUN` and `zerojax eval
-    RUN` look at it. Its shape comes from its config.json and its tokenizer goes with it; all other settings
-    are CONFIG's or the defaults, and each can be overridden.
+    RUN` use it. The architecture and the tokenizer are the model's; all other settings are CONFIG's or the
+    defaults, and each can be overridden.
 
     Attributes:
         model: The model's folder: config.json, safetensors files, tokenizer.json. Comes first.
-        run: Folder of the run to begin. Comes second.
-        config: A TOML file, or the name of one in configs/; its [model] gives way to the model's.
+        run: Folder of the new run. Comes second.
+        config: A TOML file, or the name of one in configs/; its [model] is replaced by the model's.
     """
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
@@ -40,7 +40,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> None:
-    """Read the model's config, and the command line on top of it; import."""
+    """Read the model's config and the command line, and import the weights."""
     named = list(takewhile(lambda word: not word.startswith("-"), arguments))
     if len(named) < 2:
         if {"-h", "--help"} & set(arguments):
@@ -55,8 +55,8 @@ def run(arguments: list[str]) -> None:
     settings = read_options(Options, "import", arguments, default).settings
     if settings.data.tokenizer == _NO_TOKENIZER:
         raise DataError(
-            f"{source.folder} has no tokenizer: choose one by --data.tokenizer (byte, bpe, or the path of a "
-            "tokenizer.json)"
+            f"{source.folder} has no tokenizer: choose one with --data.tokenizer (byte, bpe, or the path of "
+            "a tokenizer.json)"
         )
     with joined_cluster(settings.mesh, settings.cluster):
         state = import_model(source, settings, folder)
@@ -67,12 +67,12 @@ def run(arguments: list[str]) -> None:
             print(
                 f"{folder.path}: {source.family.model_type}, {parameter_count(settings.model):,} parameters, "
                 f"read into the shards of {mesh.shape['node']} x {mesh.shape['local']} devices; "
-                f"go on by: zerojax train {folder.config} --run-dir {folder.path}"
+                f"train it with: zerojax train {folder.config} --run-dir {folder.path}"
             )
 
 
 def _default_settings(source: Source, folder: RunFolder, config: str | None) -> RunConfig:
-    """The settings before the command line has its say."""
+    """The settings before those of the command line."""
     settings = RunConfig() if config is None else load_config(find_config(config))
     model = model_section(source.model, settings.model)
     data, train = settings.data, settings.train

@@ -1,4 +1,4 @@
-"""A command line on top of the config that it names: `zerojax COMMAND CONFIG [--section.key value ...]`."""
+"""Command lines that name a config and override settings: ``COMMAND CONFIG [--section.key value ...]``."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -11,11 +11,11 @@ from zerojax.run.config import ConfigError, RunConfig, find_config, load_config
 
 @dataclass(frozen=True)
 class Options:
-    """What every such command takes; a command's own options are a subclass.
+    """Options of every such command; a command's own options are a subclass.
 
     Attributes:
         config: A TOML file, or the name of one in configs/, such as gpt-tiny. Comes first.
-        settings: The config's, with those that the command line gives in their place.
+        settings: Those of the config, overridden by the command line.
     """
 
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
@@ -23,11 +23,11 @@ class Options:
 
 
 def parse[Chosen: Options](options: type[Chosen], command: str, arguments: list[str]) -> Chosen:
-    """Read the command line on top of the config that it names.
+    """Read the config and the command line that overrides it.
 
     Args:
         options: the class of the command's options, all but the config with defaults, documented for --help.
-        command: its name.
+        command: name of the command.
         arguments: of the command line.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A command's options from its command line."""
+"""Parsing of a command's options."""
 
 import io
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 
 if TYPE_CHECKING:
@@ -22,33 +22,33 @@ def read_options[Options: "DataclassInstance"](
 
     Args:
         options: the class of the command's options, documented for --help.
-        command: its name.
+        command: name of the command.
         arguments: of the command line.
-        default: the options before the command line has its say; by default those of the class.
+        default: values that the command line overrides; by default those of the class.
 
     Raises:
-        ZeroError: a value that a setting cannot have.
+        ConfigurationError: an invalid value of a setting.
         SystemExit: wrong options (code 2), or after --help (code 0).
     """
-    program, said = f"zerojax {command}", io.StringIO()
+    program, errors = f"zerojax {command}", io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(errors):
             if default is None:
                 read = tyro.cli(options, args=arguments, prog=program)
             else:
                 read = tyro.cli(options, default=default, args=arguments, prog=program)
     except SystemExit as end:
-        if (refusal := _refusal_behind(end)) is not None:
+        if (refusal := _cause(end)) is not None:
             raise refusal from None
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(errors.getvalue())
         raise
     check_numbers(read, lambda field: f"--{field.replace('_', '-')}")
     return read
 
 
-def _refusal_behind(end: BaseException) -> ZeroError | None:
-    """Of our own sections: tyro draws a box around such an error, and ends the program."""
+def _cause(end: BaseException) -> ConfigurationError | None:
+    """The error of one of our sections that made tyro exit: tyro prints such an error in a box."""
     cause: BaseException | None = end
-    while cause is not None and not isinstance(cause, ZeroError):
+    while cause is not None and not isinstance(cause, ConfigurationError):
         cause = cause.__context__
     return cause

@@ -1,4 +1,4 @@
-"""`zerojax overlap TRACE`."""
+"""``zerojax overlap TRACE``: measure how much communication overlaps compute."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from zerojax.cli.options import read_options
 
 @dataclass(frozen=True)
 class Options:
-    """Measure how much of a profile's communication hides behind compute.
+    """Measure how much of a profile's communication overlaps compute.
 
     Attributes:
-        trace: A run's folder, whose newest profile is taken, or an .xplane.pb.
+        trace: An .xplane.pb file, or a run's folder, of which the newest profile is used.
     """
 
     trace: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TRACE")]

@@ -1,4 +1,4 @@
-"""`zerojax plan CONFIG`: what a run will hold and send, and how fast it would be on a cluster."""
+"""``zerojax plan CONFIG``: memory and communication of a run, and its predicted speed on a cluster."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.run.config import MeshSection
 from zerojax.testing.emulated_cluster.network import bytes_per_second
@@ -22,26 +22,25 @@ from zerojax.testing.emulated_cluster.network import bytes_per_second
 
 @dataclass(frozen=True)
 class Options(on_config.Options):
-    """Show what a run of a config will hold and send: units, wire formats, bytes, memory by kind.
+    """Show the memory and communication of a run: units, wire formats, bytes, memory by kind.
 
-    With --gpu, predict for a cluster of such GPUs the memory, the time of a step and the MFU under every
-    preset, the largest batch and the smallest cluster. Reckoned from formulas; none of the devices has to be
-    there.
+    With --gpu, predict memory, step time and MFU under every preset, the largest batch and the smallest
+    cluster, for a cluster of such GPUs. Computed from formulas; needs none of the devices.
 
     Attributes:
         json: Print JSON instead of tables.
-        gpu: Predict for a cluster of these: h100, h200, a100-80 and others (a wrong name lists them).
-        nodes: How many nodes; by default mesh.nodes.
-        gpus_per_node: How many GPUs each has; by default mesh.local.
+        gpu: GPUs of the cluster to predict for: h100, h200, a100-80 and others (an unknown name lists them).
+        nodes: Number of nodes; by default mesh.nodes.
+        gpus_per_node: GPUs of each node; by default mesh.local.
         bandwidth: Of one node's network in each direction, all adapters together, such as 100gbit.
-        sequences: Per device and micro-batch; by default what train.batch_size gives, at least 1.
-        picture: Draw the prediction into this PNG file.
-        memory_fraction: Part of the GPU's memory that JAX takes (XLA_CLIENT_MEM_FRACTION).
-        efficiency: Part of the GPU's peak that matmuls reach.
-        peak_tflops: The GPU's dense bf16 peak, where it is another than listed.
-        memory_gb: Its memory, likewise.
-        memory_bandwidth: Its memory's rate in GB/s, likewise.
-        local_bandwidth: What a GPU sends to the others of its node beside compute, in GB/s, as measured.
+        sequences: Sequences per device and micro-batch; by default from train.batch_size, at least 1.
+        picture: PNG file to draw the prediction to.
+        memory_fraction: Fraction of the GPU's memory that JAX uses (XLA_CLIENT_MEM_FRACTION).
+        efficiency: Fraction of the GPU's peak that matmuls reach.
+        peak_tflops: The GPU's dense bf16 peak, to override the listed one.
+        memory_gb: The GPU's memory, likewise.
+        memory_bandwidth: The GPU's memory bandwidth in GB/s, likewise.
+        local_bandwidth: Measured rate at which a GPU sends to others of its node during compute, in GB/s.
     """
 
     json: bool = False
@@ -60,7 +59,7 @@ class Options(on_config.Options):
 
 
 def run(arguments: list[str]) -> None:
-    """Reckon and print."""
+    """Compute and print the plan or the prediction."""
     options = on_config.parse(Options, "plan", arguments)
     if options.gpu is not None:
         _predict(options, options.gpu)
@@ -80,7 +79,7 @@ def _refuse_without_gpu(options: Options) -> None:
     given = sorted(name for name in own if getattr(options, name) != fields[name])
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ZeroError(f"{named}: for a cluster of which GPUs? Give --gpu, such as h100")
+        raise ConfigurationError(f"{named}: for a cluster of which GPUs? Give --gpu, such as h100")
 
 
 def _predict(options: Options, gpu: str) -> None:
@@ -99,7 +98,7 @@ def _cluster(options: Options, name: str) -> Cluster:
     known, mesh = find_gpu(name), options.settings.mesh
     nodes, local = options.nodes or mesh.nodes, options.gpus_per_node or mesh.local
     if not (nodes and local):
-        raise ZeroError("how large is the cluster? Give --nodes and --gpus-per-node")
+        raise ConfigurationError("how large is the cluster? Give --nodes and --gpus-per-node")
     scales = {
         "flops": (options.peak_tflops, 1e12),
         "memory": (options.memory_gb, 1e9),
@@ -109,7 +108,7 @@ def _cluster(options: Options, name: str) -> Cluster:
     try:
         bandwidth = bytes_per_second(options.bandwidth) if options.bandwidth else 0
     except ValueError as error:
-        raise ZeroError(f"--bandwidth: {error}") from error
+        raise ConfigurationError(f"--bandwidth: {error}") from error
     return Cluster(
         nodes=nodes,
         local=local,

@@ -1,4 +1,4 @@
-"""`zerojax report RUN`."""
+"""``zerojax report RUN``: write an HTML report of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.options import read_options
-from zerojax.errors import ZeroError
-from zerojax.run.html_report import read_story, render
+from zerojax.errors import ConfigurationError
+from zerojax.run.html_report import read_run_data, render
 from zerojax.run.run_dir import RunFolder
 
 
 @dataclass(frozen=True)
 class Options:
-    """Write one HTML page about a run, finished or not, that needs no network and no other file.
+    """Write a self-contained HTML report of a run, finished or not.
 
     Attributes:
         run: The run's folder.
-        out: Where to; RUN/report.html by default.
+        out: File to write; RUN/report.html by default.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -29,9 +29,9 @@ def run(arguments: list[str]) -> None:
     """Read the run's files and write the page."""
     options = read_options(Options, "report", arguments)
     out = options.out or options.run / "report.html"
-    page = render(read_story(RunFolder(options.run)))
+    page = render(read_run_data(RunFolder(options.run)))
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ZeroError(f"{out}: cannot write the report: {error.strerror}") from error
+        raise ConfigurationError(f"{out}: cannot write the report: {error.strerror}") from error
     print(f"{out}: {len(page) / 1000:.0f} kB")

@@ -1,4 +1,4 @@
-"""`zerojax sample RUN --prompt "..."`."""
+"""``zerojax sample RUN --prompt "..."``: generate text."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ import tyro
 from zerojax import gather_model
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models import Sampling, generate
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.data import open_tokenizer
@@ -22,17 +22,17 @@ _MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Options:
-    """Let a run's latest checkpoint write text, on one device.
+    """Generate text with a run's latest checkpoint, on one device.
 
     Attributes:
         run: The run's folder.
-        prompt: What the text begins with; without one, it begins as a document does.
-        tokens: How many tokens to write, unless the text ends before.
-        temperature: What the logits are divided by; 0 always takes the likeliest token.
-        top_k: Draw from this many likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens that have this probability together.
-        seed: The same seed writes the same text.
-        ema: Take the average of the weights (optimizer.ema_decay) in their place.
+        prompt: Beginning of the text; empty for the beginning of a document.
+        tokens: Number of tokens to generate, unless the text ends earlier.
+        temperature: Divisor of the logits; 0 always takes the likeliest token.
+        top_k: Sample from this many likeliest tokens only.
+        top_p: Sample from the fewest likeliest tokens whose probabilities sum to this.
+        seed: The same seed gives the same text.
+        ema: Use the averaged weights (optimizer.ema_decay).
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -45,21 +45,21 @@ class Options:
     ema: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a text of no tokens, or of more than fit into memory.
+        """Refuse a number of tokens below 1, or more than fit into memory.
 
         Raises:
-            ZeroError: naming the option.
+            ConfigurationError: names the option.
         """
         if not 1 <= self.tokens <= _MOST_TOKENS:
-            raise ZeroError(f"--tokens {self.tokens}: 1 to {_MOST_TOKENS:,}")
+            raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MOST_TOKENS:,}")
 
 
 def run(arguments: list[str]) -> None:
-    """Restore, generate, print."""
+    """Restore the newest checkpoint, generate, and print the text."""
     options = read_options(Options, "sample", arguments)
     folder = RunFolder(options.run)
     config = folder.read_config()
-    # One device computes with the master weights: how they travelled in training does not matter.
+    # One device computes with the master weights: wire formats do not matter.
     config = replace(config, zero=ZeroSection())
     trained = open_trained(folder, config, MeshSection(nodes=1, local=1), ema=options.ema)
     tokenizer = open_tokenizer(config.data, folder.data)

@@ -1,6 +1,6 @@
-"""Which one option would let a run send or hold less, and how much, by the formulas of the plan.
+"""Single options that would reduce a run's communication or memory, by the formulas of the plan.
 
-Each option is tried on the config as the command line would set it; what zerojax refuses is no way.
+Each option is tried on the config as the command line would set it; options that zerojax refuses are skipped.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
 from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
 from zerojax.analysis.plan.work import decoder_work
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.run.config import RunConfig
 from zerojax.train.spec import TrainSpec
@@ -26,18 +26,18 @@ _ROUNDING = (
     *("weight_formats", "weights_delta", "grad_formats"),
     *("block_size", "rounding", "rotation", "error_feedback"),
 )
-"""What decides to which numbers a step's are rounded on their way."""
+"""Settings that determine how the values sent in a step are rounded."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The config under one option.
+    """The effect of one option on the config.
 
     Attributes:
-        option: as the command line has it; empty for the config as it is.
-        sent: bytes between nodes, per node and step; of one node, those that a device sends within it.
-        held: bytes of one device at a step's fullest moment, activations included.
-        price: what it does to the numbers, or to time.
+        option: as on the command line; empty for the unchanged config.
+        sent: bytes between nodes, per node and step; with a single node, bytes that a device sends within it.
+        held: a device's peak memory in bytes, activations included.
+        price: its effect on precision or time.
     """
 
     option: str
@@ -47,18 +47,17 @@ class Trial:
 
 
 class Savings:
-    """The options of a config, tried one at a time."""
+    """The options of a config, tried one at a time.
+
+    Args:
+        config: of the run.
+        spec: of its training step, on its mesh.
+        report: counted bytes, if known. Traffic that the formulas omit (Muon's matrices, sums of losses) is
+            assumed to be the same under all options.
+    """
 
     def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
-        """Try the config as it is.
-
-        Args:
-            config: of the run.
-            program: its model and optimizer on its mesh.
-            report: what was counted of it. What the formulas leave out (Muon's matrices, sums of losses)
-                stays the same under all of these options.
-        """
-        self._config, self._program = config, spec
+        self._config, self._spec = config, spec
         self._held = held_bytes(spec)
         self._nodes = spec.world.nodes
         self._besides = 0
@@ -69,18 +68,18 @@ class Savings:
             self.now = dataclasses.replace(self.now, sent=round(counted))
 
     def sent(self) -> list[Trial]:
-        """What sends least, if less than now, and what sends least in the same formats."""
+        """The option that sends least, and the one that does so in the same formats, if less than now."""
         ways = [trial for trial in self._tried(_SENDING) if trial.sent < _WORTH_IT * self.now.sent]
         ways.sort(key=lambda trial: (trial.sent, trial.held))
         same = [trial for trial in ways if trial.price == SAME]
-        # There is nothing to gain from rounding what never leaves a node.
+        # With a single node, rounding gains nothing.
         return list(dict.fromkeys([*(ways[:1] if self._nodes > 1 else []), *same[:1]]))
 
     def held(self) -> list[Trial]:
-        """What holds least, if less than now, and what holds least and sends no more than now."""
+        """The option that holds least, and the one that does so without sending more, if less than now."""
         train, holding = self._config.train, [*_HOLDING]
         accumulate = 2 * train.accumulate
-        while train.batch_size % (self._program.world.size * accumulate) == 0:
+        while train.batch_size % (self._spec.world.size * accumulate) == 0:
             holding.append(("train.accumulate", accumulate))
             accumulate *= 2
         ways = [trial for trial in self._tried(holding) if trial.held < _WORTH_IT * self.now.held]
@@ -89,7 +88,7 @@ class Savings:
         return list(dict.fromkeys([*ways[:1], *free[:1]]))
 
     def sent_line(self) -> str:
-        """`sent` as a line."""
+        """``sent`` as a line of text."""
         if not self.now.sent:
             return "To send less: nothing is sent."
         where, whose = ("between nodes", "node") if self._nodes > 1 else ("within the node", "device")
@@ -101,7 +100,7 @@ class Savings:
         return f"{now}: {'; '.join(ways) or 'no option alone does it'}."
 
     def held_line(self) -> str:
-        """`held` as a line."""
+        """``held`` as a line of text."""
         now = f"To hold less than {size(self.now.held)} a device, activations included"
         ways = [
             f"{trial.option} holds {size(trial.held)} ({trial.price}{self._more_sent(trial)})"
@@ -131,13 +130,13 @@ class Savings:
                 changed = dataclasses.replace(getattr(self._config, section), **{field: value})
                 config = dataclasses.replace(self._config, **{section: changed})
                 yield self._try(f"--{name.replace('_', '-')} {words}", config)
-            except ZeroError:  # it does not go with what else is set
+            except ConfigurationError:  # it conflicts with other settings
                 continue
 
     def _try(self, option: str, config: RunConfig) -> Trial:
-        train, world = config.train, self._program.world
-        zero = config.zero.to_zero(units=self._program.zero.units, accumulate=train.accumulate)
-        there = on_world(self._program, world, zero)
+        train, world = config.train, self._spec.world
+        zero = config.zero.to_zero(units=self._spec.zero.units, accumulate=train.accumulate)
+        there = on_world(self._spec, world, zero)
         work = decoder_work(
             config.model,
             remat=zero.remat,
@@ -149,13 +148,13 @@ class Savings:
         return Trial(
             option,
             (node * world.local if self._nodes > 1 else local) + self._besides,
-            predict_memory(there, work, held=held_elsewhere(self._held, self._program, there)).total,
-            _price(self._program.zero, zero),
+            predict_memory(there, work, held=held_elsewhere(self._held, self._spec, there)).total,
+            _price(self._spec.zero, zero),
         )
 
 
 def _price(now: ZeroConfig, then: ZeroConfig) -> str:
-    """What a change of options does to the numbers, or to time."""
+    """The effect of a change of options on precision or time."""
     if then.remat != now.remat:
         return "computed again in the backward pass"
     if all(getattr(then, name) == getattr(now, name) for name in _ROUNDING):

@@ -1,47 +1,38 @@
-"""`zerojax train CONFIG [--run-dir DIR] [--section.key value ...]`."""
+"""``zerojax train CONFIG [--run-dir DIR] [--section.key value ...]``: train a model or resume a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.analysis.profile import parse_steps
 from zerojax.cli import on_config
-from zerojax.cli.cluster import facts_of, joined_cluster
+from zerojax.cli.cluster import JobOptions, facts_of, joined_cluster
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Options(on_config.Options):
-    """Train a model, or go on training it.
+class Options(JobOptions, on_config.Options):
+    """Train a model, or resume its training.
 
-    Started again on the same run folder, training goes on from the last checkpoint. Each setting of
-    the config can be overridden; the defaults below are those of the config.
+    Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
+    config can be overridden; the defaults below are those of the config.
 
     Attributes:
         run_dir: Folder of the run; runs/NAME by default.
-        resume: "auto" goes on where there is a checkpoint, "must" insists on one, "never" refuses to.
-        init_from: A run's folder or one of its checkpoints, whose weights a new run begins with; its
-            optimizer and its steps start afresh. A run that goes on ignores it.
+        resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
+        init_from: A run's folder or one of its checkpoints, from whose weights a new run starts, with a new
+            optimizer state at step 0. Ignored by a run that resumes.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
-        coordinator: host:port of process 0, where no cluster manager starts the processes.
-        process_id: Which of the processes this is.
-        num_processes: How many processes there are.
-        insecure: Let anybody who reaches process 0 join, where the processes have no token
-            (ZEROJAX_JOB_TOKEN).
     """
 
     run_dir: Path | None = None
     resume: Resume = "auto"
     init_from: Path | None = None
     profile: str | None = None
-    coordinator: str | None = None
-    process_id: int | None = None
-    num_processes: int | None = None
-    insecure: bool = False
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, join the cluster, train."""
+    """Read the config and options, join the other processes, and train."""
     options = on_config.parse(Options, "train", arguments)
     folder = RunFolder(options.run_dir or Path("runs") / Path(options.config).stem)
     settings = options.settings
@@ -50,11 +41,8 @@ def run(arguments: list[str]) -> None:
         joined_cluster(
             settings.mesh,
             settings.cluster,
-            coordinator=options.coordinator,
-            process_id=options.process_id,
-            num_processes=options.num_processes,
-            insecure=options.insecure,
-            facts=facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
+            options,
+            facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
         ) as peers,
         Trainer.open(settings, folder, options.resume, options.init_from, peers, profile) as trainer,
     ):

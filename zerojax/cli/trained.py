@@ -1,9 +1,9 @@
-"""What commands need that look at a finished or running run."""
+"""Loading of trained runs, for commands that use their checkpoints."""
 
-import sys
 from dataclasses import dataclass, replace
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
+from zerojax.log import logger
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import damage_line, newest_sound, restore
 from zerojax.run.config import MeshSection, RunConfig
@@ -13,11 +13,11 @@ from zerojax.train.state import TrainState
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's latest checkpoint, without what only training needs.
+    """A run's latest checkpoint, without the optimizer.
 
     Attributes:
-        config: its settings, on the mesh that was asked for.
-        state: restored.
+        config: its settings, with the requested mesh.
+        state: the restored model.
         step: of the checkpoint.
     """
 
@@ -27,23 +27,23 @@ class TrainedRun:
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
-    """Restore a run's newest sound checkpoint.
+    """Restore a run's newest valid checkpoint.
 
     Args:
-        folder: the run's.
+        folder: of the run.
         config: its settings.
-        mesh: to restore onto; need not be that of the training.
-        ema: take the average of the weights in their place.
+        mesh: to restore onto; may differ from that of training.
+        ema: restore the averaged weights instead.
 
     Raises:
-        ZeroError: there is no checkpoint, or all are damaged; or the run keeps no average.
+        ConfigurationError: there is no checkpoint, all are damaged, or the run keeps no average.
     """
-    zero = replace(config.zero, error_feedback=False)  # of gradients, and there are none
+    zero = replace(config.zero, error_feedback=False)  # concerns gradients only
     config = replace(config, mesh=mesh, zero=zero)
     choice = newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
     for step, why in choice.damaged.items():
-        print(f"zerojax: {damage_line(folder.checkpoints, step, why)}", file=sys.stderr)
+        logger.warning(damage_line(folder.checkpoints, step, why))
     if choice.step is None:
-        raise ZeroError(f"{folder.path} has no checkpoint yet")
+        raise ConfigurationError(f"{folder.path} has no checkpoint yet")
     state = restore(folder.checkpoints / str(choice.step), abstract_model(config), average=ema)
     return TrainedRun(config, state, choice.step)

@@ -1,1 +1,1 @@
-"""A job of several processes: joining it, agreeing, noticing who died or hangs, stopping."""
+"""Jobs of several processes: joining, agreement, detection of dead and hung processes, stopping."""

@@ -1,7 +1,7 @@
-"""What the processes of a run settle together: what the first one finds, and what any of them wants.
+"""Agreement between the processes of a run: results of process zero, and requests of any process.
 
-Nothing here makes a step wait. A wish goes around the devices with a step and is acted on after the next one,
-by all processes at the same step.
+No step waits for an agreement. Requests are reduced over the devices along with a step and acted on after the
+next one, by all processes at the same step.
 """
 
 import json
@@ -16,17 +16,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 
-def from_first(find: Callable[[], Any]) -> Any:
-    """Call `find` on the first process alone, and return its result, or raise its refusal, on all.
+def run_on_process_zero(find: Callable[[], Any]) -> Any:
+    """Call ``find`` on process zero only; return its result, or raise its error, on all processes.
 
     Args:
-        find: returns JSON-able data.
+        find: returns data that JSON can represent.
 
     Raises:
-        ZeroError: as `find` did.
+        ConfigurationError: as ``find`` did.
     """
     if jax.process_count() == 1:
         return find()
@@ -35,72 +35,66 @@ def from_first(find: Callable[[], Any]) -> Any:
     data = np.frombuffer(text.ljust(length), np.uint8)
     answer = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
     if "refused" in answer:
-        raise ZeroError(answer["refused"])
+        raise ConfigurationError(answer["refused"])
     return answer["found"]
 
 
 def _answer(find: Callable[[], Any]) -> bytes:
     try:
         return json.dumps({"found": find()}).encode()
-    except ZeroError as error:
+    except ConfigurationError as error:
         return json.dumps({"refused": str(error)}).encode()
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a process wants to be done after a step.
+class Requests:
+    """Actions requested after a step.
 
     Attributes:
-        save: a checkpoint.
-        stop: a checkpoint, and the end.
+        save: save a checkpoint.
+        stop: save a checkpoint, then stop.
     """
 
     save: bool = False
     stop: bool = False
 
-    def __or__(self, other: "Wishes") -> "Wishes":
-        """What either wants."""
-        return Wishes(self.save or other.save, self.stop or other.stop)
+    def __or__(self, other: "Requests") -> "Requests":
+        return Requests(self.save or other.save, self.stop or other.stop)
 
 
 class Agreement:
-    """Lets all processes know what any of them wants, at the same step.
+    """Distributes requests, so that all processes act on them at the same step.
 
-    In one process that is at once. In several, the wishes that were put before step s are known after step
-    s + 1: they are reduced by the devices before they begin step s, so nobody waits for them then.
+    A single process acts at once. In several, requests put before step s are known after step s + 1: the
+    devices reduce them before they begin step s, so no process has to wait for the result.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Prepare the reduction.
-
-        Args:
-            mesh: of the run.
-        """
         self._alone = jax.process_count() == 1
         self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         everyone = NamedSharding(mesh, PartitionSpec())
-        self._any = jax.jit(lambda wishes: wishes.max(axis=0), out_shardings=everyone)
-        self._placed: dict[Wishes, Array] = {}
-        self._under_way: deque[Wishes | Array] = deque()
+        self._any = jax.jit(lambda rows: rows.max(axis=0), out_shardings=everyone)
+        self._placed: dict[Requests, Array] = {}
+        self._pending: deque[Requests | Array] = deque()
 
-    def put(self, wishes: Wishes) -> None:
-        """Say what this process wants; all processes call this before each step."""
-        self._under_way.append(wishes if self._alone else self._any(self._place(wishes)))
+    def put(self, requests: Requests) -> None:
+        """Submit this process's requests; all processes call this before each step."""
+        self._pending.append(requests if self._alone else self._any(self._place(requests)))
 
-    def get(self) -> Wishes:
-        """What any process wants; all processes call this after each step and do it then."""
-        if len(self._under_way) <= (0 if self._alone else 1):
-            return Wishes()
-        oldest = self._under_way.popleft()
-        return oldest if isinstance(oldest, Wishes) else Wishes(*(bool(x) for x in np.asarray(oldest)))
+    def get(self) -> Requests:
+        """The requests of any process; all processes call this after each step and act on the result."""
+        if len(self._pending) <= (0 if self._alone else 1):
+            return Requests()
+        oldest = self._pending.popleft()
+        return oldest if isinstance(oldest, Requests) else Requests(*(bool(x) for x in np.asarray(oldest)))
 
     def forget(self) -> None:
-        """Drop what is under way, as a save has just fulfilled it."""
-        self._under_way.clear()
+        """Drop pending requests, which a save has just fulfilled."""
+        self._pending.clear()
 
-    def _place(self, wishes: Wishes) -> Array:
-        if wishes not in self._placed:
+    def _place(self, requests: Requests) -> Array:
+        if requests not in self._placed:
             local = len(self._split.addressable_devices)
-            rows = np.tile(np.asarray([wishes.save, wishes.stop], np.int32), (local, 1))
-            self._placed[wishes] = jax.make_array_from_process_local_data(self._split, rows)
-        return self._placed[wishes]
+            rows = np.tile(np.asarray([requests.save, requests.stop], np.int32), (local, 1))
+            self._placed[requests] = jax.make_array_from_process_local_data(self._split, rows)
+        return self._placed[requests]

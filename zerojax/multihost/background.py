@@ -1,4 +1,4 @@
-"""Work that may hang, on threads that nothing has to wait for: neither a step nor the end of the process."""
+"""Worker threads for operations that may hang, so that neither a step nor process exit waits for them."""
 
 import threading
 from collections import deque
@@ -6,33 +6,29 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """Does what it is given, one thing after another; a daemon, with a queue of bounded length.
+    """A daemon thread with a bounded queue of jobs; it skips all jobs after one that raised an error.
 
-    After an error it does nothing more.
+    Args:
+        name: of the thread.
+        most: jobs that may be queued or running.
     """
 
     def __init__(self, name: str, most: int = 1) -> None:
-        """Start.
-
-        Args:
-            name: of the thread.
-            most: things that may be waiting or under way.
-        """
         super().__init__(name=name, daemon=True)
         self.error: BaseException | None = None
         self._most = most
-        self._todo: deque[Callable[[], object]] = deque()  # the first is under way
+        self._todo: deque[Callable[[], object]] = deque()  # the first is running
         self._closed = False
         self._changed = threading.Condition()
         self.start()
 
     @property
     def left(self) -> int:
-        """How many things are waiting or under way."""
+        """How many jobs are queued or running."""
         return len(self._todo)
 
     def put(self, work: Callable[[], object]) -> bool:
-        """Have something done; False, and it will not be, when as many things as may are left."""
+        """Queue a job; return False, without queueing it, if the queue is full."""
         with self._changed:
             if self.left >= self._most:
                 return False
@@ -41,9 +37,9 @@ class Worker(threading.Thread):
             return True
 
     def wait(self, seconds: float, left: int = 0) -> bool:
-        """Wait until no more than so many things are left; False when that takes longer.
+        """Wait until at most ``left`` jobs are left; False on timeout.
 
-        Of a time in which the whole process was stopped one second counts.
+        While the whole process is stopped, only one second counts towards the timeout.
         """
         with self._changed:
             while not (done := self._changed.wait_for(lambda: self.left <= left, min(seconds, 1.0))):
@@ -53,13 +49,13 @@ class Worker(threading.Thread):
         return done
 
     def close(self) -> None:
-        """End the thread when it has nothing left to do; does not wait for that."""
+        """End the thread once its queue is empty; does not wait for that."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def run(self) -> None:
-        """The thread's own part."""
+        """The thread's main loop."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._todo or self._closed)
@@ -77,10 +73,10 @@ class Worker(threading.Thread):
 
 
 def attempt(work: Callable[[], object], seconds: float) -> bool:
-    """Do something on a thread of its own; False when it is not done in so many seconds.
+    """Run a job on a thread of its own; False if it is not done within ``seconds``.
 
     Raises:
-        BaseException: as `work` did.
+        BaseException: whatever ``work`` raised.
     """
     worker = Worker("attempt")
     worker.put(work)
@@ -92,5 +88,5 @@ def attempt(work: Callable[[], object], seconds: float) -> bool:
 
 
 def is_stuck() -> bool:
-    """Whether a thread still has something to do: what it hangs in may hang the interpreter's exit, too."""
+    """Whether a worker has jobs left: what blocks it may block the interpreter's exit, too."""
     return any(isinstance(thread, Worker) and thread.left > 0 for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Share this machine's devices out among the processes of a job, before any of them starts JAX."""
+"""Divide this machine's devices among the processes of a job, before any of them starts JAX."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ Platform = Literal["auto", "cpu", "gpu"]
 
 
 def visible_gpus() -> list[str]:
-    """The ids of the NVIDIA GPUs that this process may use, without waking any.
+    """The ids of the NVIDIA GPUs that this process may use; initialises none of them.
 
-    One that CUDA_VISIBLE_DEVICES lists twice counts twice, so that two nodes can share it.
+    A GPU listed twice in CUDA_VISIBLE_DEVICES counts twice, so that two nodes can share it.
     """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
@@ -21,24 +21,27 @@ def visible_gpus() -> list[str]:
 
 
 def share_devices(processes: int, each: int, platform: Platform = "auto") -> list[dict[str, str]]:
-    """What to add to the environment of each process so that it sees its own devices only.
+    """Environment variables that show each process its own devices only.
 
     Args:
-      processes: how many processes.
-      each: devices of each: the GPUs in order, or as many emulated CPU devices.
-      platform: "gpu", "cpu", or "auto": GPUs if this machine has any.
+        processes: number of processes.
+        each: devices per process: GPUs in order, or emulated CPU devices.
+        platform: "gpu", "cpu", or "auto" for GPUs if this machine has any.
+
+    Returns:
+        The variables to add, by process.
 
     Raises:
-      ZeroError: a count below 1, or fewer GPUs than are asked for.
+        ConfigurationError: a count is below 1, or there are too few GPUs.
     """
     if processes < 1 or each < 1:
-        raise ZeroError(f"a job has at least 1 process and 1 device, not {processes} and {each}")
+        raise ZeroError(f"a job needs at least 1 process and 1 device, not {processes} and {each}")
     gpus = [] if platform == "cpu" else visible_gpus()
     if platform == "gpu" or gpus:
         if len(gpus) < processes * each:
             raise ZeroError(
-                f"{processes} x {each} GPUs are wanted and this machine offers {len(gpus)}: ask "
-                "for fewer, or for the platform cpu to emulate the devices"
+                f"{processes} x {each} GPUs were requested, and this machine has {len(gpus)}: request "
+                "fewer, or the platform cpu to emulate the devices"
             )
         shares = (gpus[i * each :][:each] for i in range(processes))
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

@@ -1,4 +1,4 @@
-"""Join the other processes of a job, and leave them in order."""
+"""Join and leave a job of several processes."""
 
 import ipaddress
 import os
@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
-from jax._src.clusters import ClusterEnv  # JAX offers its detection of clusters to `initialize` only
+from jax._src.clusters import ClusterEnv  # JAX exposes its cluster detection only through `initialize`
 
-from zerojax.errors import JobError, RunError, Stopped, ZeroError, show_traceback
+from zerojax.errors import ConfigurationError, JobError, RunError, Stopped, show_traceback
 from zerojax.multihost import peers
 from zerojax.multihost.devices import visible_gpus
 from zerojax.multihost.peers.handshake import SHORTEST, VARIABLE
 
-# The environment variable that allows a job without a token on other interfaces than the loopback one.
+# The environment variable that permits a job without a token on interfaces other than loopback.
 _INSECURE = "ZEROJAX_INSECURE"
 
 _HOW = (
     f"give all processes the same {VARIABLE}, such as the output of `openssl rand -hex 32`; or --insecure "
-    f"({_INSECURE}=1), on a network where nobody else is"
+    f"({_INSECURE}=1), on a network that nobody else can reach"
 )
 
-# A Unix socket's path has 108 bytes at most.
+# A Unix socket's path has at most 108 bytes.
 _LONGEST_FOLDER = 70
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 
-# Seconds that a process with an error which it has no words for waits for the news of a peer's death.
-_NEWS = 3.0
+# How long an unexpected error waits for a report that a peer died, in seconds.
+_PATIENCE = 3.0
 
 
 @contextmanager
@@ -49,41 +49,40 @@ def joined(
     peer_timeout: float = 60.0,
     report: Callable[[BaseException], tuple[int, str]] = show_traceback,
 ) -> Iterator[peers.Peers | None]:
-    """Be a part of a job; enter it before anything touches a device.
+    """Join a job for the duration of a ``with`` block; enter it before anything uses a device.
 
-    What is known comes from the first of: the arguments; ``JAX_COORDINATOR_ADDRESS``,
-    ``JAX_PROCESS_ID`` and ``JAX_NUM_PROCESSES`` (`zerojax launch` and emulated clusters set them);
-    what SLURM, Open MPI or Kubernetes say, by JAX's own detection. Where nothing is said the process
-    is on its own.
+    The job is described by the first of: the arguments; ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID`` and
+    ``JAX_NUM_PROCESSES`` (set by ``zerojax launch`` and emulated clusters); SLURM, Open MPI or Kubernetes,
+    through JAX's detection. Without any of them the process runs alone.
 
-    When the block ends, this process waits for the others to end theirs. When it raises, the others are
-    told and this process ends there and then, without JAX's own farewell, which would wait for them. When
-    another process dies, falls silent or fails, this one ends with a line that names it and exit code 4 (2
-    where the cause was wrong use).
+    When the block ends, this process waits for the others to end theirs. When it raises, the others are told
+    and this process exits at once, without JAX's shutdown, which would wait for them. When another process
+    dies, falls silent or fails, this one exits with a line that names it and code 4 (2 if the cause was wrong
+    use).
 
     Args:
         coordinator: "host:port" of process 0, reachable from all.
-        process_id: this process, 0 to ``num_processes - 1``.
+        process_id: of this process, 0 to ``num_processes - 1``.
         num_processes: of the whole job.
-        facts: what has to be the same in all processes, by name, such as the settings.
-        bind_address: "address:port" on which process 0 listens, of one interface or "[::]:port" for
-            all; by default ``JAX_COORDINATOR_BIND_ADDRESS``, else the coordinator's own address.
-        token: a secret of this job, the same in all processes, which prove to each other that they know it
-            and never send it; by default ``ZEROJAX_JOB_TOKEN``.
-        insecure: without a token, do listen where others than this host's users can reach process 0, and
-            let anybody who does join the job; by default ``ZEROJAX_INSECURE``.
+        facts: values that must be the same in all processes, by name, such as the settings.
+        bind_address: "address:port" that process 0 listens on, or "[::]:port" for all interfaces; by
+            default ``JAX_COORDINATOR_BIND_ADDRESS``, else the coordinator's own address.
+        token: the job's secret, the same in all processes; they prove to each other that they know it and
+            never send it. By default ``ZEROJAX_JOB_TOKEN``.
+        insecure: without a token, listen even where other hosts' users can reach process 0, and let
+            anybody join; by default ``ZEROJAX_INSECURE``.
         join_timeout: seconds to wait for the others.
         peer_timeout: seconds of silence after which a process counts as dead and the job ends.
-        report: prints what the block raised; gives the exit code, and a line for the other processes.
+        report: prints an error raised by the block; returns the exit code and a line for the other processes.
 
     Yields:
-        The other processes, or None where there are none.
+        The other processes, or None if there are none.
 
     Raises:
-        ZeroError: some of the three are given and others are not, they are out of range, process 0 would
-            listen where the others cannot reach it or, without a token, where anybody can, it may not have
-            as many open files as the processes take, or the tokens or facts differ.
-        JobError: process 0 cannot listen, or the others did not come in time.
+        ConfigurationError: the first three arguments are incomplete or out of range; process 0 would listen
+            where the others cannot reach it, or without a token where anybody can; its limit of open files is
+            too low; or tokens or facts differ.
+        JobError: process 0 cannot listen, or the others did not join in time.
     """
     found = _given(coordinator, process_id, num_processes) or _detected()
     if found is None or found[2] == 1:
@@ -96,9 +95,9 @@ def joined(
         _leave(others)
         raise
     except BaseException as error:
-        if not isinstance(error, (ZeroError, RunError, KeyboardInterrupt)):
-            others.wait_for_end(_NEWS)  # a collective breaks when a peer is gone, with any kind of error
-        others.give_up(*report(error))
+        if not isinstance(error, (ConfigurationError, RunError, KeyboardInterrupt)):
+            others.wait_for_failure(_PATIENCE)  # a dead peer breaks collectives with any kind of error
+        others.fail(*report(error))
     _leave(others)
 
 
@@ -118,23 +117,23 @@ def _join(
     listen = None
     if rank == 0:
         interface, port = _split(bind_address or _own_address(coordinator))
-        # All interfaces are an address to listen on, not one to call.
+        # "All interfaces" is an address to listen on, not one to connect to.
         host, listen = ("localhost", None) if interface == "::" else (interface, interface)
     token = _token(token, insecure, None if rank == 0 and listen is None else host)
-    # Of use until all are connected: JAX's client never connects again, as its connection never ends.
+    # Needed until all are connected: JAX's client never reconnects, as its connection never ends.
     with _private_folder() as folder:
         place = peers.Place(host, port, listen, rank, size, token, folder)
         others = peers.join(place, facts, join_timeout=join_timeout, peer_timeout=peer_timeout)
-        # Should XLA abort for a reason of its own, a core of many GB would hold the end up.
+        # If XLA aborts for a reason of its own, dumping a core of many GB would delay the end.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        # It would swallow SIGTERM.
+        # JAX's preemption service would intercept SIGTERM.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             f"unix:{place.client}", size, rank,
             local_device_ids=gpus,
             coordinator_bind_address=f"unix:{place.service}",
             cluster_detection_method="deactivate",
-            # All are here, and `peers` watches over them: JAX's own watch, which aborts, comes second.
+            # All have joined, and `peers` watches them: JAX's own checks, which abort, must not come first.
             initialization_timeout=600,
             heartbeat_timeout_seconds=int(peer_timeout) + 600,
             shutdown_timeout_seconds=60,
@@ -150,34 +149,34 @@ def _leave(others: peers.Peers) -> None:
 
 
 def _token(given: str | None, insecure: bool, host: str | None) -> str:
-    """What the processes of the job know and nobody else; empty where there is no need of one.
+    """The job's token; empty if none is set and none is needed.
 
     Args:
-        given: in the program; else the environment is asked.
-        insecure: whether the job goes without where it should have one.
-        host: that rank 0 listens at; None for all interfaces.
+        given: by the program; None to read the environment.
+        insecure: whether to do without a token where one is needed.
+        host: that rank 0 listens on; None for all interfaces.
 
     Raises:
-        ZeroError: there is none and should be one, or it is too easy to guess.
+        ConfigurationError: a token is needed and missing, or it is too easy to guess.
     """
     token = (os.environ.get(VARIABLE, "") if given is None else given).strip()
     switch = os.environ.get(_INSECURE, "")
     if switch not in ("", "0", "1"):
-        raise ZeroError(f"{_INSECURE} is 1 or 0, not {switch!r}")
+        raise ConfigurationError(f"{_INSECURE} is 1 or 0, not {switch!r}")
     if token:
         if len(token) < SHORTEST or not (token.isascii() and token.isprintable()):
-            raise ZeroError(f"a job's token has at least {SHORTEST} plain characters: {_HOW}")
+            raise ConfigurationError(f"a job's token has at least {SHORTEST} plain characters: {_HOW}")
         return token
     if not insecure and switch != "1" and not _only_this_host(host):
-        raise ZeroError(
-            f"rank 0 listens at {host or 'all interfaces'}, and without a token anybody who reaches it could "
+        raise ConfigurationError(
+            f"rank 0 listens on {host or 'all interfaces'}, and without a token anybody who reaches it could "
             f"join the job or end it: {_HOW}"
         )
     return ""
 
 
 def _only_this_host(host: str | None) -> bool:
-    """Whether a name stands for the loopback interface alone."""
+    """Whether a host name resolves to loopback addresses only."""
     try:
         found = socket.getaddrinfo(host, None) if host is not None else []
     except (OSError, UnicodeError):
@@ -187,25 +186,27 @@ def _only_this_host(host: str | None) -> bool:
 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A folder for Unix sockets that only the user can open, of a short name, for a while.
+    """A temporary folder for Unix sockets, with a short path, that only the user can open.
 
     Raises:
-        JobError: there is no place for one.
+        JobError: it cannot be created.
     """
     try:
         usual = tempfile.gettempdir()
         parent = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
         made = tempfile.TemporaryDirectory(prefix="zerojax-", dir=parent, ignore_cleanup_errors=True)
-        with socket.socket(socket.AF_UNIX) as probe:  # not every file system has them
+        with socket.socket(socket.AF_UNIX) as probe:  # not every file system supports them
             probe.bind(f"{made.name}/probe")
     except OSError as error:
-        raise JobError(f"no folder for sockets can be made ({error}): set TMPDIR to another place") from error
+        raise JobError(
+            f"cannot create a folder for sockets ({error}): set TMPDIR to another place"
+        ) from error
     with made as folder:
         yield Path(folder)
 
 
 def free_port() -> int:
-    """A port that nobody listens on, on the loopback interface."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -214,36 +215,33 @@ def free_port() -> int:
 def _given(
     coordinator: str | None, process_id: int | None, num_processes: int | None
 ) -> tuple[str, int, int, None] | None:
-    """The three of the arguments, or the three of the environment, or None if there are none.
-
-    And no choice of GPUs.
-    """
+    """The job as given by the arguments or the environment, None if by neither; with JAX's choice of GPUs."""
     named = {"coordinator": coordinator, "process_id": process_id, "num_processes": num_processes}
     if all(value is None for value in named.values()):
         texts = [os.environ.get(name) for name in _VARIABLES]
         if texts[1] is None and texts[2] is None:
-            return None  # a coordinator alone is JAX's own business
+            return None  # a coordinator alone is for JAX to interpret
         named = dict(zip(_VARIABLES, texts, strict=True))
     if missing := [name for name, value in named.items() if value is None]:
-        raise ZeroError(f"a process of a job needs all of {', '.join(named)}; no {missing[0]} given")
+        raise ConfigurationError(f"a process of a job needs all of {', '.join(named)}; no {missing[0]} given")
     address, index, count = named.values()
     try:
         place, size = int(index or 0), int(count or 0)
     except ValueError:
-        raise ZeroError(f"process {index!r} of {count!r}: both have to be whole numbers") from None
+        raise ConfigurationError(f"process {index!r} of {count!r}: both must be whole numbers") from None
     if not 0 <= place < size:
-        raise ZeroError(f"process {place} of {size}: the first is 0 and the last {size - 1}")
+        raise ConfigurationError(f"process {place} of {size}: processes are 0 to {size - 1}")
     _split(str(address))
     return str(address), place, size, None
 
 
 def _detected() -> tuple[str, int, int, list[int] | None] | None:
-    """What a scheduler says: coordinator, process, processes, and the GPUs to use (None: JAX's choice)."""
+    """The job as a scheduler describes it: coordinator, process, processes, GPUs (None: JAX's choice)."""
     tasks_here = _tasks_of_a_scheduler()
     if tasks_here is None:
         return None
-    # JAX gives each process of a scheduler's job one GPU, the one of its local rank. With one process
-    # per host that would leave all but one idle.
+    # JAX gives each process of a scheduler's job the one GPU of its local rank. With one process per host
+    # all other GPUs would be idle.
     ids = list(range(len(visible_gpus()))) or None if tasks_here == 1 else None
     address = size = rank = gpus = None
     reason = "it finds no job"
@@ -251,10 +249,10 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
         address, size, rank, gpus = ClusterEnv.auto_detect_unset_distributed_params(
             os.environ.get(_VARIABLES[0]), None, None, ids, None, 300
         )
-    except Exception as error:  # whatever its readers of many schedulers' variables stumble over
+    except Exception as error:  # its parsers of schedulers' variables raise errors of many kinds
         reason = f"{type(error).__name__}: {error}"
     if address is None or size is None or rank is None:
-        raise ZeroError(
+        raise ConfigurationError(
             f"a scheduler's variables are set, but JAX cannot read the job from them ({reason}): set "
             f"{', '.join(_VARIABLES)}"
         )
@@ -262,36 +260,38 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
 
 
 def _split(address: str) -> tuple[str, int]:
-    """ "host:port" in two; an IPv6 address stands in brackets."""
+    """Split "host:port"; an IPv6 address is in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ZeroError(f"the coordinator is HOST:PORT, not {address!r}")
+        raise ConfigurationError(f"the coordinator is HOST:PORT, not {address!r}")
     return host.strip("[]"), int(port)
 
 
 def _own_address(coordinator: str) -> str:
-    """Where process 0 listens unless told: at the address under which the others look for it."""
+    """The default address for process 0 to listen on: the one that the others connect to."""
     if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return chosen
     host, _, port = coordinator.rpartition(":")
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), int(port))}
     except OSError as error:
-        raise ZeroError(f"the coordinator's host {host} is not known here: {error.strerror}") from error
+        raise ConfigurationError(
+            f"the coordinator's host {host} is not known here: {error.strerror}"
+        ) from error
     local = {address for address in found if ipaddress.ip_address(address).is_loopback}
     if found == local and host not in {"localhost", *found}:
-        raise ZeroError(
-            f"on its own host the coordinator's name {host} means {min(local)}, where nobody else can "
-            "reach it (Debian's /etc/hosts does that): give its address on the network, or set "
-            "JAX_COORDINATOR_BIND_ADDRESS to address:port of the interface to listen on"
+        raise ConfigurationError(
+            f"on its own host the coordinator's name {host} means {min(local)}, which no other host can "
+            "reach (Debian's /etc/hosts does that): give its address on the network, or set "
+            "JAX_COORDINATOR_BIND_ADDRESS to the address:port to listen on"
         )
     return coordinator
 
 
 def _tasks_of_a_scheduler() -> int | None:
-    """How many processes of the job a scheduler has put on this host; None without a scheduler."""
+    """How many processes of the job a scheduler has started on this host; None without a scheduler."""
     if "SLURM_STEP_NODELIST" in os.environ:
-        # "2(x3),1": two tasks on each of the first three hosts; all are the same with our scripts.
+        # "2(x3),1" is two tasks on each of the first three hosts; with our scripts all are equal.
         return _count("SLURM_STEP_TASKS_PER_NODE")
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ:
         return _count("OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -301,8 +301,10 @@ def _tasks_of_a_scheduler() -> int | None:
 
 
 def _count(variable: str) -> int:
-    """The first number in a scheduler's variable; 1 where it is not set."""
+    """The first number in a scheduler's variable; 1 if it is not set."""
     text = os.environ.get(variable, "1").split("(")[0].split(",")[0]
     if not text.isdecimal():
-        raise ZeroError(f"{variable} is {os.environ[variable]!r}: it should begin with a number of processes")
+        raise ConfigurationError(
+            f"{variable} is {os.environ[variable]!r}: it must begin with a number of processes"
+        )
     return int(text)

@@ -1,7 +1,7 @@
-"""Run a command that is killed when the process that started it ends: ``python pdeathsig.py COMMAND...``.
+"""Run a command that is killed when its parent process ends: ``python pdeathsig.py COMMAND...``.
 
-So that a launcher which is itself killed, with no chance to clean up, leaves no trainer behind that
-holds the GPUs. Needs the standard library only and is started by its path.
+A launcher that is killed, with no chance to clean up, thus leaves no trainer behind that holds the GPUs.
+Uses the standard library only and is started by its path.
 """
 
 import ctypes
@@ -13,11 +13,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(command: list[str]) -> None:
-    """Tie this process to its parent, as far as the system can, and become the command."""
+    """Tie this process to its parent (on Linux), then execute the command."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the kernel knew
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             sys.exit(1)
     try:
         os.execvp(command[0], command)

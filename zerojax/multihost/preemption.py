@@ -1,33 +1,32 @@
-"""SIGTERM and SIGINT: the first one asks a run to stop, the second one ends it at once."""
+"""SIGTERM and SIGINT: the first asks a run to stop, the second ends it at once."""
 
 import os
 import signal
 import socket
-import sys
 import threading
 from typing import Any, Self
+
+from zerojax.log import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether somebody has asked this process to stop.
+    """Whether a signal has asked this process to stop; a context manager, inactive outside the main thread.
 
-    Python runs a signal's handler when the main thread is between two instructions, which it is not while it
-    waits for a step. So a thread of its own reads the numbers that the system's handler writes to a socket.
+    Python runs signal handlers between two instructions of the main thread, not while that waits for a step.
+    So a separate thread reads the signal numbers, which the C-level handler writes to a socket.
     """
 
     def __init__(self) -> None:
-        """Nothing happens before `with`; and in another thread than the main one nothing happens at all."""
         self._received = threading.Event()
 
     @property
     def received(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self._received.is_set()
 
     def __enter__(self) -> Self:
-        """Take over both signals."""
         self._active = threading.current_thread() is threading.main_thread()
         if self._active:
             self._reader, self._writer = socket.socketpair()
@@ -39,7 +38,6 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give both back."""
         if self._active:
             signal.set_wakeup_fd(self._fd)
             for number, handler in self._before.items():
@@ -54,11 +52,7 @@ class StopRequest:
             if number[0] not in _SIGNALS:
                 continue
             if self.received:
-                print(f"zerojax: {name} again: ending at once", file=sys.stderr, flush=True)
+                logger.warning("%s again: ending at once", name)
                 os._exit(128 + number[0])
             self._received.set()
-            print(
-                f"zerojax: {name}: saving after this step; once more ends at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            logger.warning("%s: saving after this step; once more ends at once", name)

@@ -1,7 +1,7 @@
 """Run the processes of one job on this machine, and end them together.
 
-Their output comes out line by line under their names; SIGTERM and SIGINT are handed on; when one of
-them fails the others are told to end and, after a grace, made to.
+Their output is prefixed with their names, line by line; SIGTERM and SIGINT are forwarded; if one fails, the
+others are told to end and, after a grace period, killed.
 """
 
 import os
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from zerojax.log import logger
 from zerojax.multihost import pdeathsig
 
 
@@ -35,7 +36,7 @@ class Outcome:
 
     name: str
     code: int  # its exit code; 128 + n when signal n ended it
-    told: bool  # it was ended, or ended itself, because another failed, a signal came, or time was up
+    told: bool  # whether it ended because another failed, a signal arrived, or time was up
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class Result:
     """How a job ended."""
 
     outcomes: tuple[Outcome, ...]
-    signals: tuple[int, ...]  # those that this process got meanwhile and handed on
+    signals: tuple[int, ...]  # received by this process and forwarded
 
     @property
     def code(self) -> int:
-        """The job's exit code: the highest of those that ended by themselves, else of all."""
+        """The job's exit code: the highest of the processes that ended by themselves, else of all."""
         own = [o.code for o in self.outcomes if not o.told]
         return max(own, default=0) or max((o.code for o in self.outcomes), default=0)
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """The names of those that failed by themselves; else of those that only SIGKILL could end."""
+        """The names of the processes that failed by themselves; else of those that needed SIGKILL."""
         own = tuple(o.name for o in self.outcomes if o.code and not o.told)
         return own or tuple(o.name for o in self.outcomes if o.code == 128 + signal.SIGKILL)
 
@@ -77,50 +78,44 @@ def run(
 ) -> Result:
     """Start all tasks and wait until all have ended.
 
-    Every task gets a session of its own; signals go to its process group, as from a terminal. The
-    first SIGTERM or SIGINT that this process gets is handed on without a time limit, so that a job
-    can save; after a second one, the grace runs.
+    Every task gets a session of its own; signals go to its process group, as from a terminal. The first
+    SIGTERM or SIGINT is forwarded without a time limit, so that a job can save; a second one starts the
+    grace period.
 
     Args:
-      tasks: what to run, in the order of the result.
-      grace: seconds between telling tasks to end and killing them.
-      timeout: seconds after which all are told to end.
-      output: where their lines go, standard output by default.
-      good: exit codes of a task after which the others go on.
-      follows: exit code of a task that ended because it noticed another one's failure.
+        tasks: what to run, in the order of the result.
+        grace: seconds between telling tasks to end and killing them.
+        timeout: seconds after which all are told to end.
+        output: destination of their lines; standard output by default.
+        good: exit codes of a task after which the others continue.
+        follows: exit code of a task that ended because another had failed.
 
     Raises:
-      TimeoutError: `timeout` passed; all tasks have ended.
+        TimeoutError: ``timeout`` has passed; all tasks have ended.
     """
     return _Job(tasks, grace, timeout, output or sys.stdout.buffer, good, follows).run()
 
 
+@dataclass
 class _Job:
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        grace: float,
-        timeout: float | None,
-        output: BinaryIO,
-        good: Collection[int],
-        follows: int | None,
-    ):
-        self.tasks = tasks
-        self.grace = grace
-        self.timeout = timeout
-        self.output = output
-        self.good = good
-        self.follows = follows
+    tasks: Sequence[Task]
+    grace: float
+    timeout: float | None
+    output: BinaryIO
+    good: Collection[int]
+    follows: int | None
+
+    def __post_init__(self) -> None:
         self.lock = threading.Lock()
-        # What happens: ("signal", number) or ("end", index). SimpleQueue may be put to by a handler.
+        # ("signal", number) or ("end", index). A signal handler may put to a SimpleQueue, not to a Queue.
         self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.told: set[int] = set()
         self.signals: list[int] = []
-        self.deadline: float | None = None  # when those that are left are killed
+        self.deadline: float | None = None  # when the remaining ones are killed
 
     def run(self) -> Result:
-        with self._handing_on():
+        with self._forward_signals():
             try:
                 return self._run()
             finally:
@@ -146,7 +141,7 @@ class _Job:
         for thread in copiers + watchers:
             thread.start()
         late = self._wait()
-        for thread in copiers:  # at once, unless something that left its session holds the pipe
+        for thread in copiers:  # returns at once, unless a process that left its session holds the pipe
             thread.join(timeout=5)
         if late:
             raise TimeoutError(f"not done after {self.timeout:g} s: {', '.join(late)}")
@@ -159,7 +154,7 @@ class _Job:
         return range(len(self.tasks))
 
     def _wait(self) -> list[str]:
-        """Handle what happens until all have ended; return the names of those whose time was up."""
+        """Handle events until all have ended; return the names of those that timed out."""
         running = set(range(len(self.tasks)))
         late: list[str] = []
         limit = time.monotonic() + self.timeout if self.timeout is not None else None
@@ -167,7 +162,7 @@ class _Job:
             kind, value = self._next_event(limit if not late else None)
             if kind == "end":
                 running.discard(value)
-                # Whatever it has left behind, before its number may go to another process.
+                # Kill what it has left behind before its process id can be reused.
                 _signal(self.processes[value], signal.SIGKILL)
                 self.processes[value].wait()
                 self._react(value, running)
@@ -185,7 +180,7 @@ class _Job:
         return late
 
     def _react(self, ended: int, running: set[int]) -> None:
-        """End the others where a task has failed."""
+        """End the other tasks if this one has failed."""
         code = _exit_code(self.processes[ended])
         if code in self.good or not running or ended in self.told:
             return
@@ -211,29 +206,29 @@ class _Job:
             self.deadline = time.monotonic() + self.grace
 
     def _watch(self, index: int) -> None:
-        """Report a task's end, and leave the reaping to the main thread; a thread of its own."""
+        """Report a task's end without reaping it, which the main thread does; runs in its own thread."""
         os.waitid(os.P_PID, self.processes[index].pid, os.WEXITED | os.WNOWAIT)
         self.events.put(("end", index))
 
     def _copy(self, index: int) -> None:
-        """Copy a task's output until it ends; a thread of its own."""
+        """Copy a task's output until it ends; runs in its own thread."""
         prefix = f"[{self.tasks[index].name}] ".encode()
         stream = self.processes[index].stdout
         assert stream is not None
         with stream:
             for line in stream:
-                # A reader that went away (| head) must not stop the task.
+                # A reader that has exited (| head) must not stop the task.
                 with self.lock, suppress(OSError, ValueError):
                     self.output.write(prefix + line.rstrip(b"\n") + b"\n")
                     self.output.flush()
 
     def _say(self, line: str) -> None:
         with self.lock:
-            print(f"zerojax: {line}", file=sys.stderr, flush=True)
+            logger.warning(line)
 
     @contextmanager
-    def _handing_on(self) -> Iterator[None]:
-        """Hand SIGTERM and SIGINT on; only the main thread can."""
+    def _forward_signals(self) -> Iterator[None]:
+        """Forward SIGTERM and SIGINT; only the main thread can handle signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

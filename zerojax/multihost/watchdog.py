@@ -1,4 +1,4 @@
-"""Ends a hung run, and writes down what each of its threads was doing."""
+"""Ends a hung run, after dumping the stacks of its threads."""
 
 import faulthandler
 import os
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from zerojax.multihost.background import attempt
 
-# Steps whose median says how long a step takes, and how many it takes to say so.
+# Number of recent steps whose median duration is used, and the least number required.
 _RECENT, _ENOUGH = 20, 4
-# Seconds between looks, and those after which a look was so late that this process itself had stood still.
+# Seconds between checks, and the delay of a check that shows that this process itself was paused.
 _LOOK, _LATE = 0.25, 5.0
-# Seconds in which the stacks have to be written: what the run is stuck in may be the disk.
+# Seconds for writing the stacks: the run may be stuck because the disk is.
 _DUMP = 5.0
 
 
 class Limits(NamedTuple):
-    """How long things may take.
+    """How long steps and other phases may take.
 
     Attributes:
-        phase_timeout: seconds for anything but a step; 0 is for ever.
+        phase_timeout: seconds for a phase other than a step; 0 for no limit.
         step_timeout: seconds that any step may take.
-        step_factor: times the median of recent steps that a step may take, if that is longer; 0 is for ever.
+        step_factor: multiple of the median of recent steps that a step may take, if longer; 0 for no limit.
     """
 
     phase_timeout: float
@@ -37,8 +37,13 @@ class Limits(NamedTuple):
 class Watchdog:
     """A thread that notices when the training loop hangs.
 
-    The cause may be this process or another one that it waits for. They look the same from here, so every
+    The cause may be this process or another that it waits for. The two look the same from here, so every
     process dumps its stacks.
+
+    Args:
+        limits: how long steps and phases may take.
+        stuck: called once, in the watchdog's thread, with a line that names what takes too long.
+        clock: gives the time in seconds; never the wall clock, which may jump.
     """
 
     def __init__(
@@ -47,13 +52,6 @@ class Watchdog:
         stuck: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is watched before `start`.
-
-        Args:
-            limits: how long things may take.
-            stuck: called once, in the watching thread, with a line that says what takes how long.
-            clock: gives the time in seconds; never the wall clock, which may jump.
-        """
         self._limits = limits
         self._stuck = stuck
         self._clock = clock
@@ -66,22 +64,22 @@ class Watchdog:
         self._looked = clock()
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._end.set()
 
     def step(self, number: int) -> None:
-        """A step begins, and what came before is done.
+        """Note that a step begins, and that what came before is done.
 
-        The first steps of a process compile, or wait for others that do: they are a phase.
+        The first steps of a process have a phase's limit, since they compile or wait for others that do.
         """
         self._begin(f"step {number}", is_step=True)
 
     def phase(self, what: str) -> None:
-        """Something other than a step begins, and what came before is done."""
+        """Note that a phase other than a step begins, and that what came before is done."""
         self._begin(what, is_step=False)
 
     def _begin(self, what: str, *, is_step: bool) -> None:
@@ -96,10 +94,10 @@ class Watchdog:
                 self._limit = factor and max(limits.step_timeout, factor * median(self._recent))
 
     def look(self) -> str | None:
-        """What takes too long, in a line; None as long as all is well."""
+        """A line about what takes too long; None if nothing does."""
         now = self._clock()
         with self._lock:
-            if now - self._looked > _LATE:  # stopped, or asleep: that was nobody's work
+            if now - self._looked > _LATE:  # this process was paused: do not count it
                 self._since += now - self._looked
             self._looked = now
             taken = now - self._since
@@ -117,7 +115,7 @@ class Watchdog:
 
 
 def dump_stacks(path: Path) -> str:
-    """Write what each thread of this process is doing; return the rest of a line that says where."""
+    """Write the stacks of this process's threads to a file; return a clause that names it, for a message."""
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +131,6 @@ def dump_stacks(path: Path) -> str:
 
 
 def end_alone(path: Path, line: str) -> None:
-    """End this process, which has no peers, because it is stuck; exit code 1."""
+    """End this process, which is stuck and has no peers; exit code 1."""
     os.write(2, f"zerojax: {line}{dump_stacks(path)}\n".encode())
     os._exit(1)

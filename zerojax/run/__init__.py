@@ -1,1 +1,1 @@
-"""A training program around the library: settings, data, checkpoints, metrics, and the loop."""
+"""The training program on top of the library: settings, data, checkpoints, metrics, training loop."""

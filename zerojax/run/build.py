@@ -1,25 +1,29 @@
-"""The parts of a run, each made from its settings."""
+"""The parts of a run, built from its settings."""
 
 import functools
 import platform
 import shlex
 import sys
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 import zerojax
 from zerojax.analysis.comm_report import comm_report
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, Block, flops_per_token, lm_loss
-from zerojax.multihost.agreement import from_first
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
+from zerojax.optim.shard_check import Optimizer
 from zerojax.run import checkpoints
-from zerojax.run.config import ClusterSection, RunConfig
+from zerojax.run.config import ClusterSection, RunConfig, config_from_dict
 from zerojax.run.data import (
     Batch,
     Dataset,
@@ -30,80 +34,150 @@ from zerojax.run.data import (
     validation_batches,
 )
 from zerojax.run.metrics import RunLog, StepCosts
-from zerojax.run.optimizers import make_optimizer, make_schedule
-from zerojax.run.run_dir import Resume, RunFolder, check_start
+from zerojax.run.optimizers import make_optimizer, make_schedule, rate_changes
+from zerojax.run.run_dir import Resume, RunFolder, check_same_model, check_same_run, check_start
 from zerojax.run.trackers import check_trackers
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
 
 
-def abstract_state(config: RunConfig) -> zerojax.TrainState:
-    """The shapes and places of a run's model and optimizer, to restore into.
+@dataclass(frozen=True)
+class RunSetup:
+    """A run's mesh, sharding and optimizer, built once from its settings.
 
-    Raises:
-        ZeroError: settings that contradict each other or the devices.
+    Attributes:
+        config: the settings.
+        mesh: the devices, (node, local).
+        zero: how the state is sharded.
+        tx: the optimizer.
+        spikes: which losses count as spikes, or None.
     """
-    return zerojax.TrainState.abstract(**_state_arguments(config))
+
+    config: RunConfig
+    mesh: Mesh
+    zero: zerojax.ZeroConfig
+    tx: Optimizer
+    spikes: zerojax.SpikeRule | None
+
+    @classmethod
+    def of(cls, config: RunConfig, tx: Optimizer | None = None) -> Self:
+        """Build a run's setup.
+
+        Args:
+            config: the settings.
+            tx: an optimizer in place of the configured one.
+
+        Raises:
+            ConfigurationError: settings contradict each other or the devices.
+        """
+        train, units = config.train, () if config.model.scan else (Block,)
+        deviations = train.spike_deviations
+        return cls(
+            config=config,
+            mesh=zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
+            zero=config.zero.to_zero(units=units, accumulate=train.accumulate),
+            tx=tx or make_optimizer(config.optimizer, train.steps),
+            spikes=zerojax.SpikeRule(deviations, train.spike_window) if deviations else None,
+        )
+
+    def check(self) -> None:
+        """Refuse missing trackers and a batch size that does not divide, before any data is prepared.
+
+        Raises:
+            ConfigurationError: names the setting and a value that works.
+        """
+        train, devices = self.config.train, self.mesh.size
+        check_trackers(self.config.log.trackers)
+        size, parts = train.batch_size, devices * train.accumulate
+        if size % parts:
+            raise ConfigurationError(
+                f"train.batch_size {size} does not divide into {devices} devices x "
+                f"train.accumulate {train.accumulate}: {-(-size // parts) * parts} would"
+            )
+
+    def abstract_state(self) -> zerojax.TrainState:
+        """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
+        return zerojax.TrainState.abstract(**self._arguments())
+
+    def initial_state(self) -> zerojax.TrainState:
+        """The model and optimizer at step 0, created sharded."""
+        return zerojax.TrainState.create(**self._arguments(), seed=self.config.train.seed)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "model": lambda rngs: GPT(self.config.model, rngs=rngs),
+            "tx": self.tx,
+            "loss_fn": lm_loss,
+            "mesh": self.mesh,
+            "zero": self.zero,
+            "spikes": self.spikes,
+        }
 
 
 def abstract_model(config: RunConfig) -> zerojax.TrainState:
-    """As `abstract_state`, without an optimizer: to look at a trained model, not to train it."""
-    return zerojax.TrainState.abstract(**_state_arguments(config, optax.identity()))
+    """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
+    return RunSetup.of(config, optax.identity()).abstract_state()
 
 
-def initial_state(config: RunConfig) -> zerojax.TrainState:
-    """A run's model and optimizer at step 0, sharded from birth; errors as `abstract_state`."""
-    return zerojax.TrainState.create(**_state_arguments(config), seed=config.train.seed)
-
-
-def _state_arguments(config: RunConfig, tx: optax.GradientTransformation | None = None) -> dict[str, Any]:
-    units = () if config.model.scan else (Block,)
-    deviations = config.train.spike_deviations
-    return {
-        "model": lambda rngs: GPT(config.model, rngs=rngs),
-        "tx": tx or make_optimizer(config.optimizer, config.train.steps),
-        "loss_fn": lm_loss,
-        "mesh": zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
-        "zero": config.zero.to_zero(units=units, accumulate=config.train.accumulate),
-        "spikes": zerojax.SpikeRule(deviations, config.train.spike_window) if deviations else None,
-    }
-
-
-def check_settings(config: RunConfig) -> None:
-    """Refuse a tracker, a mesh, a sharding or a batch that cannot be, before any data is prepared.
+def resumed_state(
+    setup: RunSetup, folder: RunFolder, seal: checkpoints.Seal
+) -> tuple[zerojax.TrainState, str]:
+    """The state of a run that resumes from a checkpoint, and a line about it for the user.
 
     Raises:
-        ZeroError: naming the numbers and what would do.
+        ConfigurationError: the settings have become those of another run.
     """
-    check_trackers(config.log.trackers)
-    arguments = _state_arguments(config)
-    devices = arguments["mesh"].size
-    size, parts = config.train.batch_size, devices * config.train.accumulate
-    if size % parts:
-        raise ZeroError(
-            f"train.batch_size {size} does not divide into {devices} devices x "
-            f"train.accumulate {config.train.accumulate}: {-(-size // parts) * parts} would"
-        )
+    before = config_from_dict(seal.record.config)
+    changes = check_same_run(before, setup.config, folder)
+    changes += rate_changes(before, setup.config, seal.step - seal.record.skipped)
+    state = checkpoints.restore(folder.checkpoints / str(seal.step), setup.abstract_state())
+    return state, "; ".join([f"resuming from step {seal.step}", *changes])
+
+
+def new_state(
+    setup: RunSetup, folder: RunFolder, imported: checkpoints.Seal | None, init_from: Path | None
+) -> tuple[zerojax.TrainState, list[str]]:
+    """The state of a run that begins, and lines about it for the user.
+
+    Args:
+        setup: of the run.
+        folder: of the run.
+        imported: of a checkpoint in the folder that holds imported weights only.
+        init_from: a run or a checkpoint to take the weights from instead.
+
+    Raises:
+        ConfigurationError: the weights cannot be had, or are of another model.
+    """
+    state = setup.initial_state()
+    source = (
+        None if init_from is None else Path(run_on_process_zero(lambda: str(checkpoints.find(init_from))))
+    )
+    if imported is not None and source is None:
+        check_same_model(config_from_dict(imported.record.config), setup.config, folder)
+        source = folder.checkpoints / str(imported.step)
+    if source is None:
+        return state, []
+    return checkpoints.restore_weights(source, state), [f"beginning with the weights of {source}"]
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
-    """Make the run folder and its token files on the first process; open them on all.
+    """Create the run folder and its token files on process zero; open them on all.
 
     Raises:
-        ZeroError: the source, the tokenizer or the folder cannot be used, or the model has no embedding
-            for some of the tokens.
+        ConfigurationError: the source, the tokenizer or the folder cannot be used, or the tokenizer's
+            vocabulary is larger than the model's.
     """
 
     def write() -> None:
         folder.create()
         prepare(config.data, folder.data)
 
-    from_first(write)
+    run_on_process_zero(write)
     data = open_dataset(config.data, folder.data)
     if data.tokenizer.vocab_size > config.model.vocab_size:
-        raise ZeroError(
-            f"the tokens are of a vocabulary of {data.tokenizer.vocab_size}, and model.vocab_size is "
+        raise ConfigurationError(
+            f"the tokenizer has a vocabulary of {data.tokenizer.vocab_size}, and model.vocab_size is "
             f"{config.model.vocab_size}: raise it"
         )
     return data
@@ -112,15 +186,15 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
 def choose_checkpoint(
     config: RunConfig, folder: RunFolder, resume: Resume
 ) -> tuple[checkpoints.Seal | None, list[str]]:
-    """The checkpoint to go on from; the first process looks, and all take the same.
+    """The checkpoint to resume from, chosen by process zero for all.
 
-    Damaged ones that are newer are moved aside, so that their steps can be saved again.
+    Newer checkpoints that are damaged are moved aside, so that their steps can be saved again.
 
     Returns:
-        Its seal, None to start afresh; and a line for each damaged one.
+        Its seal, or None to start anew; and a line for each damaged one.
 
     Raises:
-        ZeroError: `resume` cannot be had, or all checkpoints are damaged.
+        ConfigurationError: ``resume`` does not fit the checkpoints, or all of them are damaged.
     """
 
     def look() -> dict[str, Any]:
@@ -128,16 +202,16 @@ def choose_checkpoint(
         check_start(choice.step, resume, folder)
         return {"step": choice.step, "lines": checkpoints.set_damaged_aside(folder.checkpoints, choice)}
 
-    found = from_first(look)
+    found = run_on_process_zero(look)
     if found["step"] is None:
         return None, found["lines"]
     return checkpoints.read_seal(folder.checkpoints / str(found["step"])), found["lines"]
 
 
 def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
-    """This process's part of the training batches, and of the batches of every evaluation.
+    """This process's part of the training batches and of the validation batches.
 
-    An evaluation's batches are as large as a micro-batch, so that it needs no more memory than a step.
+    Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
 
     Raises:
         DataError: a split is too short.
@@ -163,7 +237,7 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of a run's global batch."""
+    """Shapes and dtypes of a run's global batch."""
     shape = (config.train.batch_size, config.train.sequence_length + 1)
     names = ("tokens", "segments") if config.data.packing == "documents" else ("tokens",)
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
@@ -172,7 +246,7 @@ def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def make_log(
     config: RunConfig, folder: RunFolder, state: zerojax.TrainState, step: int, skipped: int
 ) -> RunLog:
-    """The log of a run that stands at `step`; what a step sends is noted in run.json."""
+    """The log of a run that starts at ``step``; records the bytes that a step sends in run.json."""
     train = config.train
     report = comm_report(state, abstract_batch(config))
     if is_first():
@@ -180,15 +254,15 @@ def make_log(
         del counted["collectives"]
         folder.update_summary(communication=counted)
     schedule = make_schedule(config.optimizer, train.steps)
-    predicted = train.batch_size * train.sequence_length
+    tokens = train.batch_size * train.sequence_length
     return RunLog(
         folder,
         config,
-        # All at once, before training: asking the device for one a step would wait for the step.
+        # All at once, before training: fetching one per step would wait for the step.
         np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
         StepCosts(
-            tokens=predicted,
-            flops=predicted * flops_per_token(config.model, train.sequence_length),
+            tokens=tokens,
+            flops=tokens * flops_per_token(config.model, train.sequence_length),
             devices=state.spec.world.size,
             internode_bytes=report.between_nodes,
         ),
@@ -198,43 +272,44 @@ def make_log(
 
 
 def watchdog_limits(cluster: ClusterSection) -> Limits:
-    """How long steps and other phases of a run may take."""
+    """The watchdog's limits from the settings."""
     return Limits(cluster.phase_timeout, cluster.step_timeout, cluster.step_factor)
 
 
 def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> Watchdog:
-    """What ends a hung run, together with its peers if it has any."""
+    """The watchdog that ends a hung run, together with its peers if it has any."""
     limits = watchdog_limits(config.cluster)
     stacks = folder.stacks / f"rank-{jax.process_index()}.txt"
     if peers is None:
         return Watchdog(limits, lambda line: end_alone(stacks, line))
-    peers.stacks = stacks
     if is_first():
-        peers.note = lambda why: folder.update_summary(status="failed", reason=why)
+        peers.record_failures(stacks, lambda why: folder.update_summary(status="failed", reason=why))
+    else:
+        peers.record_failures(stacks)
     return Watchdog(limits, peers.stuck)
 
 
 def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
     """The mean loss over all tokens of some batches, in nats per token.
 
-    The last batches are only dispatched: who reads the number waits for them.
+    The last batches are dispatched without waiting for them.
     """
     measured = []
     for batch in batches:
         measured.append(zerojax.eval_step(state, batch))
-        # XLA:CPU runs 32 programs at a time, and two processes that filled up with different ones hang.
+        # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
         jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
     loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
     return jnp.asarray(loss / sum(metrics["tokens"] for metrics in measured))
 
 
 def is_first() -> bool:
-    """Whether this process writes the files and speaks for all."""
+    """Whether this is process zero, which writes the files and prints."""
     return jax.process_index() == 0
 
 
 def environment() -> dict[str, Any]:
-    """What a run ran on."""
+    """Versions, devices, host and command of this process, for run.json."""
     names = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
     versions = {name: found for name in names if (found := installed(name))}
     return {

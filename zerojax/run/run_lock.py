@@ -1,9 +1,9 @@
-"""One process at a time writes to a run's folder: `RUN/lock`.
+"""The lock that lets one process at a time write to a run's folder: ``RUN/lock``.
 
-The lock is the system's own (flock), so that the end of a process, of whatever kind, gives it back; what the
-file says is for people. It holds between the processes of a host. Between hosts it holds where the file
-system that they share passes locks on: NFS does, unless it is mounted with `nolock` or `local_lock`, and
-Lustre, unless with `noflock` or `localflock`.
+It is a lock of the system (flock), which is released however its process ends; the file's content is for
+people. It excludes processes of the same host, and those of other hosts if the shared file system supports
+locks: NFS does, unless mounted with ``nolock`` or ``local_lock``, and Lustre, unless with ``noflock`` or
+``localflock``.
 """
 
 import errno
@@ -16,45 +16,42 @@ import sys
 from datetime import datetime
 from typing import Self, TextIO
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
+from zerojax.log import logger
 from zerojax.run.run_dir import RunFolder
 
-# What flock raises on file systems that know no locks.
+# Error numbers of flock on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """The lock of one run's folder; in a job the first process has it."""
+    """The lock of a run's folder, held by process zero of a job; a context manager."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """Nothing is locked before `take` or `with`.
-
-        Args:
-            folder: the run's.
-        """
         self._folder = folder
         self._file: TextIO | None = None
 
     def take(self) -> str | None:
-        """Make the folder, and lock it.
+        """Create the folder and lock it.
 
         Returns:
-            None; or, on a file system without locks, a line that says so.
+            None, or a warning if the file system has no locks.
 
         Raises:
-            ZeroError: another process has it; names its host and number. Or the folder cannot be written to.
+            ConfigurationError: another process, which the message names, holds the lock; or the folder cannot
+                be written to.
         """
         self._folder.create()
         path, note = self._folder.lock, None
         try:
             file = path.open("a+", encoding="utf-8")
         except OSError as error:
-            raise ZeroError(f"{path}: the run cannot write here: {error.strerror}") from error
+            raise ConfigurationError(f"{path}: the run cannot write here: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
-                raise ZeroError(
+                raise ConfigurationError(
                     f"{self._folder.path} is in use by {_holder(file)}: wait for it, end it, or choose "
                     "another folder"
                 ) from None
@@ -70,19 +67,17 @@ class RunLock:
         return note
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def __enter__(self) -> Self:
-        """Take it, and say what is to be said; errors as `take`."""
         if (line := self.take()) is not None:
-            print(f"zerojax: {line}", file=sys.stderr)
+            logger.warning(line)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give it back."""
         self.close()
 
 
@@ -96,7 +91,7 @@ def _own() -> dict[str, object]:
 
 
 def _holder(file: TextIO) -> str:
-    """Who holds a lock, as far as its file says: it is written after the lock was taken."""
+    """The process that holds a lock, from its file, which is written after the lock is taken."""
     file.seek(0)
     try:
         found = json.loads(file.read())

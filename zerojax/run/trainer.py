@@ -1,11 +1,11 @@
-"""A training run, from settings to a trained model; `Trainer.train` is the loop."""
+"""A training run: ``Trainer.open`` prepares it, ``Trainer.train`` is the loop."""
 
 import errno
 import functools
 import math
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,39 +17,35 @@ from zerojax.analysis.plan import describe
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError, RunError, Stopped
 from zerojax.models import parameter_count
-from zerojax.multihost.agreement import Agreement, Wishes, from_first
+from zerojax.multihost.agreement import Agreement, Requests, run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import (
-    abstract_state,
-    check_settings,
+    RunSetup,
     choose_checkpoint,
     environment,
     evaluate,
-    initial_state,
     is_first,
     make_batches,
     make_log,
     make_watchdog,
+    new_state,
     prepare_data,
+    resumed_state,
 )
 from zerojax.run.checkpoints import (
     Checkpoints,
     Record,
     Retention,
     TrainingClock,
-    find,
     reserve_host_memory,
-    restore,
-    restore_weights,
     step_dirs,
 )
-from zerojax.run.config import RunConfig, config_from_dict, config_to_dict
+from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.metrics import RunLog, draw_loss_curve, read_metrics
-from zerojax.run.optimizers import rate_changes
-from zerojax.run.run_dir import Resume, RunFolder, check_same_model, check_same_run
+from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 
 _DISK_ERRORS = (
@@ -65,19 +61,19 @@ _DISK_ERRORS = (
 
 @dataclass
 class Trainer:
-    """A run, with everything at hand that its loop needs.
+    """A run, with everything that its loop needs; a context manager.
 
     Attributes:
         config: the settings.
-        folder: where it writes.
-        data: tokens to learn from and to check with.
-        batches: the training batches, at the position where the run stands.
+        folder: of the run.
+        data: training and validation tokens.
+        batches: the training batches, at the run's position.
         validation: the batches of every evaluation.
-        checkpoints: those of the run.
-        clock: how long the run has trained, and whether a save is due by time.
+        checkpoints: of the run.
+        clock: time trained, and whether a save is due by time.
         log: metrics, files, progress line.
-        watchdog: ends the run when a step takes far too long.
-        profile: traces the steps that it was asked to.
+        watchdog: ends a hung run.
+        profile: traces the requested steps.
         lock: keeps other runs out of the folder.
         state: the model and its optimizer.
         step: optimizer steps done.
@@ -107,109 +103,83 @@ class Trainer:
         peers: Peers | None = None,
         profile: range | None = None,
     ) -> Self:
-        """Prepare the data, make the model or restore the newest sound checkpoint.
+        """Prepare the data, and create the model or restore the newest valid checkpoint.
 
         Args:
             config: the settings.
-            folder: where the run is, or will be.
-            resume: whether to go on from a checkpoint that is there.
-            init_from: a run or a checkpoint whose weights a run that begins shall begin with; a run that
-                goes on has its own.
-            peers: the other processes of the run, where there are any.
+            folder: of the run, new or existing.
+            resume: whether to resume from a checkpoint in the folder.
+            init_from: a run or a checkpoint that gives a new run its first weights; a resumed run ignores it.
+            peers: the other processes of the run, if there are any.
             profile: steps to trace.
 
         Raises:
-            ZeroError: settings or data that cannot work, `resume` or `init_from` cannot be had, or another
-                process trains in the folder.
+            ConfigurationError: invalid settings or data, ``resume`` or ``init_from`` cannot be satisfied, or
+                another process trains in the folder.
             RunError: the disk is full.
         """
-        check_settings(config)
+        setup = RunSetup.of(config)
+        setup.check()
         lock = RunLock(folder)
-        try:
-            with told_of_disk_errors(folder):
-                return cls._open(config, folder, resume, init_from, peers, profile, lock)
-        except BaseException:
-            lock.close()
-            raise
-
-    @classmethod
-    def _open(
-        cls,
-        config: RunConfig,
-        folder: RunFolder,
-        resume: Resume,
-        init_from: Path | None,
-        peers: Peers | None,
-        profile: range | None,
-        lock: RunLock,
-    ) -> Self:
-        unlocked = from_first(lock.take)
-        data = prepare_data(config, folder)
-        batches, validation = make_batches(config, data)
-        seal, notes = choose_checkpoint(config, folder, resume)
-        if unlocked is not None:
-            notes.append(unlocked)
-        imported = seal is not None and not seal.record.position  # weights alone: no step was taken
-        if seal is not None and not imported:
-            before = config_from_dict(seal.record.config)
-            changes = check_same_run(before, config, folder)
-            changes += rate_changes(before, config, seal.step - seal.record.skipped)
-            notes.append("; ".join([f"going on from step {seal.step}", *changes]))
-            batches.set_state(seal.record.position)
-            state = restore(folder.checkpoints / str(seal.step), abstract_state(config))
-        else:
-            state = initial_state(config)
-            source = None if init_from is None else Path(from_first(lambda: str(find(init_from))))
-            if seal is not None and source is None:
-                check_same_model(config_from_dict(seal.record.config), config, folder)
-                source = folder.checkpoints / str(seal.step)
-            if source is not None:
-                state = restore_weights(source, state)
-                notes.append(f"beginning with the weights of {source}")
-        record = Record() if seal is None else seal.record
-        step = 0 if seal is None else seal.step
-        if is_first():
-            folder.write_config(config)
-        reserve_host_memory(state)
-        saving = config.checkpoint
-        log = make_log(config, folder, state, step, record.skipped)
-        trainer = cls(
-            config=config,
-            folder=folder,
-            data=data,
-            batches=batches,
-            validation=validation,
-            checkpoints=Checkpoints(
-                folder.checkpoints,
-                Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-                start=None if seal is None else step,
-                say=log.say,
-            ),
-            clock=TrainingClock(record.seconds, minutes=saving.minutes),
-            log=log,
-            watchdog=make_watchdog(config, folder, peers),
-            profile=StepProfile(folder.profile, profile, log.say, done=step, planned=config.train.steps),
-            lock=lock,
-            state=state,
-            step=step,
-        )
-        trainer.announce(notes)
-        return trainer
+        with ExitStack() as on_error, disk_errors_explained(folder):
+            on_error.callback(lock.close)
+            unlocked = run_on_process_zero(lock.take)
+            data = prepare_data(config, folder)
+            batches, validation = make_batches(config, data)
+            seal, notes = choose_checkpoint(config, folder, resume)
+            if unlocked is not None:
+                notes.append(unlocked)
+            if seal is not None and seal.record.position:
+                state, note = resumed_state(setup, folder, seal)
+                batches.set_state(seal.record.position)
+                notes.append(note)
+            else:  # a checkpoint without a position holds imported weights: no step was taken
+                state, lines = new_state(setup, folder, seal, init_from)
+                notes += lines
+            record = Record() if seal is None else seal.record
+            step = 0 if seal is None else seal.step
+            if is_first():
+                folder.write_config(config)
+            reserve_host_memory(state)
+            saving = config.checkpoint
+            log = make_log(config, folder, state, step, record.skipped)
+            trainer = cls(
+                config=config,
+                folder=folder,
+                data=data,
+                batches=batches,
+                validation=validation,
+                checkpoints=Checkpoints(
+                    folder.checkpoints,
+                    Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
+                    start=None if seal is None else step,
+                    say=log.say,
+                ),
+                clock=TrainingClock(record.seconds, minutes=saving.minutes),
+                log=log,
+                watchdog=make_watchdog(config, folder, peers),
+                profile=StepProfile(folder.profile, profile, log.say, done=step, planned=config.train.steps),
+                lock=lock,
+                state=state,
+                step=step,
+            )
+            trainer.announce(notes)
+            on_error.pop_all()
+            return trainer
 
     def __enter__(self) -> Self:
-        """Start the progress line."""
         self.log.__enter__()
         self.watchdog.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finish what is being written, whether or not the run did; note why it did not."""
+        """Finish pending writes, and record the error if the run ended with one."""
         self.watchdog.phase("the end of the run")
         try:
             self.profile.close()
             self.log.__exit__(kind, error, trace)
             self.batches.close()
-            if self.log.hangs:  # as would all that has to do with the disk
+            if self.log.hangs:  # as would any other use of the disk
                 return
             if error is not None and is_first():
                 self.note_end(error)
@@ -220,18 +190,18 @@ class Trainer:
                 self.lock.close()
 
     def train(self) -> None:
-        """Train from where the run stands to its last step.
+        """Train from the current step to the last.
 
         Raises:
             DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
             RunError: the disk is full.
-            Stopped: a signal asked any process of the run to stop; it has saved.
+            Stopped: a process of the run was asked to stop by a signal; the run has saved.
         """
-        agreement, wanted = Agreement(self.state.spec.mesh), Wishes()
-        with StopRequest() as request, told_of_disk_errors(self.folder), told_the_way_back(self):
+        agreement, requests = Agreement(self.state.spec.mesh), Requests()
+        with StopRequest() as signalled, disk_errors_explained(self.folder), divergence_explained(self):
             while self.step < self.config.train.steps:
                 self.watchdog.step(self.step + 1)
-                agreement.put(Wishes(save=self.clock.wants_save and is_first(), stop=request.received))
+                agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
                 batch = next(self.batches)
                 self.state, metrics = self.profile.step(
                     self.step + 1, functools.partial(zerojax.train_step, self.state, batch)
@@ -239,27 +209,25 @@ class Trainer:
                 self.step += 1
                 self.log.step(self.step, metrics, self.evaluation_if_due())
                 self.checkpoints.check()
-                wanted |= agreement.get() | Wishes(save=self.is_due(self.config.checkpoint.every))
-                if (wanted.save or wanted.stop) and self.save():
+                requests |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
+                if (requests.save or requests.stop) and self.save():
                     agreement.forget()
-                    if wanted.stop and self.step < self.config.train.steps:
+                    if requests.stop and self.step < self.config.train.steps:
                         self.stop()
-                    wanted = Wishes()
+                    requests = Requests()
             self.finish()
 
     def evaluation_if_due(self) -> Callable[[], dict[str, jax.Array]] | None:
-        """What measures the validation loss, at the steps that ask for it and at the last."""
-        if not self.is_due(self.config.train.eval_every):
-            return None
-        return self.evaluation
+        """``evaluation`` at steps where it is due and at the last; None at others."""
+        return self.evaluation if self.is_due(self.config.train.eval_every) else None
 
     def evaluation(self) -> dict[str, jax.Array]:
-        """Measure the validation loss; not waited for."""
+        """Dispatch a measurement of the validation loss."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
         return {"validation_loss": evaluate(self.state, self.validation)}
 
     def save(self) -> bool:
-        """Begin to save a checkpoint; False where that has to wait, as the step was skipped."""
+        """Begin to save a checkpoint; False if it must wait because the step was skipped."""
         self.log.drain()
         self.watchdog.phase(f"the checkpoint at step {self.step}")
         mesh = self.state.spec.mesh
@@ -271,7 +239,7 @@ class Trainer:
             mesh=(mesh.shape["node"], mesh.shape["local"]),
             metrics={name: x for name, x in self.log.last.items() if name in ("loss", "validation_loss")},
         )
-        # After the last step there is no other one to save; but there is an evaluation, of these weights.
+        # A skipped last step cannot wait for a later one, but the evaluation shows that its weights are good.
         at_end = self.step == self.config.train.steps
         good = at_end and math.isfinite(self.log.last.get("validation_loss", math.nan))
         if not self.checkpoints.save(self.step, self.state, record, despite_skips=good):
@@ -281,30 +249,30 @@ class Trainer:
         return True
 
     def note_end(self, error: BaseException) -> None:
-        """Write down why the run did not finish, if the disk still takes it."""
+        """Record in run.json why the run did not finish, unless the disk is full."""
         status = "stopped" if isinstance(error, Stopped) else "failed"
         reason = f"{type(error).__name__}: {error}"
-        with suppress(OSError):  # on a full disk, which is then what is being told
+        with suppress(OSError):  # a full disk, which is then the reported error
             self.folder.update_summary(status=status, step=self.step, reason=reason)
 
     def stop(self) -> None:
-        """End before the last step, because somebody asked for it.
+        """End before the last step, on request.
 
         Raises:
-            Stopped: always; what to tell is in it.
+            Stopped: always; with the message for the user.
         """
         self.checkpoints.wait()
         raise Stopped(
             f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; "
-            "the same command goes on from there"
+            "the same command resumes from there"
         )
 
     def is_due(self, every: int) -> bool:
-        """Whether something done each `every` steps (0: never), and at the last, is due now."""
+        """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def announce(self, notes: list[str]) -> None:
-        """Say what is going to run, and from where, and note it in run.json."""
+        """Print the model, data and mesh and how the run begins, and record them in run.json."""
         config = self.config
         mesh = self.state.spec.mesh
         self.log.say(
@@ -320,12 +288,12 @@ class Trainer:
             self.folder.update_summary(steps=config.train.steps, **environment())
 
     def finish(self) -> None:
-        """Wait for the last step and checkpoint, draw the curve, say how it went."""
+        """Wait for the last step and checkpoint, draw the loss curve, print and record the result."""
         self.log.drain()
         self.watchdog.phase("the end of the run")
         self.checkpoints.wait()
         loss = self.log.last.get("validation_loss")
-        if loss is None:  # the run was complete already
+        if loss is None:  # the run had already finished
             loss = float(evaluate(self.state, self.validation))
         if not math.isfinite(loss):
             skipped = int(self.log.last.get("skipped_in_row", 0))
@@ -348,11 +316,11 @@ class Trainer:
 
 
 @contextmanager
-def told_of_disk_errors(folder: RunFolder) -> Iterator[None]:
-    """What the system refuses to write, as one clear line.
+def disk_errors_explained(folder: RunFolder) -> Iterator[None]:
+    """Turn an error of the disk into a one-line message.
 
     Raises:
-        RunError: the disk is full, or has gone away.
+        RunError: the disk is full or no longer there.
     """
     try:
         yield
@@ -366,11 +334,11 @@ def told_of_disk_errors(folder: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def told_the_way_back(trainer: Trainer) -> Iterator[None]:
-    """Where training broke the weights, the newest checkpoint from before, and how to go back to it.
+def divergence_explained(trainer: Trainer) -> Iterator[None]:
+    """Add to the error of a diverged run which checkpoint to go back to, and how.
 
     Raises:
-        DivergedError: with that.
+        DivergedError: with that message.
     """
     try:
         yield
@@ -380,7 +348,7 @@ def told_the_way_back(trainer: Trainer) -> Iterator[None]:
         raise DivergedError(
             f"{error}. {_way_back(trainer.folder, error.good)}. Lower optimizer.learning_rate or "
             "optimizer.clip_norm, set train.spike_deviations, look at the data, or raise train.max_skips: "
-            "the same command alone would end here again",
+            "the same command without a change would fail here again",
             error.good,
         ) from None
 
@@ -391,8 +359,8 @@ def _way_back(folder: RunFolder, good: int) -> str:
     broken = f"The update of step {good + 1} may have broken the weights"
     steps = step_dirs.steps(folder.checkpoints)
     if not (before := [step for step in steps if step <= good]):
-        return f"{broken}, and there is no checkpoint from before: begin again in another folder"
+        return f"{broken}, and there is no earlier checkpoint: start again in another folder"
     if before == steps:
-        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is from before"
+        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is earlier"
     command = f"zerojax checkpoints {shlex.quote(str(folder.path))} --rewind {before[-1]}"
-    return f"{broken}: `{command}` goes back to the newest checkpoint from before"
+    return f"{broken}: `{command}` goes back to the newest earlier checkpoint"

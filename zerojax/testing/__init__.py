@@ -1,1 +1,1 @@
-"""Clusters that are emulated on one machine."""
+"""Emulation of clusters on one machine."""

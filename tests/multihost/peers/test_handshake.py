@@ -1,4 +1,4 @@
-"""Who may be a part of a job: those who know its token, and nobody learns it from what is sent."""
+"""Only processes that know the token join a job, and its traffic does not reveal the token."""
 
 import asyncio
 import socket
@@ -25,17 +25,17 @@ async def pair():
     return [Connection(*await asyncio.open_connection(sock=end)) for end in ends]
 
 
-async def meet(hub_token, member_token):
-    hub, member = await pair()
+async def shake_hands(coordinator_token, client_token):
+    coordinator, client = await pair()
     try:
-        return await asyncio.gather(admit(hub, hub_token), introduce(member, member_token))
+        return await asyncio.gather(admit(coordinator, coordinator_token), introduce(client, client_token))
     finally:
-        await hub.close()
-        await member.close()
+        await coordinator.close()
+        await client.close()
 
 
 @pytest.mark.parametrize(
-    ("hub", "member", "both"),
+    ("coordinator", "client", "both"),
     [
         (TOKEN, TOKEN, True),
         ("", "", True),
@@ -45,12 +45,12 @@ async def meet(hub_token, member_token):
         (TOKEN, TOKEN[:-1], False),
     ],
 )
-def test_both_know_the_token(hub, member, both):
-    assert asyncio.run(meet(hub, member)) == [both, both]
+def test_both_know_the_token(coordinator, client, both):
+    assert asyncio.run(shake_hands(coordinator, client)) == [both, both]
 
 
 class Tap:
-    """A connection between two processes, of which all is written down."""
+    """A proxy between two processes that records their traffic."""
 
     def __init__(self, port):
         self.port = free_port()
@@ -93,15 +93,15 @@ def receive_frame(stranger):
 
 
 def answer_again(port, heard):
-    """What somebody gets who says again what a process of the job has said."""
+    """The reply to a replay of what a process of the job has sent."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
         receive_frame(stranger)
         stranger.sendall(heard)
         return receive_frame(stranger)
 
 
-def test_who_listens_learns_nothing_of_use():
-    """The token is not sent, and what was sent once is worth nothing another time."""
+def test_traffic_is_useless_to_an_eavesdropper():
+    """The token is never sent, and recorded traffic cannot be replayed."""
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(join, port, 0, 3, token=TOKEN)
@@ -110,7 +110,7 @@ def test_who_listens_learns_nothing_of_use():
         second = pool.submit(join, tap.port, 1, 3, token=TOKEN)
         while not any(b'"here"' in data for _, data in tap.heard):
             time.sleep(0.01)
-        said = b"".join(data for from_member, data in tap.heard if from_member)
+        said = b"".join(data for from_client, data in tap.heard if from_client)
         assert [message["say"] for message in frames(said)] == ["answer", "here"]
         assert answer_again(port, said)["say"] == "refused"
         third = join(port, 2, 3, token=TOKEN)
@@ -122,28 +122,28 @@ def test_who_listens_learns_nothing_of_use():
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("", "asks for a token that is not set"),
+        ("", "asks for a token, and none is set"),
         (OTHER, "does not know this process's token"),
     ],
 )
-def test_who_has_no_token_or_another_is_told_so_and_the_job_begins_without(given, why):
+def test_a_wrong_token_is_reported_and_the_job_starts_without_that_process(given, why):
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, port, 0, 2, token=TOKEN)
-        with pytest.raises(ZeroError, match=f"what answers at 127.0.0.1:{port} {why}.*ZEROJAX_JOB_TOKEN"):
+        with pytest.raises(ZeroError, match=f"the server at 127.0.0.1:{port} {why}.*ZEROJAX_JOB_TOKEN"):
             join(port, 1, 2, token=given)
         join(port, 1, 2, token=TOKEN)
         assert first.result().size == 2
 
 
-def test_somebody_else_in_the_place_of_rank_0_is_noticed():
-    """Who has only taken the address learns nothing: neither the settings nor the token."""
+def test_an_impostor_of_rank_0_is_noticed():
+    """A process that has only taken the address learns neither the settings nor the token."""
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
         impostor.settimeout(20)
         port = impostor.getsockname()[1]
-        member = pool.submit(join, port, 1, 2, {"secret": "settings"}, token=TOKEN)
+        client = pool.submit(join, port, 1, 2, {"secret": "settings"}, token=TOKEN)
         heard = b""
-        while not member.done():
+        while not client.done():
             try:
                 near, _ = impostor.accept()
             except TimeoutError:
@@ -157,18 +157,18 @@ def test_somebody_else_in_the_place_of_rank_0_is_noticed():
                     heard += data
             impostor.settimeout(1)
         with pytest.raises(ZeroError, match="does not know this process's token"):
-            member.result()
+            client.result()
     assert {message["say"] for message in frames(heard)} == {"answer"}
 
 
-def test_those_who_were_refused_are_counted_where_somebody_is_missing():
+def test_refused_connections_are_counted_when_a_rank_is_missing():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, port, 0, 2, token=TOKEN, join_timeout=1.5)
         time.sleep(0.3)
         assert answer_again(port, _answer("ab" * 32, "cd" * 32))["say"] == "refused"
         with pytest.raises(
-            JobError, match=r"rank 1 of 2 did not come .* 1 connection did not know the job's"
+            JobError, match=r"rank 1 of 2 did not join .* 1 connection did not know the job's"
         ):
             first.result()
 
@@ -179,21 +179,21 @@ def _answer(nonce, proof):
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (10**9, 2)])
-def test_a_rank_that_there_is_not(rank, size):
+def test_a_rank_out_of_range(rank, size):
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(join, port, 0, 2), pool.submit(join, port, rank, size)]
-        for one in met:
-            with pytest.raises(ZeroError, match=f"rank {rank} of 2 has come: the first is 0 and the last 1"):
+        joined = [pool.submit(join, port, 0, 2), pool.submit(join, port, rank, size)]
+        for one in joined:
+            with pytest.raises(ZeroError, match=f"rank {rank} of 2 joined: ranks are 0 to 1"):
                 one.result()
 
 
-def test_settings_of_others_do_nothing_to_a_terminal():
+def test_settings_of_others_are_safe_in_a_terminal():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         ours, theirs = {"x": "1"}, {"x": "\x1b[2J\x07" + "y" * 5000}
-        met = [pool.submit(join, port, 0, 2, ours), pool.submit(join, port, 1, 2, theirs)]
-        for one in met:
+        joined = [pool.submit(join, port, 0, 2, ours), pool.submit(join, port, 1, 2, theirs)]
+        for one in joined:
             with pytest.raises(ZeroError) as error:
                 one.result()
             assert str(error.value).isprintable()
@@ -201,6 +201,6 @@ def test_settings_of_others_do_nothing_to_a_terminal():
             assert len(str(error.value)) < 1000
 
 
-def test_so_many_absent_ranks_are_not_all_named():
-    with pytest.raises(JobError, match=r"^ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more of 1000 did not come"):
+def test_a_long_list_of_absent_ranks_is_cut():
+    with pytest.raises(JobError, match=r"^ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 more of 1000 did not join"):
         join(free_port(), 0, 1000, join_timeout=0.2)

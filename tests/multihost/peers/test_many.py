@@ -1,4 +1,4 @@
-"""As many processes as a job may have, at the limits that systems set; and strangers who keep rank 0 busy."""
+"""Jobs of many processes under usual limits of open files; and a flood of idle connections to rank 0."""
 
 import itertools
 import socket
@@ -28,7 +28,7 @@ with distributed.joined(f"127.0.0.1:{port}", 0, size, join_timeout=280, peer_tim
     import jax
     value = jax._src.distributed.global_state.client.blocking_key_value_get(f"test/{size - 1}", 100_000)
     held = len(os.listdir("/dev/fd"))
-    mine = [open(os.devnull) for _ in range(soft // 2)]  # what the training opens
+    mine = [open(os.devnull) for _ in range(soft // 2)]  # files opened by training
     print(f"up: {value}; {held} files of {resource.getrlimit(resource.RLIMIT_NOFILE)}", flush=True)
 """
 
@@ -61,13 +61,13 @@ def test_too_few_files_are_refused_in_a_line():
     code, out, err, _ = job(400, 1, 128, 1000)
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith(
-        "zerojax.errors.ZeroError: 400 processes take up to 1,360 open files of rank 0, besides the "
+        "zerojax.errors.ConfigurationError: 400 processes need up to 1,360 open files in rank 0, besides the "
     )
     assert err.splitlines()[-1].endswith("its hard limit is 1,000 (ulimit -Hn): raise that")
 
 
-def test_a_crowd_that_keeps_still_does_not_stop_a_job():
-    """Nor has it an end: more come as others go. 400 files are no more than the job itself takes."""
+def test_a_flood_of_idle_connections_does_not_stop_a_job():
+    """New connections replace closed ones. A limit of 400 files is no more than the job itself needs."""
     port, env = free_port(), for_programs() | {VARIABLE: new_token()}
     first = [sys.executable, "-c", RANK_0, str(port), "2", "400", "400"]
     second = [sys.executable, str(CROWD), str(port), "2", "1", "1"]

@@ -1,6 +1,6 @@
-"""Whatever comes over a connection, from strangers or from processes of the job: refused, or right.
+"""Fuzz tests of the protocol: invalid input from strangers or from processes of the job is refused.
 
-Each test sends a thousand seeded inputs, valid ones that were damaged among them.
+Each test sends a thousand seeded inputs, among them damaged valid ones.
 """
 
 import asyncio
@@ -10,14 +10,15 @@ import socket
 import struct
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from zerojax.multihost.peers import handshake
-from zerojax.multihost.peers.client import Member
-from zerojax.multihost.peers.coordinator import Hub
+from zerojax.multihost.peers import Place, handshake
+from zerojax.multihost.peers.client import Client
+from zerojax.multihost.peers.coordinator import Coordinator
 from zerojax.multihost.peers.listener import Listener
-from zerojax.multihost.peers.messages import LIMIT, Connection, Piece, Verdict, parse, printable
+from zerojax.multihost.peers.messages import LIMIT, Connection, Failure, Piece, parse, printable
 
 pytestmark = pytest.mark.alone
 
@@ -33,7 +34,7 @@ NASTY = [
     "null", "true", "-1", "0", "1", "2", "1e26", "1" + "0" * 400, "1" * 5000, "Infinity", "NaN", "1.5", "[]",
     "{}", "[[]]", DEEP, '{"say": "go"}', *STRINGS,
 ]  # fmt: skip
-VERDICT = {"kind": "failed", "rank": 1, "why": "rank 1 failed: no such source", "code": 1}
+FAILURE = {"kind": "failed", "rank": 1, "why": "rank 1 failed: no such source", "code": 1}
 MESSAGES = [
     {"say": "here", "rank": 1, "size": 2, "facts": {"train.seed": "1"}},
     {"say": "here", "rank": 1, "size": 2, "facts": {"\x1b]0;title\x07": "1"}},
@@ -46,8 +47,12 @@ MESSAGES = [
     {"say": "all done"},
     {"say": "go"},
     {"say": "busy"},
-    *[{"say": "end", "verdict": VERDICT}] * 3,
+    *[{"say": "end", "failure": FAILURE}] * 3,
 ]
+
+
+def place(rank, size):
+    return Place("127.0.0.1", 1, None, rank, size, TOKEN, Path("/nowhere"))
 
 
 def frame(data, kind=1, stream=0, size=None):
@@ -55,7 +60,7 @@ def frame(data, kind=1, stream=0, size=None):
 
 
 def damaged_json(rng, message):
-    """A message, perhaps with something else in some of its places."""
+    """A message, some values of which may be replaced."""
     hole, string_hole = "\0hole\0", "\0string\0"
 
     def walk(value):
@@ -75,7 +80,7 @@ def damaged_json(rng, message):
 
 
 def damaged(rng, message):
-    """The bytes of a message: as they should be, damaged, or nothing of the kind."""
+    """The bytes of a message: valid, damaged, or something else entirely."""
     data = damaged_json(rng, message)
     match rng.randrange(8):
         case 0:
@@ -96,37 +101,37 @@ def damaged(rng, message):
 
 
 def talk(rng, first):
-    """A first message, often as it should be, and some more."""
+    """A first message, often valid, and some more."""
     begin = damaged(rng, first) if rng.random() < 0.5 else frame(json.dumps(first).encode())
     return begin + b"".join(damaged(rng, rng.choice(MESSAGES)) for _ in range(rng.randrange(5)))
 
 
 async def pair():
-    """Two connected connections; the second one bare."""
+    """Two ends of a connection, the second as bare streams."""
     ours, theirs = socket.socketpair()
     return Connection(*await asyncio.open_connection(sock=ours)), await asyncio.open_connection(sock=theirs)
 
 
-def check_harmless(verdict):
-    assert isinstance(verdict, Verdict)
-    assert verdict.why.isprintable()
-    assert len(verdict.why) < 3000
-    f"{verdict}".encode()
+def check_harmless(failure):
+    assert isinstance(failure, Failure)
+    assert failure.why.isprintable()
+    assert len(failure.why) < 3000
+    f"{failure}".encode()
 
 
 def check_sent(data):
-    """Every frame that was sent is one, and no line of them is unfit to be shown."""
+    """Every frame sent is valid, and every line in it is safe to print."""
     while data:
         _, _, size = struct.unpack(">BII", data[:9])
         message = parse(data[9 : 9 + size])
         assert message is not None
         if message["say"] == "end":
-            check_harmless(Verdict.of(message))
+            check_harmless(Failure.of(message))
         data = data[9 + size :]
 
 
 def run(scenario):
-    """Run a scenario to its end, and see that no error went by unnoticed."""
+    """Run a scenario to its end, and check that no task raised an unhandled error."""
     errors = []
 
     async def watched():
@@ -138,7 +143,7 @@ def run(scenario):
     assert errors == []
 
 
-def test_what_is_read_is_a_message_or_nothing():
+def test_parse_gives_a_valid_message_or_none():
     rng = random.Random(0)
     read = 0
     for _ in range(2 * INPUTS):
@@ -149,8 +154,8 @@ def test_what_is_read_is_a_message_or_nothing():
         if message is not None:
             read += 1
             assert isinstance(message["say"], str)
-            if (verdict := Verdict.of(message)) is not None:
-                check_harmless(verdict)
+            if (failure := Failure.of(message)) is not None:
+                check_harmless(failure)
     assert read > INPUTS // 4
 
 
@@ -164,13 +169,13 @@ def test_what_is_read_is_a_message_or_nothing():
         ("x" * 3000, "x" * 2000 + " ..."),
     ],
 )
-def test_what_a_peer_says_does_nothing_to_a_terminal(said, shown):
+def test_text_from_a_peer_is_safe_in_a_terminal(said, shown):
     assert printable(said) == (said if shown is None else shown)
     assert printable(printable(said)) == printable(said)
 
 
 def test_strangers(monkeypatch):
-    """A thousand know no token: none gets in, each is let go, and a process that knows it gets in."""
+    """None of a thousand without the token is admitted, all are disconnected, and one with it is admitted."""
     monkeypatch.setattr("zerojax.multihost.peers.listener._PATIENCE", 2.0)
     rng = random.Random(1)
     served, ended = [], []
@@ -182,7 +187,7 @@ def test_strangers(monkeypatch):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began = time.monotonic()
         writer.write(talk(rng, rng.choice(MESSAGES[:4])))
-        if rng.random() < 0.9:  # the others keep still
+        if rng.random() < 0.9:  # the others send no end
             writer.write_eof()
         with suppress(ConnectionError):
             check_sent(await asyncio.wait_for(reader.read(), 20))
@@ -211,32 +216,34 @@ def test_strangers(monkeypatch):
     assert max(ended) < 10
 
 
-def test_a_process_of_the_job_that_talks_nonsense_to_the_hub():
+def test_a_client_that_sends_nonsense_to_the_coordinator():
     rng = random.Random(2)
     joined = []
 
     async def one():
-        hub = Hub(2, {"train.seed": "1"}, TOKEN, "/nowhere/service", 60.0, 60.0)
-        hub_end, (other_reader, other_writer) = await pair()
+        coordinator = Coordinator(place(0, 2), {"train.seed": "1"}, 60.0, 60.0)
+        coordinator_end, (other_reader, other_writer) = await pair()
         zero = asyncio.ensure_future(
-            hub._serve(hub_end, {"say": "here", "rank": 0, "size": 2, "facts": {"train.seed": "1"}})
+            coordinator._serve(
+                coordinator_end, {"say": "here", "rank": 0, "size": 2, "facts": {"train.seed": "1"}}
+            )
         )
         await asyncio.sleep(0)
-        line, (reader, writer) = await pair()
+        connection, (reader, writer) = await pair()
         writer.write(talk(rng, rng.choice(MESSAGES[:2])))
         writer.write_eof()
-        hello = await line.receive()
+        hello = await connection.receive()
         if isinstance(hello, dict):
-            await hub._serve(line, hello)
-        await line.close()
+            await coordinator._serve(connection, hello)
+        await connection.close()
         check_sent(await reader.read())
         other_writer.write_eof()
         await zero
-        await hub_end.close()
+        await coordinator_end.close()
         check_sent(await other_reader.read())
         for end in (writer, other_writer):
             end.close()
-        joined.append(hub._pulse is not None)
+        joined.append(coordinator._heartbeat is not None)
 
     async def scenario():
         for _ in range(INPUTS):
@@ -246,29 +253,29 @@ def test_a_process_of_the_job_that_talks_nonsense_to_the_hub():
     assert 0 < sum(joined) < INPUTS
 
 
-def test_a_hub_that_talks_nonsense_to_a_process():
+def test_a_coordinator_that_sends_nonsense_to_a_client():
     rng = random.Random(3)
     ends = []
 
     async def one():
-        member = Member("127.0.0.1", 1, 1, 2, TOKEN, 60.0, 60.0, ends.append)
-        line, (reader, writer) = await pair()
+        client = Client(place(1, 2), 60.0, 60.0, ends.append)
+        connection, (reader, writer) = await pair()
         writer.write(talk(rng, MESSAGES[3]))
         writer.write_eof()
         with suppress(ConnectionError):
-            assert not await handshake.introduce(line, TOKEN), "it does not know the token"
-        await line.close()
+            assert not await handshake.introduce(connection, TOKEN), "it does not know the token"
+        await connection.close()
         await reader.read()
         writer.close()
 
-        line, (reader, writer) = await pair()
+        connection, (reader, writer) = await pair()
         writer.write(b"".join(damaged(rng, m) for m in rng.choices(MESSAGES, k=4)) + frame(b"x", 2, 9))
         writer.write_eof()
-        member._connection = line
-        member._begin()
-        await asyncio.gather(*member._tasks[:1])
-        member._tasks[1].cancel()
-        await member.close()
+        client._connected = connection
+        client._begin()
+        await asyncio.gather(*client._tasks[:1])
+        client._tasks[1].cancel()
+        await client.close()
         await reader.read()
         writer.close()
 
@@ -278,22 +285,22 @@ def test_a_hub_that_talks_nonsense_to_a_process():
 
     run(scenario)
     assert len(ends) > INPUTS // 2
-    for verdict in ends:
-        check_harmless(verdict)
+    for failure in ends:
+        check_harmless(failure)
 
 
-def test_pieces_for_nobody():
-    """Streams that were never opened, or too many of them, are nothing to rank 0."""
+def test_pieces_of_unknown_streams():
+    """Rank 0 ignores streams that were never opened, and too many streams."""
 
     async def scenario():
-        hub = Hub(1, {}, TOKEN, "/nowhere/service", 60.0, 60.0)
-        line, (reader, writer) = await pair()
+        coordinator = Coordinator(place(0, 1), {}, 60.0, 60.0)
+        connection, (reader, writer) = await pair()
         far = Connection(reader, writer)
         for stream in range(1000):
             await far.send_piece(Piece(stream, b"x" if stream % 2 else b""))
         writer.write_eof()
-        await hub._serve(line, {"say": "here", "rank": 0, "size": 1, "facts": {}})
-        await line.close()
+        await coordinator._serve(connection, {"say": "here", "rank": 0, "size": 1, "facts": {}})
+        await connection.close()
         writer.close()
 
     run(scenario)

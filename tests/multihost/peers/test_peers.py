@@ -1,4 +1,4 @@
-"""The roll call, and who is missed and when. Without JAX."""
+"""Rendezvous and heartbeat timeouts, without JAX."""
 
 import socket
 import threading
@@ -10,30 +10,30 @@ from joined_peers import join
 from zerojax.errors import JobError, ZeroError
 from zerojax.multihost import peers
 from zerojax.multihost.distributed import free_port
-from zerojax.multihost.peers.heartbeat import Pulse
+from zerojax.multihost.peers.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leave_jobs")]
 
 
-def all_join(*members, **options):
-    """What each (rank, size, facts) gets: the peers, or the error."""
+def all_join(*processes, **options):
+    """The result for each (rank, size, facts): the peers, or the error."""
     port = free_port()
 
-    def one(member):
+    def one(process):
         try:
-            return join(port, *member, **options)
+            return join(port, *process, **options)
         except (ZeroError, JobError) as error:
             return error
 
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(one, members))
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(one, processes))
 
 
-def test_all_come_and_leave_together():
-    met = [p for p in all_join((0, 3, {}), (1, 3, {}), (2, 3, {})) if isinstance(p, peers.Peers)]
-    assert [(p.rank, p.size) for p in met] == [(0, 3), (1, 3), (2, 3)]
+def test_all_join_and_leave_together():
+    joined = [p for p in all_join((0, 3, {}), (1, 3, {}), (2, 3, {})) if isinstance(p, peers.Peers)]
+    assert [(p.rank, p.size) for p in joined] == [(0, 3), (1, 3), (2, 3)]
     left = []
-    threads = [threading.Thread(target=lambda p=p: (p.leave(), left.append(p.rank))) for p in met]
+    threads = [threading.Thread(target=lambda p=p: (p.leave(), left.append(p.rank))) for p in joined]
     for thread in threads[:2]:
         thread.start()
     threads[0].join(0.3)
@@ -44,14 +44,14 @@ def test_all_come_and_leave_together():
     assert sorted(left) == [0, 1, 2]
 
 
-def test_who_never_joins_is_named():
-    met = all_join((0, 4, {}), (2, 4, {}), join_timeout=0.5)
-    assert [type(error) for error in met] == [JobError, JobError]
-    for error in met:
-        assert "ranks 1, 3 of 4 did not come within 0.5 s" in str(error)
+def test_absent_ranks_are_named():
+    errors = all_join((0, 4, {}), (2, 4, {}), join_timeout=0.5)
+    assert [type(error) for error in errors] == [JobError, JobError]
+    for error in errors:
+        assert "ranks 1, 3 of 4 did not join within 0.5 s" in str(error)
 
 
-def test_rank_0_that_never_comes():
+def test_rank_0_is_absent():
     (error,) = all_join((1, 2, {}), join_timeout=0.1)
     assert isinstance(error, JobError)
     assert "rank 0 did not answer at 127.0.0.1:" in str(error)
@@ -59,8 +59,8 @@ def test_rank_0_that_never_comes():
 
 def test_settings_that_differ_are_refused_by_name():
     ours, theirs = {"train.seed": "1", "x": "1"}, {"train.seed": "2", "x": "1", "extra": "3"}
-    met = all_join((0, 3, ours), (1, 3, ours), (2, 3, theirs))
-    for error in met:
+    errors = all_join((0, 3, ours), (1, 3, ours), (2, 3, theirs))
+    for error in errors:
         assert isinstance(error, ZeroError)
         assert str(error) == (
             "rank 2 was started with other settings: train.seed is 2 there and 1 on rank 0; "
@@ -69,13 +69,13 @@ def test_settings_that_differ_are_refused_by_name():
 
 
 def test_a_wrong_number_of_processes():
-    met = all_join((0, 2, {}), (1, 3, {}))
-    assert [str(error) for error in met] == ["rank 1 was told of 3 processes, and rank 0 of 2"] * 2
+    errors = all_join((0, 2, {}), (1, 3, {}))
+    assert [str(error) for error in errors] == ["rank 1 was started for 3 processes, rank 0 for 2"] * 2
 
 
 def test_two_of_the_same_rank():
-    met = all_join((0, 3, {}), (1, 3, {}), (1, 3, {}))
-    assert all("two processes have come as rank 1" in str(error) for error in met)
+    errors = all_join((0, 3, {}), (1, 3, {}), (1, 3, {}))
+    assert all("two processes joined as rank 1" in str(error) for error in errors)
 
 
 def test_a_port_that_is_taken():
@@ -85,7 +85,7 @@ def test_a_port_that_is_taken():
             join(port, 0, 2)
 
 
-def test_strangers_at_the_door_do_not_matter():
+def test_invalid_connections_are_ignored():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, port, 0, 2)
@@ -111,22 +111,22 @@ class Clock:
 
 def test_silence():
     clock = Clock()
-    pulse = Pulse([1, 2], limit=6.0, clock=clock)
+    heartbeat = Heartbeat([1, 2], limit=6.0, clock=clock)
     for clock.now in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
-        assert pulse.silent() == []
-        pulse.hear(1)
+        assert heartbeat.silent() == []
+        heartbeat.hear(1)
     clock.now = 7.0
-    assert pulse.silent() == [2]
-    pulse.forget(2)
-    assert pulse.silent() == []
+    assert heartbeat.silent() == [2]
+    heartbeat.forget(2)
+    assert heartbeat.silent() == []
 
 
-def test_a_pause_of_ones_own_is_nobodys_silence():
+def test_a_pause_of_this_process_is_not_silence_of_others():
     clock = Clock()
-    pulse = Pulse([1], limit=6.0, clock=clock)
+    heartbeat = Heartbeat([1], limit=6.0, clock=clock)
     clock.now = 1000.0
-    assert pulse.silent() == []
+    assert heartbeat.silent() == []
     for clock.now in (1002.0, 1004.0, 1006.0):
-        assert pulse.silent() == []
+        assert heartbeat.silent() == []
     clock.now = 1007.0
-    assert pulse.silent() == [1]
+    assert heartbeat.silent() == [1]

@@ -1,4 +1,4 @@
-"""The way of JAX's traffic: from a socket of one process, inside its line, to a socket of rank 0."""
+"""JAX's traffic between a client's socket and rank 0's, carried inside a connection."""
 
 import asyncio
 import socket
@@ -15,10 +15,10 @@ BIG = bytes(range(256)) * 4096
 
 
 def between(tmp_path, scenario):
-    """Run a scenario with both proxies, a line between them, and the paths of client and service."""
+    """Run a scenario with two connected proxies, and the paths of client and service."""
 
-    async def deliver(line, proxy):
-        while (piece := await line.receive()) is not None:
+    async def deliver(connection, proxy):
+        while (piece := await connection.receive()) is not None:
             assert isinstance(piece, Piece)
             proxy.deliver(piece)
 
@@ -43,13 +43,13 @@ def between(tmp_path, scenario):
 
 
 async def is_open(reader):
-    """Whether a connection's other end is still there."""
+    """Whether a connection's other end is still open."""
     with suppress(TimeoutError):
         return await asyncio.wait_for(reader.read(1), 0.3) != b""
     return True
 
 
-def test_bytes_go_both_ways_and_wait_for_a_service_that_is_not_up_yet(tmp_path):
+def test_bytes_travel_both_ways_and_wait_for_the_service_to_start(tmp_path):
     async def scenario(client, service):
         ends = [await asyncio.open_unix_connection(client) for _ in range(2)]
         for number, (_, writer) in enumerate(ends):
@@ -75,7 +75,7 @@ def test_bytes_go_both_ways_and_wait_for_a_service_that_is_not_up_yet(tmp_path):
 
 
 def test_a_client_does_not_see_the_service_end(tmp_path):
-    """It would abort the process."""
+    """JAX would abort the process."""
 
     async def scenario(client, service):
         async def end(reader, writer):

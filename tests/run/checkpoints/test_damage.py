@@ -192,7 +192,7 @@ def test_a_run_goes_on_from_the_one_before(
         out = " ".join(capsys.readouterr().out.split())
         assert f"8 is damaged: {victim.relative_to(checkpoints / '8')} has changed (wrong checksum)" in out
         assert "it is now called 8.damaged" in out
-        assert "going on from step 6" in out
+        assert "resuming from step 6" in out
         trainer.train()
     assert sorted(path.name for path in checkpoints.iterdir()) == ["6", "8", "8.damaged"]
     whole = {p["step"]: p["loss"] for p in read_metrics(finished.metrics)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.cli import main
-from zerojax.run.html_report import read_story, render
+from zerojax.run.html_report import read_run_data, render
 from zerojax.run.html_report.charts import Series, draw, short, smoothed, thinned, ticks
 from zerojax.run.run_dir import RunFolder
 
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder: Path) -> Page:
-    return Page(render(read_story(RunFolder(folder))))
+    return Page(render(read_run_data(RunFolder(folder))))
 
 
 def titles(page: Page) -> list[str | None]:
@@ -80,10 +80,10 @@ def test_a_finished_run(finished: RunFolder, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_run_that_went_on_after_it_was_killed(finished_copy: RunFolder) -> None:
-    finished_copy.begin_session(6, devices=8, notes=["going on from step 6"])
+    finished_copy.begin_session(6, devices=8, notes=["resuming from step 6"])
     finished_copy.begin_session(6, devices=4, notes=[])
-    story = read_story(finished_copy)
-    assert [one["status"] for one in story.sessions] == ["finished", "killed", "running"]
+    run = read_run_data(finished_copy)
+    assert [one["status"] for one in run.sessions] == ["finished", "killed", "running"]
     page = page_of(finished_copy.path)
     assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count("restart") == 2 * 5
     assert "gone on from a checkpoint" in page.text
@@ -133,7 +133,7 @@ def test_strings_of_the_run_are_escaped(tmp_path: Path) -> None:
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
 
 
 class TestCharts:

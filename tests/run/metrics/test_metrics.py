@@ -1,4 +1,4 @@
-"""Metrics: fetched late, written whole, shown on one line."""
+"""Metrics: the queue, the file, the progress line."""
 
 import io
 import json
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Slow:
-    """A metric that is ready when its time has come: fetching it turns the clock forward."""
+    """A metric that is ready at a given time: fetching it advances the clock."""
 
     def __init__(self, clock: Clock, ready: float, value: float) -> None:
         self.clock, self.ready, self.value = clock, ready, value
@@ -47,7 +47,7 @@ class Slow:
 
 
 class TestQueue:
-    def test_looks_at_a_step_only_when_newer_ones_are_under_way(self) -> None:
+    def test_a_step_is_read_only_when_newer_ones_are_in_flight(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
         first = Slow(clock, 1.0, 3.5)
@@ -61,7 +61,7 @@ class TestQueue:
         assert [(r.step, r.seconds) for r in queue.drain()] == [(2, 1.0), (3, 1.5)]
         assert queue.drain() == []
 
-    def test_evaluation_is_not_the_steps_time(self) -> None:
+    def test_evaluation_is_not_part_of_the_step_time(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
         (first,) = queue.push(
@@ -89,7 +89,7 @@ class TestQueue:
 
 
 class TestFiles:
-    def test_one_object_a_step(self, tmp_path: Path) -> None:
+    def test_one_object_per_step(self, tmp_path: Path) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl")
         files.write(1, {"loss": 2.5})
         files.write(2, {"loss": float("nan"), "skipped": 1.0})
@@ -102,7 +102,7 @@ class TestFiles:
         values = [json.loads(line, parse_constant=refuse) for line in lines]
         assert values == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None, "skipped": 1.0}]
 
-    def test_going_on_drops_what_will_be_done_again(self, tmp_path: Path) -> None:
+    def test_resuming_drops_steps_to_be_repeated(self, tmp_path: Path) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl")
         for step in range(1, 6):
             files.write(step, {"loss": float(step)})
@@ -116,8 +116,8 @@ class TestFiles:
         steps = read_metrics(tmp_path / "metrics.jsonl")
         assert [(s["step"], s["loss"]) for s in steps] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
 
-    def test_what_is_there_is_replaced_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A process that dies while it takes the file over loses nothing."""
+    def test_the_file_is_replaced_atomically(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A process that dies while it rewrites the file loses nothing."""
         path = tmp_path / "metrics.jsonl"
         before = "".join(f'{{"step": {step}}}\n' for step in range(1, 4))
         path.write_text(before)
@@ -130,7 +130,7 @@ class TestFiles:
             MetricsFile(path, start=3)
         assert path.read_text() == before
 
-    def test_a_full_disk_is_said_with_the_next_line(self, tmp_path: Path) -> None:
+    def test_a_full_disk_is_reported_with_the_next_line(self, tmp_path: Path) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl")
         with Path("/dev/full").open("wb") as full:
             os.dup2(full.fileno(), files._file)
@@ -143,7 +143,7 @@ class TestFiles:
         with pytest.raises(OSError, match="No space left on device"):
             files.close()
 
-    def test_a_disk_that_hangs_holds_up_no_line_but_too_many(self, tmp_path: Path) -> None:
+    def test_a_hung_disk_blocks_only_when_the_queue_is_full(self, tmp_path: Path) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl", most=5, patience=0.3)
         hang(files)
         begun = time.monotonic()
@@ -155,7 +155,7 @@ class TestFiles:
                 do()
         assert time.monotonic() - begun < 3
 
-    def test_a_disk_that_is_slow_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_slow_disk_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl", most=3, patience=0.3)
         real = files._append
         monkeypatch.setattr(files, "_append", lambda line: (time.sleep(0.1), real(line)))
@@ -204,7 +204,7 @@ class TestProgress:
         assert lines[1] == "step 10/25 | loss 2.5000 | 12.3k tok/s | left 0:00:30 | mem 3.00 GB"
         assert "left" not in lines[0]  # the first step's time is compilation
 
-    def test_what_is_known_is_shown(self) -> None:
+    def test_known_values_are_shown(self) -> None:
         (line,) = self.lines(every=1, steps=1, mfu=0.415, internode_bytes=3.0e6, skipped_total=2.0)
         assert "mfu 41.5%" in line
         assert "wire 3.00 MB/step" in line

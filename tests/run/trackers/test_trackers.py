@@ -1,4 +1,4 @@
-"""Trackers: what each of them has of a run that was killed and went on, without a network."""
+"""Trackers: the content of each after a run was killed and resumed, without a network."""
 
 import dataclasses
 import importlib.util
@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,24 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
 
 from zerojax.errors import ZeroError
-from zerojax.run.config import LogSection, RunConfig
+from zerojax.run.config import LogSection, RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import Trackers, check_trackers, open_trackers
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
 
 
-def config(*trackers: Any) -> RunConfig:
-    return dataclasses.replace(RunConfig(), log=LogSection(trackers=trackers, project="a project"))
+def opened(folder: RunFolder, name: Any, start: int, say: Callable[[str], None]) -> Trackers:
+    config = dataclasses.replace(RunConfig(), log=LogSection(trackers=(name,), project="a project"))
+    return open_trackers(folder, (name,), "a project", config_to_dict(config), start, say)
 
 
 def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
-    """Steps 1 and 2 in one process, which ends by an error; 2 (again) and 3 in the next."""
+    """Steps 1 and 2 in a process that ends with an error, then 2 (again) and 3 in the next."""
     folder, messages = RunFolder(tmp_path / "my run"), []
     folder.create()
     for start, steps, failed in ((0, (1, 2), True), (1, (2, 3), False)):
-        trackers = open_trackers(folder, config(name), start=start, say=messages.append)
+        trackers = opened(folder, name, start, messages.append)
         for step in steps:
             trackers.write(step, {"loss": STEPS[step], "mfu": 0.5})
         trackers.close(failed=failed)
@@ -38,7 +39,7 @@ def die_and_go_on(tmp_path: Path, name: str) -> tuple[RunFolder, list[str]]:
 
 
 def events(folder: RunFolder) -> list[Any]:
-    """What the event files have, in the order in which they were written."""
+    """The content of the event files, in order of writing."""
     found: list[Any] = []
     for path in sorted((folder.path / "tensorboard").iterdir(), key=os.path.getmtime):
         raw = path.read_bytes()
@@ -62,7 +63,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def wandb_records(raw: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: a LevelDB log, behind seven bytes of W&B's own."""
+    """The records of a .wandb file: a LevelDB log after a header of seven bytes."""
     block, position, parts = 1 << 15, 7, []
     while position + 7 <= len(raw):
         size, kind = int.from_bytes(raw[position + 4 : position + 6], "little"), raw[position + 6]
@@ -124,14 +125,14 @@ def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages == []
 
 
-def test_what_is_not_installed_is_refused_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ZeroError, match=r'not installed: pip install "zerojax\[wandb\]"'):
         check_trackers(["wandb"])
     check_trackers([])
 
 
-def test_a_server_that_does_not_answer_is_said_at_the_start(
+def test_an_unreachable_server_is_reported_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason="the extra zerojax[mlflow] is not installed")
@@ -140,16 +141,16 @@ def test_a_server_that_does_not_answer_is_said_at_the_start(
     folder = RunFolder(tmp_path / "run")
     folder.create()
     with pytest.raises(ZeroError, match="mlflow cannot start"):
-        open_trackers(folder, config("mlflow"), start=0, say=print)
+        opened(folder, "mlflow", 0, print)
 
 
 def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By more than 24.8 days, which is the longest time that poll(2) takes."""
+    """By more than 24.8 days, the longest timeout of poll(2)."""
     folder, now = RunFolder(tmp_path / "run"), time.time()
     folder.create()
 
     def train() -> None:
-        trackers = open_trackers(folder, config("tensorboard"), start=0, say=messages.append)
+        trackers = opened(folder, "tensorboard", 0, messages.append)
         monkeypatch.setattr(time, "time", lambda: now - 25 * 86400)
         for step in range(1, 101):
             trackers.write(step, {"loss": 1.0, "mfu": 0.5})
@@ -165,7 +166,7 @@ def test_tensorboard_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pyt
 
 
 class Failing:
-    """A tracker whose server goes away."""
+    """A tracker whose server becomes unreachable."""
 
     identity = "x"
 
@@ -174,7 +175,7 @@ class Failing:
             raise OSError("the server is gone")
 
     def close(self, *, failed: bool) -> None:
-        raise AssertionError("it was told no more")
+        raise AssertionError("it was dropped")
 
 
 def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
@@ -183,11 +184,11 @@ def test_a_tracker_that_fails_later_does_not_end_the_run() -> None:
     for step in (1, 2, 3):
         trackers.write(step, {"loss": 1.0})
     trackers.close(failed=False)
-    assert messages == ["log.trackers: wandb failed at step 2 and is told no more: the server is gone"]
+    assert messages == ["log.trackers: wandb failed at step 2 and was dropped: the server is gone"]
 
 
 class Hanging:
-    """A tracker whose server takes a connection and says nothing, from some step on."""
+    """A tracker whose server stops answering at some step."""
 
     identity = "x"
 
@@ -206,12 +207,12 @@ class Hanging:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (3, "log.trackers: wandb has been stuck since step 3 and is told no more"),
+        (3, "log.trackers: wandb has been stuck since step 3 and was dropped"),
         (19, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
         (0, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
     ],
 )
-def test_a_tracker_that_hangs_holds_nothing_up(step: int, message: str) -> None:
+def test_a_hung_tracker_delays_nothing(step: int, message: str) -> None:
     messages: list[str] = []
     hanging, sound = Hanging(step), Hanging(-1)
     both: dict[str, Any] = {"wandb": hanging, "mlflow": sound}
@@ -227,7 +228,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(step: int, message: str) -> None:
 
 
 class Dying:
-    """A tracker that ends its thread, in as far as it can."""
+    """A tracker that tries to end its thread."""
 
     identity = "x"
 
@@ -235,7 +236,7 @@ class Dying:
         raise SystemExit("no more")
 
     def close(self, *, failed: bool) -> None:
-        raise AssertionError("it was told no more")
+        raise AssertionError("it was dropped")
 
 
 def test_a_tracker_whose_thread_dies() -> None:
@@ -243,7 +244,7 @@ def test_a_tracker_whose_thread_dies() -> None:
     trackers = Trackers({"wandb": Dying()}, messages.append)  # type: ignore[dict-item]  # opened already
     trackers.write(1, {"loss": 1.0})
     trackers.close(failed=True)
-    assert messages == ["log.trackers: wandb failed at step 1 and is told no more: no more"]
+    assert messages == ["log.trackers: wandb failed at step 1 and was dropped: no more"]
 
 
 def test_a_tracker_named_twice() -> None:

@@ -1,4 +1,4 @@
-"""Emulated clusters: what a node sees, and that nothing stays behind."""
+"""Emulated clusters: the environment of a node, its link, and cleaning up."""
 
 import io
 import os
@@ -20,7 +20,7 @@ needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=
 
 
 def run(nodes, script, **options):
-    """Each node's lines, and the result."""
+    """The lines of each node, and the result."""
     output = io.BytesIO()
     with cluster.EmulatedCluster(nodes, 2, rate="1gbit", platform="cpu") as emulated:
         result = emulated.run(["sh", "-c", script], output=output, timeout=60, **options)
@@ -62,7 +62,7 @@ def test_a_node_is_a_host_of_its_own():
 
 
 @needs_namespaces
-def test_a_node_is_told_what_it_is(monkeypatch):
+def test_the_environment_of_a_node(monkeypatch):
     monkeypatch.setenv("https_proxy", "http://proxy:1")
     lines, _ = run(
         2,
@@ -85,7 +85,7 @@ def test_nodes_may_share_gpus(monkeypatch):
 @needs_namespaces
 @pytest.mark.parametrize(("rate", "later"), [("10mbit", None), ("1gbit", "10mbit")])
 def test_the_rate_holds(rate, later):
-    """A megabyte cannot cross a link of 10 Mbit/s in under its time, the bucket's 128 KB aside."""
+    """1 MB takes at least its time at 10 Mbit/s, apart from the bucket's 128 KB."""
     slow_down = "" if later is None else f"from zerojax import cluster; cluster.limit_link({later!r})\n"
     sender = slow_down + (
         "import socket, sys, time\n"
@@ -110,22 +110,22 @@ def test_the_rate_holds(rate, later):
 
 
 @needs_namespaces
-def test_a_link_without_a_rate_gets_none_later():
+def test_a_link_without_a_rate_cannot_be_limited_later():
     code = "from zerojax import cluster; cluster.limit_link('1gbit')"
     output = io.BytesIO()
     with cluster.EmulatedCluster(1, rate=None, platform="cpu") as emulated:
         result = emulated.run([sys.executable, "-c", code], output=output, timeout=60)
     assert result.code == 1
-    assert "set the cluster up with a rate" in output.getvalue().decode()
+    assert "create the cluster with the highest rate" in output.getvalue().decode()
 
 
-def test_no_link_outside_of_a_cluster():
+def test_no_link_outside_a_cluster():
     with pytest.raises(cluster.ClusterError, match="not a node of an emulated cluster"):
         cluster.limit_link("1gbit")
 
 
 @needs_namespaces
-def test_file_descriptors_are_given_back():
+def test_file_descriptors_are_released():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         run(2, "true")
@@ -133,7 +133,7 @@ def test_file_descriptors_are_given_back():
 
 
 @needs_namespaces
-def test_script_prints_bytes_and_returns_the_worst_code():
+def test_the_command_prints_bytes_and_returns_the_highest_code():
     process = script("--nodes", "2", "--", "sh", "-c", "[ $NODE_RANK = 0 ] || exit 5; sleep 0.2")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 5
@@ -146,7 +146,7 @@ def test_script_prints_bytes_and_returns_the_worst_code():
 @needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_script(number):
-    """Not even what has left its session, when the script is killed without a warning."""
+    """Not even a process that has left its session, if the script is killed with SIGKILL."""
     marker = f"zerojax-test-{os.getpid()}-{number}"
     forks = f"setsid sh -c 'sleep 600; :' {marker} & echo up; wait"
     process = script("--nodes", "2", "--grace", "5", "--", "sh", "-c", forks)
@@ -169,14 +169,14 @@ def test_a_signal_reaches_the_command_once():
     assert out.splitlines()[-1] == "[node0] heard 1"
 
 
-def test_gpus_are_shared_out(monkeypatch):
+def test_gpus_are_divided_among_nodes(monkeypatch):
     if cluster.unavailable():
         pytest.skip(str(cluster.unavailable()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     with cluster.EmulatedCluster(2, 2, platform="gpu") as emulated:
         shares = [emulated.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)]
     assert shares == ["3,5", "6,7"]
-    with pytest.raises(ValueError, match="6 x 1 GPUs are wanted and this machine offers 4"):
+    with pytest.raises(ValueError, match="6 x 1 GPUs were requested, and this machine has 4"):
         cluster.EmulatedCluster(6, 1)
 
 

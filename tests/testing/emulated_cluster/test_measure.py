@@ -1,4 +1,4 @@
-"""The bytes that collectives put on the wire, by the counters of emulated links."""
+"""Bytes that collectives send, from the counters of emulated links."""
 
 import io
 
@@ -21,7 +21,7 @@ def measure(op, *, nodes, local, elements, dtype="int8", repeats):
     output = io.BytesIO()
     try:
         return cluster.measure_bytes(
-            "tests.cluster.traffic:collective",
+            "tests.helpers.traffic:collective",
             {"op": op, "elements": elements, "dtype": dtype, "repeats": repeats},
             nodes=nodes, devices_per_node=local, timeout=120, output=output,
         )  # fmt: skip

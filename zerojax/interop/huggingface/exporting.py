@@ -18,7 +18,7 @@ from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, Safet
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files, write_tokenizer
-from zerojax.multihost.agreement import from_first
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data import open_tokenizer
@@ -127,7 +127,7 @@ def export_model(
     specs: dict[str, TensorSpec] = {}
     for name, spec in target.specs.items():
         specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
-    from_first(lambda: _make_folder(out, draft))
+    run_on_process_zero(lambda: _make_folder(out, draft))
     writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
     for tensor, values in each_tensor(state, target.parts):
         name = tensor.name
@@ -143,7 +143,7 @@ def export_model(
         writer.close()
         _write_settings(target, how, config, folder, draft)
         draft.rename(out)
-    from_first(lambda: None)  # nobody reads before all is there
+    run_on_process_zero(lambda: None)  # nobody reads before all is there
 
 
 def quantized_state(state: TrainState, target: Target, out: Path, how: WeightFormat) -> TrainState:

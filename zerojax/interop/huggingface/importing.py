@@ -9,7 +9,7 @@ from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import FREE, Source, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
-from zerojax.multihost.agreement import from_first
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record
 from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
@@ -49,14 +49,14 @@ def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainS
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
     check_tensors(state.spec, files, source.family, parts)
     with closing(RunLock(folder)) as lock:
-        from_first(lock.take)
-        from_first(lambda: _write_files(source, files, folder))
+        run_on_process_zero(lock.take)
+        run_on_process_zero(lambda: _write_files(source, files, folder))
         state = begin_with(state, load_params(state.spec, files, parts), config.train.seed)
         mesh = state.spec.mesh
         record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
         with Checkpoints(folder.checkpoints) as checkpoints:
             checkpoints.save(0, state, record)
-        from_first(lambda: _finish(source, config, folder))
+        run_on_process_zero(lambda: _finish(source, config, folder))
     return state
 
 

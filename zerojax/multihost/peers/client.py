@@ -1,175 +1,160 @@
-"""Every process's part: its line to the hub, which carries JAX's traffic, too."""
+"""A process's connection to the coordinator, which also carries JAX's traffic."""
 
 import asyncio
 import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from zerojax.multihost.peers.coordinator import silence
+from zerojax.multihost.peers.coordinator import describe_silence
 from zerojax.multihost.peers.handshake import VARIABLE, introduce
-from zerojax.multihost.peers.heartbeat import Pulse
-from zerojax.multihost.peers.messages import Connection, Message, Piece, Verdict
+from zerojax.multihost.peers.heartbeat import Heartbeat
+from zerojax.multihost.peers.messages import Connection, Failure, Message, Piece
+from zerojax.multihost.peers.place import Place
 from zerojax.multihost.peers.proxy import ClientProxy
 
-# Seconds in which what answers has to show that it is the hub of this job: strangers may come before us.
+# Seconds for the server to prove that it is this job's coordinator: it may be handling strangers first.
 _PATIENCE = 30.0
 
-# Seconds in which the hub of an older job, which had another token, may still be at the address.
-_OLD_HUB = 5.0
+# Seconds for which the coordinator of an older job, with another token, may still hold the address.
+_OLD_COORDINATOR = 5.0
 
 
-class Member:
-    """One process's line; all of it runs in one event loop."""
+class Client:
+    """One process's connection; everything runs in one event loop.
+
+    Args:
+        place: of this process.
+        join_timeout: seconds in which all must join.
+        peer_timeout: seconds of silence after which the coordinator counts as lost.
+        on_failure: called once, in the event loop, if the job fails.
+    """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        size: int,
-        token: str,
-        join_timeout: float,
-        peer_timeout: float,
-        end: Callable[[Verdict], None],
+        self, place: Place, join_timeout: float, peer_timeout: float, on_failure: Callable[[Failure], None]
     ) -> None:
-        """Nothing is connected yet.
-
-        Args:
-            host: of the hub.
-            port: of the hub.
-            rank: of this process.
-            size: processes of the job.
-            token: what all of them know, and nobody else; empty where anybody may come.
-            join_timeout: seconds in which all must have come.
-            peer_timeout: seconds of silence after which the hub counts as lost.
-            end: called once, in the event loop, when the job ends other than well.
-        """
-        self._address = host, port
-        self._rank = rank
-        self._size = size
-        self._token = token
+        self._place = place
         self._join_timeout = join_timeout
         self._peer_timeout = peer_timeout
-        self._end = end
-        self._pulse = Pulse([0], peer_timeout)
-        self._connection: Connection | None = None
+        self._on_failure = on_failure
+        self._heartbeat = Heartbeat([0], peer_timeout)
+        self._connected: Connection | None = None
         self._proxy: ClientProxy | None = None
         self.all_done = asyncio.Event()
 
-    async def join(self, facts: Mapping[str, str]) -> Verdict | None:
-        """Come, and wait until all have.
+    async def join(self, facts: Mapping[str, str]) -> Failure | None:
+        """Connect, and wait until all processes have.
 
         Returns:
-            None, or why the job cannot begin.
+            None, or why the job cannot start.
         """
         try:
-            # The hub knows who is missing: let it speak first.
+            # The coordinator knows which ranks are missing: let its timeout expire first.
             async with asyncio.timeout(self._join_timeout + 5):
                 return await self._join(facts)
         except TimeoutError:
-            host, port = self._address
-            return Verdict(
-                "absent",
-                0,
-                f"rank 0 did not answer at {host}:{port} within {self._join_timeout:g} s "
-                "(cluster.join_timeout): is it started, and can this host reach it?",
+            why = (
+                f"rank 0 did not answer at {self._place.host}:{self._place.port} within "
+                f"{self._join_timeout:g} s (cluster.join_timeout): is it started, and can this host reach it?"
             )
+            return Failure("absent", 0, why)
 
-    async def _join(self, facts: Mapping[str, str]) -> Verdict | None:
+    async def _join(self, facts: Mapping[str, str]) -> Failure | None:
         loop = asyncio.get_running_loop()
-        refused: float | None = None  # since when
+        refused_since: float | None = None
         while True:
             with suppress(OSError):
                 if await self._connect():
-                    self._line.send("here", rank=self._rank, size=self._size, facts=dict(facts))
-                    match await self._line.receive():
+                    self._connection.send(
+                        "here", rank=self._place.rank, size=self._place.size, facts=dict(facts)
+                    )
+                    match await self._connection.receive():
                         case {"say": "go"}:
                             self._begin()
                             return None
                         case {"say": "end"} as message:
-                            return self._verdict(message)
+                            return self._failure(message)
                 else:
-                    refused = refused or loop.time()
-                    if loop.time() - refused > _OLD_HUB:
-                        return Verdict("refused", self._rank, self._stranger(), code=2)
+                    refused_since = refused_since or loop.time()
+                    if loop.time() - refused_since > _OLD_COORDINATOR:
+                        return Failure("refused", self._place.rank, self._wrong_token(), code=2)
             await self.close()
-            # Nobody listens yet, or it is the hub of a job that is about to end.
+            # Nothing listens yet, or it is the coordinator of a job that is about to end.
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def _begin(self) -> None:
-        self._proxy = ClientProxy(self._line)
-        self._tasks = [asyncio.ensure_future(work) for work in (self._listen(), self._beat())]
+        self._proxy = ClientProxy(self._connection)
+        self._tasks = [asyncio.ensure_future(work) for work in (self._receive(), self._send_heartbeats())]
 
     async def _connect(self) -> bool:
-        """Reach the hub; False if it does not know the job's token, or takes ours for another one.
+        """Connect to the coordinator; False if either side's token does not match.
 
         Raises:
-            OSError: there is none.
+            OSError: no coordinator answers.
         """
         async with asyncio.timeout(_PATIENCE):
-            self._connection = Connection(*await asyncio.open_connection(*self._address))
-            return await introduce(self._connection, self._token)
+            self._connected = Connection(*await asyncio.open_connection(self._place.host, self._place.port))
+            return await introduce(self._connected, self._place.token)
 
-    def _stranger(self) -> str:
-        host, port = self._address
-        theirs = "does not know this process's token" if self._token else "asks for a token that is not set"
+    def _wrong_token(self) -> str:
+        place = self._place
+        reason = "does not know this process's token" if place.token else "asks for a token, and none is set"
         return (
-            f"what answers at {host}:{port} {theirs}: the processes of a job need the same {VARIABLE} "
-            "(docs/clusters.md, Who can join)"
+            f"the server at {place.host}:{place.port} {reason}: the processes of a job need the same "
+            f"{VARIABLE} (docs/clusters.md, Who can join)"
         )
 
-    async def open_way_to_jax(self, path: str) -> None:
-        """Listen at a Unix socket for JAX's client.
+    async def serve_jax(self) -> None:
+        """Listen at the Unix socket ``place.client`` for JAX's client.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the socket cannot be created.
         """
-        assert self._proxy is not None, "nobody was joined"
-        await self._proxy.open(path)
+        assert self._proxy is not None, "not joined"
+        await self._proxy.open(self._place.client)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._proxy is not None:
             self._proxy.close()
-        if self._connection is not None:
-            await self._connection.close()
+        if self._connected is not None:
+            await self._connected.close()
 
     @property
-    def _line(self) -> Connection:
-        assert self._connection is not None, "nobody was joined"
-        return self._connection
+    def _connection(self) -> Connection:
+        assert self._connected is not None, "not connected"
+        return self._connected
 
-    def _verdict(self, message: Message) -> Verdict:
-        return Verdict.of(message) or Verdict("lost", 0, "rank 0 has sent what is no message")
+    def _failure(self, message: Message) -> Failure:
+        return Failure.of(message) or Failure("lost", 0, "rank 0 has sent an invalid message")
 
-    async def tell(self, verdict: Verdict) -> None:
-        """Let all others know why the job ends."""
-        self._line.send(**verdict.message())
+    async def report(self, failure: Failure) -> None:
+        """Tell all other processes why the job ends."""
+        self._connection.send(**failure.message())
 
-    async def say_done(self) -> None:
-        """Let the hub know that this process has done its part."""
-        self._line.send("done")
+    async def report_done(self) -> None:
+        """Tell the coordinator that this process is done."""
+        self._connection.send("done")
 
-    async def _listen(self) -> None:
+    async def _receive(self) -> None:
         assert self._proxy is not None
-        while (received := await self._line.receive()) is not None:
-            self._pulse.hear(0)
+        while (received := await self._connection.receive()) is not None:
+            self._heartbeat.hear(0)
             match received:
                 case Piece():
                     self._proxy.deliver(received)
                 case {"say": "end"} as message:
-                    self._end(self._verdict(message))
+                    self._on_failure(self._failure(message))
                     return
                 case {"say": "all done"}:
                     self.all_done.set()
         if not self.all_done.is_set():
-            self._end(Verdict("lost", 0, "rank 0 has died: its connection is closed"))
+            self._on_failure(Failure("lost", 0, "rank 0 has died: its connection is closed"))
 
-    async def _beat(self) -> None:
-        self._pulse = Pulse([0], self._peer_timeout)
+    async def _send_heartbeats(self) -> None:
+        self._heartbeat = Heartbeat([0], self._peer_timeout)
         while not self.all_done.is_set():
-            await asyncio.sleep(self._pulse.interval)
-            self._line.send("alive")
-            if self._pulse.silent():
-                self._end(Verdict("lost", 0, silence(0, self._peer_timeout)))
+            await asyncio.sleep(self._heartbeat.interval)
+            self._connection.send("alive")
+            if self._heartbeat.silent():
+                self._on_failure(Failure("lost", 0, describe_silence(0, self._peer_timeout)))
                 return

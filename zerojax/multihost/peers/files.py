@@ -1,31 +1,31 @@
-"""Open files: rank 0 holds some for each process of the job."""
+"""The limit of open files in rank 0, which holds several for each process of the job."""
 
 import os
 import resource
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.multihost.peers.listener import PENDING
 
-# A process's line, and both ends of its connection to JAX's service, which is in rank 0, too.
+# A process's connection, and both ends of its connection to JAX's service, which runs in rank 0, too.
 _EACH = 3
 
-# Of the job as a whole: sockets that listen, event loops (seen: 17).
+# For the job as a whole: listening sockets, event loops (17 were measured).
 _MORE = 32
 
-# What is left to the training for certain: data, checkpoints, collectives.
+# Reserved for training: data, checkpoints, collectives.
 _TRAINING = 128
 
 
 def reserve_files(size: int) -> None:
-    """Raise this process's limit, so that what the job takes is not taken from the training.
+    """Raise this process's limit by what the job's connections need, so that training keeps its share.
 
-    Most systems allow 1,024 files (the soft limit), and 4,096 or many more to who asks (the hard limit).
+    Most systems set a soft limit of 1,024 files and a hard limit of 4,096 or more.
 
     Args:
-        size: processes of the job.
+        size: number of processes of the job.
 
     Raises:
-        ZeroError: this process may not have as many.
+        ConfigurationError: the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -38,15 +38,15 @@ def reserve_files(size: int) -> None:
         hard = _raise_hard_limit(hard, wanted)
         wanted = min(wanted, hard)
     if wanted < least:
-        raise ZeroError(
-            f"{size} processes take up to {need:,} open files of rank 0, besides the {opened} that it has "
-            f"and {_TRAINING} for the training, and its hard limit is {hard:,} (ulimit -Hn): raise that"
+        raise ConfigurationError(
+            f"{size} processes need up to {need:,} open files in rank 0, besides the {opened} it has open "
+            f"and {_TRAINING} for training, and its hard limit is {hard:,} (ulimit -Hn): raise that"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _raise_hard_limit(hard: int, wanted: int) -> int:
-    """Raise it if the system lets us, as it does root; return what it is then."""
+    """Raise the hard limit if the system permits it, as it does for root; return the limit in force."""
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, wanted))
     except (OSError, ValueError):

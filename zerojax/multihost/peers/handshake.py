@@ -1,11 +1,11 @@
-"""Two processes prove to each other that they know the token of their job; it is never sent.
+"""Mutual authentication of two processes by the job's token, which is never sent.
 
-Each sends a random challenge and answers the other's with an HMAC-SHA256 under the token of both challenges
-and its own role (RFC 2104; challenge and response as in CRAM-MD5, RFC 2195, both ways). So nobody who
-listens learns the token, an answer is of use on no other connection, and cannot be sent back to who gave it.
-What comes after is neither encrypted nor signed: who can change packets under way can take a connection over.
-Without a token (a job on the loopback interface, or one that was told to be insecure) the key is empty, and
-the handshake proves nothing.
+Each side sends a random challenge and answers the other's with an HMAC-SHA256 under the token of both
+challenges and its own role (RFC 2104; challenge and response as in CRAM-MD5, RFC 2195, in both directions).
+An eavesdropper does not learn the token, and an answer can be neither replayed on another connection nor
+reflected to its sender. Later traffic is neither encrypted nor signed: an attacker who can alter packets can
+take over a connection. Without a token (a job on the loopback interface, or one started as insecure) the key
+is empty and the handshake proves nothing.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ import secrets
 
 from zerojax.multihost.peers.messages import Connection
 
-# The environment variable in which the processes of a job find their token.
+# The environment variable that holds the job's token.
 VARIABLE = "ZEROJAX_JOB_TOKEN"
 
-# The shortest token that is taken, in characters. `new_token` gives 64.
+# The shortest accepted token, in characters. `new_token` makes 64.
 SHORTEST = 16
 
-# Bytes of a message from somebody who has not proved anything.
+# Size limit of a message before authentication, in bytes.
 _LIMIT = 512
 
 _HEX = re.compile("[0-9a-f]{64}")
@@ -33,56 +33,57 @@ def new_token() -> str:
 
 
 async def admit(connection: Connection, token: str) -> bool:
-    """Do rank 0's part.
+    """Authenticate an incoming connection, in rank 0.
 
     Args:
-        connection: to somebody who has come.
+        connection: to the process that connected.
         token: of the job.
 
     Returns:
-        Whether they know the token.
+        Whether the other side knows the token.
     """
     ours = secrets.token_hex(32)
     connection.send("challenge", nonce=ours)
     match await connection.receive(_LIMIT):
         case {"say": "answer", "nonce": str(theirs), "proof": str(proof)} if _HEX.fullmatch(theirs):
-            if _equal(proof, _prove(token, "member", ours, theirs)):
-                connection.send("welcome", proof=_prove(token, "hub", ours, theirs))
+            if _equal(proof, _prove(token, "client", ours, theirs)):
+                connection.send("welcome", proof=_prove(token, "coordinator", ours, theirs))
                 return True
             connection.send("refused")
     return False
 
 
 async def introduce(connection: Connection, token: str) -> bool:
-    """Do the part of a process that comes to rank 0.
+    """Authenticate with rank 0, as a process that connects to it.
 
     Args:
-        connection: to rank 0, or to whoever is in its place.
+        connection: to rank 0, or to whatever listens at its address.
         token: of the job.
 
     Returns:
-        Whether both know the token.
+        Whether both sides know the token.
 
     Raises:
-        ConnectionError: what answers is no process of a job, or has gone.
+        ConnectionError: the other side is not the coordinator of a job, or closed the connection.
     """
     ours = secrets.token_hex(32)
     match await connection.receive(_LIMIT):
         case {"say": "challenge", "nonce": str(theirs)} if _HEX.fullmatch(theirs):
-            connection.send("answer", nonce=ours, proof=_prove(token, "member", theirs, ours))
+            connection.send("answer", nonce=ours, proof=_prove(token, "client", theirs, ours))
         case _:
-            raise ConnectionError("not the hub of a job")
+            raise ConnectionError("not the coordinator of a job")
     match await connection.receive(_LIMIT):
         case {"say": "welcome", "proof": str(proof)}:
-            return _equal(proof, _prove(token, "hub", theirs, ours))
+            return _equal(proof, _prove(token, "coordinator", theirs, ours))
         case {"say": "refused"}:
             return False
-    raise ConnectionError("gone")
+    raise ConnectionError("connection closed")
 
 
-def _prove(token: str, role: str, hub: str, member: str) -> str:
-    """What only who knows the token can say, for these two challenges."""
-    return hmac.new(token.encode(), f"zerojax {role} {hub} {member}".encode(), hashlib.sha256).hexdigest()
+def _prove(token: str, role: str, coordinator: str, client: str) -> str:
+    """The HMAC of a role and both sides' challenges under the token."""
+    message = f"zerojax {role} {coordinator} {client}"
+    return hmac.new(token.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
 def _equal(one: str, other: str) -> bool:

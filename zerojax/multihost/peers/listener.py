@@ -1,4 +1,4 @@
-"""Accepts connections, a bounded number at a time until they have shown that they belong to the job."""
+"""Accepts connections, with a bound on how many are unauthenticated at a time."""
 
 import asyncio
 import errno
@@ -9,48 +9,47 @@ from contextlib import suppress
 from zerojax.multihost.peers.handshake import admit
 from zerojax.multihost.peers.messages import Connection, Message
 
-# Connections that have not yet shown what they are. More wait in the kernel's queue.
+# The most unauthenticated connections. Further ones wait in the kernel's queue.
 PENDING = 128
 
-# Seconds in which one must show it; and after which it goes, where others wait. An idle crowd of the queue's
-# length takes 16 s to go.
+# Seconds in which a connection must authenticate, and the same while others wait. A queue full of idle
+# connections is cleared in 16 s.
 _PATIENCE = 10.0
-_PATIENCE_IN_A_CROWD = 0.5
+_PATIENCE_IF_FULL = 0.5
 
-# Seconds before accepting is tried again when the system had no file left for it.
+# Seconds between attempts to accept while no file descriptor is free.
 _PAUSE = 0.1
 
 _BACKLOG = 4096
 
 
 class Listener:
-    """The sockets at the coordinator's address."""
+    """The sockets at the coordinator's address.
+
+    Args:
+        token: of the job.
+        serve: called for each authenticated connection with its first message; when it returns, the
+            connection is closed.
+    """
 
     def __init__(self, token: str, serve: Callable[[Connection, Message], Awaitable[None]]) -> None:
-        """Nothing is opened yet.
-
-        Args:
-            token: of the job.
-            serve: called for each connection that knows it, with its first message; when it returns, the
-                connection is closed.
-        """
-        self.refused = 0  # connections that did not know the token
+        self.refused = 0  # connections with a wrong token
         self._token = token
         self._serve = serve
-        self._pending: dict[asyncio.Task[None], float] = {}  # when they came; the oldest first
+        self._pending: dict[asyncio.Task[None], float] = {}  # with the time of acceptance; oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: list[asyncio.Task[None]] = []
 
     def open(self, host: str | None, port: int) -> None:
-        """Listen, on all interfaces where `host` is None.
+        """Listen, on all interfaces if ``host`` is None.
 
         Raises:
-            OSError: the address is not ours, or the port is taken.
+            OSError: the address is not local, or the port is taken.
         """
         self._accepting = [self._start(self._accept(listening)) for listening in _listen(host, port)]
 
     def close(self) -> None:
-        """Accept no more; the connections that there are stay."""
+        """Stop accepting; existing connections stay open."""
         for task in self._accepting:
             task.cancel()
 
@@ -68,29 +67,29 @@ class Listener:
                 await self._make_room()
                 try:
                     accepted, _ = await loop.sock_accept(listening)
-                except OSError:  # no file left, or the connection has gone again
+                except OSError:  # no free file descriptor, or the connection is already closed
                     await asyncio.sleep(_PAUSE)
                     continue
-                task = self._start(self._greet(accepted))
+                task = self._start(self._handle(accepted))
                 self._pending[task] = loop.time()
                 task.add_done_callback(lambda task: self._pending.pop(task, None))
 
     async def _make_room(self) -> None:
-        """Wait until there is room for one more, or until the oldest has had its time."""
+        """Wait until another connection may be accepted; drop the oldest if its time is up."""
         while len(self._pending) >= PENDING:
-            oldest, came = next(iter(self._pending.items()))
-            left = came + _PATIENCE_IN_A_CROWD - asyncio.get_running_loop().time()
+            oldest, accepted = next(iter(self._pending.items()))
+            left = accepted + _PATIENCE_IF_FULL - asyncio.get_running_loop().time()
             if left <= 0:
                 self._pending.pop(oldest)
                 oldest.cancel()
             else:
                 await asyncio.wait(self._pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _greet(self, accepted: socket.socket) -> None:
-        """One connection, from its coming to its end."""
+    async def _handle(self, accepted: socket.socket) -> None:
+        """Serve one connection until it ends."""
         try:
             connection = Connection(*await asyncio.open_connection(sock=accepted))
-        except OSError:  # it has gone again
+        except OSError:  # already closed
             accepted.close()
             return
         message = None
@@ -110,10 +109,10 @@ class Listener:
 
 
 def _listen(host: str | None, port: int) -> list[socket.socket]:
-    """Sockets that listen at all addresses of a host's name, or (None) at all there are.
+    """Sockets that listen at all addresses of a host name, or on all interfaces (None).
 
     Raises:
-        OSError: the name is unknown, the address is not ours, or the port is taken.
+        OSError: the name is unknown, the address is not local, or the port is taken.
     """
     if host is None and socket.has_dualstack_ipv6():
         both = socket.AF_INET6

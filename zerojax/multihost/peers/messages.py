@@ -1,4 +1,4 @@
-"""What passes between two processes: frames that hold a message, or a piece of JAX's own traffic."""
+"""Framing of the connection between two processes: JSON messages, and pieces of JAX's own traffic."""
 
 import asyncio
 import json
@@ -6,16 +6,16 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-# The largest message: a whole config fits many times.
+# The largest message in bytes: many times the size of a config.
 LIMIT = 1 << 20
 
-# Characters of one value that a peer may put into a line, and of the whole line.
+# Characters shown of one value sent by a peer, and of a whole line.
 SHORT, LONG = 200, 2000
 
-# Seconds in which what was sent has to go when a connection is closed.
+# Seconds for sending buffered data when a connection is closed.
 _LINGER = 1.0
 
-# Kind of frame, number of the stream that it belongs to, bytes that follow.
+# Kind of frame, stream number, length of the payload in bytes.
 _HEADER = struct.Struct(">BII")
 _MESSAGE, _PIECE = 1, 2
 
@@ -25,22 +25,22 @@ Kind = Literal["refused", "absent", "lost", "failed", "stuck"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of one of JAX's connections; none at its end."""
+    """Bytes of one of JAX's connections; empty at its end."""
 
     stream: int
     data: bytes
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Failure:
     """Why a job ends.
 
     Attributes:
-        kind: "refused" (settings that cannot work together), "absent" (not all came), "lost" (a process
-            died or fell silent), "failed" (one raised an error), "stuck" (one does not get on).
-        rank: the process that it is about; -1 for none in particular.
-        why: one line for a person.
-        code: the exit code of the process that failed by itself; 0 where none did.
+        kind: "refused" (incompatible settings), "absent" (not all processes joined), "lost" (a process died
+            or fell silent), "failed" (one raised an error), "stuck" (one hangs).
+        rank: the process concerned; -1 for none in particular.
+        why: one line for the user.
+        code: the exit code of the process that failed; 0 if none did.
     """
 
     kind: Kind
@@ -49,15 +49,15 @@ class Verdict:
     code: int = 0
 
     def message(self) -> Message:
-        """To be sent."""
-        return {"say": "end", "verdict": asdict(self)}
+        """The message that reports it."""
+        return {"say": "end", "failure": asdict(self)}
 
     @staticmethod
-    def of(message: Message) -> "Verdict | None":
-        """What was sent, fit to be shown; None if it is no verdict."""
-        match message.get("verdict"):
+    def of(message: Message) -> "Failure | None":
+        """Read a received message, made safe to print; None if it reports no valid failure."""
+        match message.get("failure"):
             case {"kind": kind, "rank": int(rank), "why": str(why), "code": int(code)}:
-                return Verdict(kind, rank, printable(why), code) if kind in get_args(Kind) else None
+                return Failure(kind, rank, printable(why), code) if kind in get_args(Kind) else None
         return None
 
 
@@ -65,14 +65,13 @@ class Connection:
     """One end of a connection between two processes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take over a stream."""
         self._reader = reader
         self._writer = writer
 
     def send(self, say: str, **more: Any) -> None:
-        """Send a message without waiting: one process that does not read must not hold up the others.
+        """Send a message without waiting: a process that does not read must not delay the others.
 
-        A connection that is gone is noticed by whoever reads from it, not here.
+        A broken connection is noticed by its reader, not here.
         """
         self._write(_MESSAGE, 0, json.dumps({"say": say, **more}).encode())
 
@@ -80,19 +79,19 @@ class Connection:
         """Send a piece of JAX's traffic; wait while the connection is full.
 
         Raises:
-            OSError: the connection is gone.
+            OSError: the connection is broken.
         """
         self._write(_PIECE, piece.stream, piece.data)
         await self._writer.drain()
 
     async def receive(self, limit: int = LIMIT) -> Message | Piece | None:
-        """Wait for what comes next.
+        """Receive the next frame.
 
         Args:
-            limit: bytes that it may have.
+            limit: its greatest size in bytes.
 
         Returns:
-            None when the connection has ended, or carries what it should not.
+            None if the connection has ended or the frame is invalid.
         """
         try:
             kind, stream, size = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
@@ -104,7 +103,7 @@ class Connection:
         return Piece(stream, data) if kind == _PIECE else parse(data)
 
     async def close(self) -> None:
-        """Hang up, once what was sent has gone; it does not have long, as the other end may have stopped."""
+        """Send what is buffered, then close; abort after a timeout, since the other end may have stopped."""
         self._writer.close()
         try:
             async with asyncio.timeout(_LINGER):
@@ -118,7 +117,7 @@ class Connection:
 
 
 def parse(data: bytes) -> Message | None:
-    """Read a message: a JSON object that says what it is; None if it is none."""
+    """Parse a message, a JSON object with a string under "say"; None if it is invalid."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -127,9 +126,9 @@ def parse(data: bytes) -> Message | None:
 
 
 def printable(text: str, limit: int = LONG) -> str:
-    """What a peer said, in one line that does nothing to a terminal or a log.
+    """Text from a peer as one line that is safe in a terminal or a log.
 
-    Control characters, line breaks, direction marks and halves of surrogate pairs become escapes.
+    Control characters, line breaks, direction marks and lone surrogates become escapes.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
     return shown if len(text) <= limit else f"{shown} ..."

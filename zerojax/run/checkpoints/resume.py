@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.multihost.agreement import from_first
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints.manifest import Record, read_seal
 from zerojax.run.checkpoints.restore import restore
 from zerojax.run.checkpoints.select import newest_sound, set_damaged_aside
@@ -58,7 +58,7 @@ def resume(
         choice = newest_sound(path, checksums=checksums)
         return {"step": choice.step, "lines": set_damaged_aside(path, choice)}
 
-    found = from_first(choose)
+    found = run_on_process_zero(choose)
     if jax.process_index() == 0:
         for line in found["lines"]:
             say(line)

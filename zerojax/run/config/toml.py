@@ -35,7 +35,7 @@ def find_config(name: str) -> Path:
         if path.is_file():
             return path
         raise ConfigError(f"{name}: no such file")
-    places = [Path(), Path("configs"), Path(__file__).parents[2] / "configs"]
+    places = [Path(), Path("configs"), Path(__file__).parents[3] / "configs"]
     for place in places:
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"

@@ -1,6 +1,6 @@
-"""One HTML page about a run, which needs nothing but itself: no network, no other file."""
+"""A self-contained HTML page about a run: it loads nothing from the network or from other files."""
 
 from zerojax.run.html_report.page import render
-from zerojax.run.html_report.story import Story, read_story
+from zerojax.run.html_report.run_data import RunData, read_run_data
 
-__all__ = ["Story", "read_story", "render"]
+__all__ = ["RunData", "read_run_data", "render"]

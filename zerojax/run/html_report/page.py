@@ -1,4 +1,4 @@
-"""From a run's story to its page."""
+"""Rendering of a run's data as an HTML page."""
 
 import json
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from markupsafe import Markup
 
 from zerojax.formatting import size
 from zerojax.run.html_report.charts import Chart, Series, draw, percent, short, short_bytes, smoothed
-from zerojax.run.html_report.story import Story
+from zerojax.run.html_report.run_data import RunData
 
 
-def render(story: Story, *, now: datetime | None = None) -> str:
+def render(run: RunData, *, now: datetime | None = None) -> str:
     """The page as text.
 
-    Whatever comes from the run is escaped; nothing in the page refers to anything outside it.
+    All values of the run are escaped; the page refers to nothing outside itself.
 
     Args:
-        story: of the run.
-        now: when the page is made; by default now.
+        run: its data.
+        now: time of creation to show; by default the present.
     """
     environment = Environment(
         loader=PackageLoader("zerojax.run.html_report", "."),
@@ -30,100 +30,100 @@ def render(story: Story, *, now: datetime | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    skipped = [line["step"] for line in story.steps if line.get("skipped")]
+    skipped = [line["step"] for line in run.steps if line.get("skipped")]
     return environment.get_template("page.html").render(
-        story=story,
+        run=run,
         style=_asset("page.css"),
         script=_asset("page.js"),
-        facts=_facts(story),
-        chart=_loss(story, skipped),
-        charts=_charts(story, skipped),
+        facts=_facts(run),
+        chart=_loss(run, skipped),
+        charts=_charts(run, skipped),
         skipped=skipped,
-        hops=_hops(story),
-        sessions=[_session(number, one, story.written) for number, one in enumerate(story.sessions, 1)],
-        environment=_environment(story),
+        hops=_hops(run),
+        sessions=[_session(number, one, run.written) for number, one in enumerate(run.sessions, 1)],
+        environment=_environment(run),
         made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
         json=lambda value: json.dumps(value, separators=(",", ":")),
     )
 
 
 def _asset(name: str) -> Markup:
-    """A file of ours, which needs no escaping."""
+    """One of the package's own files, which needs no escaping."""
     return Markup(files("zerojax.run.html_report").joinpath(name).read_text(encoding="utf-8"))
 
 
-def _facts(story: Story) -> list[tuple[str, str, str]]:
-    """The numbers at the top: (what, how much, and a remark)."""
+def _facts(run: RunData) -> list[tuple[str, str, str]]:
+    """The numbers at the top: (name, value, remark)."""
     facts: list[tuple[str, str, str]] = []
-    if story.steps:
-        planned = story.summary.get("steps") or story.config.get("train", {}).get("steps")
-        done = f"{story.steps[-1]['step']:,}"
+    if run.steps:
+        planned = run.summary.get("steps") or run.config.get("train", {}).get("steps")
+        done = f"{run.steps[-1]['step']:,}"
         facts.append(("steps", done, f"of {planned:,}" if isinstance(planned, int) else ""))
-    if (loss := story.last("loss")) is not None:
+    if (loss := run.last("loss")) is not None:
         facts.append(("training loss", f"{loss:.4f}", "nats per token"))
-    if (loss := story.last("validation_loss")) is not None:
-        per_byte = story.summary.get("validation_loss_per_byte")
-        remark = f"{per_byte:.4f} per byte" if story.status == "finished" and per_byte else "nats per token"
+    if (loss := run.last("validation_loss")) is not None:
+        per_byte = run.summary.get("validation_loss_per_byte")
+        remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else "nats per token"
         facts.append(("validation loss", f"{loss:.4f}", remark))
-    if (tokens := _typical(story, "tokens_per_second")) is not None:
+    if (tokens := _typical(run, "tokens_per_second")) is not None:
         facts.append(("tokens per second", short(tokens), "median step"))
-    if (mfu := _typical(story, "mfu")) is not None:
+    if (mfu := _typical(run, "mfu")) is not None:
         facts.append(("MFU", percent(mfu), "median step"))
-    if (seconds := _typical(story, "step_seconds")) is not None:
+    if (seconds := _typical(run, "step_seconds")) is not None:
         facts.append(("step time", _duration(seconds), "median"))
-    if (sent := story.last("internode_bytes")) is not None:
+    if (sent := run.last("internode_bytes")) is not None:
         facts.append(("sent per node", size(sent), "per step, to others"))
-    memory = [x for x in story.series("memory_bytes")[1] if x is not None]
+    memory = [x for x in run.series("memory_bytes")[1] if x is not None]
     if memory:
-        facts.append(("memory", size(max(memory)), _memory_of(story)))
+        facts.append(("memory", size(max(memory)), _memory_of(run)))
     return facts
 
 
-def _memory_of(story: Story) -> str:
-    of_host = story.summary.get("device_kind") == "cpu"
+def _memory_of(run: RunData) -> str:
+    of_host = run.summary.get("device_kind") == "cpu"
     return "most, of the first process" if of_host else "most, on its fullest device"
 
 
-def _loss(story: Story, skipped: Sequence[int]) -> Chart | None:
-    series = smoothed("training", *story.series("loss"))
-    steps, values = story.series("validation_loss")
+def _loss(run: RunData, skipped: Sequence[int]) -> Chart | None:
+    series = smoothed("training", *run.series("loss"))
+    steps, values = run.series("validation_loss")
     if steps:
         series.append(Series("validation", steps, values, "dots"))
-    return _draw(story, "Loss", "nats per token", series, marks=skipped, width=1160, height=320)
+    return _draw(run, "Loss", "nats per token", series, marks=skipped, width=1160, height=320)
 
 
-def _charts(story: Story, skipped: Sequence[int]) -> list[Chart]:
-    rate, norm = story.series("learning_rate"), story.series("grad_norm")
-    seconds = story.series("step_seconds") if story.series("mfu")[0] else ([], [])  # charts go in pairs
+def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
+    rate, norm = run.series("learning_rate"), run.series("grad_norm")
+    seconds = run.series("step_seconds") if run.series("mfu")[0] else ([], [])  # charts go in pairs
     found = [
         _draw(
-            story,
+            run,
             "Gradient norm",
             "before clipping, log scale",
             smoothed("norm", *norm),
             log=True,
             marks=skipped,
         ),
-        _draw(story, "Learning rate", "", [Series("rate", *rate)], from_zero=True),
+        _draw(run, "Learning rate", "", [Series("rate", *rate)], from_zero=True),
         _draw(
-            story,
+            run,
             "Throughput",
             "tokens per second, all devices",
-            smoothed("tokens/s", *story.series("tokens_per_second"), rate=True),
+            smoothed("tokens/s", *run.series("tokens_per_second"), rate=True),
             from_zero=True,
             capped=True,
         ),
         _draw(
-            story,
+            run,
             "Model FLOPs utilisation",
             "of the devices' bf16 peak",
-            smoothed("MFU", *story.series("mfu"), rate=True),
+            smoothed("MFU", *run.series("mfu"), rate=True),
             label=percent,
             from_zero=True,
             capped=True,
         ),
         _draw(
-            story,
+            run,
             "Step time",
             "",
             smoothed("step", *seconds),
@@ -132,10 +132,10 @@ def _charts(story: Story, skipped: Sequence[int]) -> list[Chart]:
             capped=True,
         ),
         _draw(
-            story,
+            run,
             "Memory",
-            "in use, " + _memory_of(story).removeprefix("most, "),
-            [Series("memory", *story.series("memory_bytes"))],
+            "in use, " + _memory_of(run).removeprefix("most, "),
+            [Series("memory", *run.series("memory_bytes"))],
             label=short_bytes,
             from_zero=True,
         ),
@@ -143,16 +143,16 @@ def _charts(story: Story, skipped: Sequence[int]) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _draw(story: Story, title: str, unit: str, series: Sequence[Series], **options: Any) -> Chart | None:
-    last = story.steps[-1]["step"] if story.steps else 0
-    restarts = [one["step"] for one in story.sessions if isinstance(one.get("step"), int) and one["step"] > 0]
+def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **options: Any) -> Chart | None:
+    last = run.steps[-1]["step"] if run.steps else 0
+    restarts = [one["step"] for one in run.sessions if isinstance(one.get("step"), int) and one["step"] > 0]
     inside = [step for step in restarts if step <= last]
     return draw(title, unit, [s for s in series if s.steps], last_step=last, restarts=inside, **options)
 
 
-def _hops(story: Story) -> dict[str, Any] | None:
+def _hops(run: RunData) -> dict[str, Any] | None:
     """Bytes of a step by phase and hop, with the length of each bar in percent."""
-    sent = story.summary.get("communication")
+    sent = run.summary.get("communication")
     if not isinstance(sent, dict) or not sent.get("phases"):
         return None
     most = max(max(own["local_bytes"], own["node_bytes"]) for own in sent["phases"].values()) or 1.0
@@ -178,7 +178,7 @@ def _hops(story: Story) -> dict[str, Any] | None:
 
 
 def _session(number: int, session: dict[str, Any], written: float | None) -> dict[str, str]:
-    """A row of the table of starts; `written` is when a step was last heard of."""
+    """A row of the table of starts; ``written`` is when the last step was recorded."""
     begun, ended = session.get("began"), session.get("ended")
     if session.get("status") == "running":
         ended = written
@@ -199,19 +199,19 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
     }
 
 
-def _environment(story: Story) -> list[tuple[str, str]]:
+def _environment(run: RunData) -> list[tuple[str, str]]:
     names = {"devices": "devices", "device_kind": "kind", "processes": "processes", "host": "host"}
     names |= {"system": "system", "command": "command"}
-    rows = [(text, str(story.summary[name])) for name, text in names.items() if name in story.summary]
-    versions = story.summary.get("versions")
+    rows = [(text, str(run.summary[name])) for name, text in names.items() if name in run.summary]
+    versions = run.summary.get("versions")
     if isinstance(versions, dict):
         rows += [(str(name), str(version)) for name, version in versions.items()]
     return rows
 
 
-def _typical(story: Story, name: str) -> float | None:
+def _typical(run: RunData, name: str) -> float | None:
     """The median of a value."""
-    values = sorted(x for x in story.series(name)[1] if x is not None)
+    values = sorted(x for x in run.series(name)[1] if x is not None)
     return values[len(values) // 2] if values else None
 
 

@@ -1,4 +1,4 @@
-"""The loss curve, drawn from `metrics.jsonl`."""
+"""Plot of the loss curve from ``metrics.jsonl``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> 
     """Draw training and validation loss against steps, as PNG.
 
     Args:
-        steps: what `read_metrics` gives; steps without a finite loss leave a gap.
-        path: of the PNG.
+        steps: from ``read_metrics``; steps without a finite loss are left out.
+        path: of the PNG file.
         title: above the curve.
     """
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,11 +1,11 @@
-"""What the devices could do, and how full they are."""
+"""Peak FLOP/s and memory use of the devices."""
 
 import jax
 import psutil
 
 from zerojax.analysis.gpus import GPUS
 
-# Dense bf16 FLOP/s, by the makers' data sheets, of chips that the planner has no table of.
+# Dense bf16 FLOP/s from data sheets, for chips that the planner's table lacks.
 _OTHERS = {
     "A100": 312e12,
     "A800": 312e12,
@@ -20,13 +20,13 @@ _PEAK_BF16 = _OTHERS | {gpu.kind: gpu.flops for gpu in GPUS.values()}
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a `jax.Device.device_kind`, or None where the chip is not known."""
+    """Peak dense bf16 FLOP/s of a ``jax.Device.device_kind``; None if the chip is unknown."""
     names = [name for name in _PEAK_BF16 if name in device_kind]
     return _PEAK_BF16[max(names, key=len)] if names else None
 
 
 def memory_in_use() -> int:
-    """Bytes in use: on the fullest device of this process, or, where devices do not tell, by it."""
+    """Bytes in use on this process's fullest device; by the process itself if devices do not report them."""
     in_use = [
         stats["bytes_in_use"]
         for device in jax.local_devices()

@@ -1,4 +1,4 @@
-"""Metrics on disk: `metrics.jsonl`, one JSON object a step."""
+"""Metrics on disk: ``metrics.jsonl``, one JSON object per step."""
 
 import errno
 import functools
@@ -15,36 +15,34 @@ from zerojax.run.run_dir import write_whole
 
 
 class MetricsFile:
-    """The writer of a run's metrics; a run that goes on continues the file.
+    """Writes a run's metrics; a resumed run continues the file.
 
-    Lines are written by a thread of their own: a disk that hangs holds no step up, and ends the run with an
-    error once too many lines wait for it, or when it has to be waited for.
+    A separate thread writes the lines, so that a hung disk delays no step; it ends the run with an error once
+    too many lines are queued, or when the queue must be flushed.
+
+    Args:
+        path: of the file.
+        start: steps done so far. Lines of an earlier process about later steps, which will be repeated, are
+            dropped.
+        most: lines that may be queued.
+        patience: seconds for the disk to write a line when one is waited for.
+
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, *, start: int = 0, most: int = 1000, patience: float = 60.0) -> None:
-        """Open the file.
-
-        Args:
-            path: of the file.
-            start: steps done so far. What an earlier process wrote about later steps, which will be
-                done again, is dropped.
-            most: lines that may wait to be written.
-            patience: seconds in which the disk has to write one, when they have to be there.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         write_whole(path, "".join(_line(values) for values in read_metrics(path) if values["step"] <= start))
         self.hangs = False
         self._path = path
         self._patience = patience
         self._most = most
-        # No file object: Python would close it when the process ends, and wait for a disk that hangs.
+        # Not a file object: Python would close that at exit, and wait for a hung disk.
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._worker = Worker("metrics", most)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step. A value that is no finite number is written as null, as JSON has no NaN.
+        """Queue a step's line. A value that is not finite is written as null, since JSON has no NaN.
 
         Raises:
             OSError: an earlier line could not be written, or the disk hangs.
@@ -56,11 +54,11 @@ class MetricsFile:
             self._worker.put(append)
 
     def flush(self) -> None:
-        """Wait until all lines are written; errors as `write`."""
+        """Wait until all lines are written; errors as for ``write``."""
         self._wait(0)
 
     def close(self) -> None:
-        """Flush and close; errors as `write`."""
+        """Flush and close; errors as for ``write``."""
         try:
             self.flush()
         finally:
@@ -73,7 +71,7 @@ class MetricsFile:
             line = line[os.write(self._file, line) :]
 
     def _wait(self, left: int) -> None:
-        """Wait until no more than so many lines are left, as long as some are being written."""
+        """Wait until at most ``left`` lines are queued, as long as lines are being written."""
         while not self.hangs and (now := self._worker.left) > left:
             self.hangs = not self._worker.wait(self._patience, now - 1)
         self._check()
@@ -96,10 +94,10 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def move_later_lines(path: Path, step: int) -> Path | None:
-    """Move what a `metrics.jsonl` says about later steps, and what nobody can read, to a file beside it.
+    """Move the lines of a ``metrics.jsonl`` about later steps, and unreadable ones, to a file beside it.
 
     Returns:
-        That file; None where there was nothing to move.
+        That file; None if there was nothing to move.
     """
     if not path.exists():
         return None
@@ -116,15 +114,15 @@ def move_later_lines(path: Path, step: int) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps in a `metrics.jsonl`, in order; none where there is no file.
+    """The steps in a ``metrics.jsonl``, in order; none if there is no file.
 
-    A line that a killed process left half written is left out.
+    Skips a line that a killed process left incomplete.
     """
     return read_lines(path)[0]
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The steps in a `metrics.jsonl`, in order, and how many lines of it cannot be read."""
+    """The steps in a ``metrics.jsonl``, in order, and the number of unreadable lines."""
     if not path.exists():
         return [], 0
     lines = [_read_line(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]

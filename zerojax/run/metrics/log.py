@@ -1,4 +1,4 @@
-"""Everything that a step leaves behind: its record, made and spread without holding the next one up."""
+"""Logging of steps to files, trackers and the progress line, without delaying the next step."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,24 +8,24 @@ import numpy as np
 from jaxtyping import Float
 
 from zerojax.errors import DivergedError
-from zerojax.run.config import RunConfig
+from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics.devices import memory_in_use, peak_flops
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.metrics.progress import Progress
-from zerojax.run.metrics.queue import Evaluation, Metrics, MetricsQueue, Record
+from zerojax.run.metrics.queue import Evaluation, Metrics, MetricsQueue, StepRecord
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import open_trackers
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What every step of a run takes, to say how fast it is.
+    """The work of a step, for computing throughput.
 
     Attributes:
-        tokens: of a step, over all devices.
-        flops: of a step, over all devices, by the model's own count.
-        devices: how many share them.
-        internode_bytes: that one node sends to others in a step, where it is known.
+        tokens: per step, over all devices.
+        flops: per step, over all devices, as the model counts them.
+        devices: number of devices.
+        internode_bytes: sent by one node to others per step, if known.
     """
 
     tokens: int
@@ -35,7 +35,19 @@ class StepCosts:
 
 
 class RunLog:
-    """The records of one run: files on the first process, a progress line, a guard against NaN."""
+    """Logs the steps of a run and detects divergence; files, trackers and output are process zero's.
+
+    Args:
+        folder: of the run.
+        config: its settings.
+        learning_rates: by the number of updates done.
+        costs: of a step.
+        start: steps done before.
+        skipped: those of them without an update.
+
+    Raises:
+        ConfigurationError: a tracker cannot start.
+    """
 
     def __init__(
         self,
@@ -47,19 +59,6 @@ class RunLog:
         start: int = 0,
         skipped: int = 0,
     ) -> None:
-        """Open the files and trackers, on the first process alone.
-
-        Args:
-            folder: the run's.
-            config: its settings.
-            learning_rates: by the number of updates done.
-            costs: of a step.
-            start: steps done before.
-            skipped: those of them without an update.
-
-        Raises:
-            ZeroError: a tracker cannot start.
-        """
         first = jax.process_index() == 0
         self.skipped = skipped
         self.last: dict[str, float] = {}
@@ -70,22 +69,24 @@ class RunLog:
         self._queue = MetricsQueue()
         self._progress = Progress(steps=config.train.steps, start=start, every=config.log.every, shown=first)
         self._file = MetricsFile(folder.metrics, start=start) if first else None
-        self._trackers = open_trackers(folder, config, start=start, say=self.say) if first else None
+        self._trackers = None
+        if first:
+            names, project = config.log.trackers, config.log.project
+            self._trackers = open_trackers(folder, names, project, config_to_dict(config), start, self.say)
 
     def __enter__(self) -> Self:
-        """Start the line and the clock."""
         self._progress.__enter__()
         self._queue.restart_clock()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the files; what is still under way is lost, unless `drain` was called."""
+        """Close the files; steps in flight are lost unless ``drain`` was called."""
         self._progress.__exit__(kind, error, trace)
         try:
             if self._file is not None:
                 self._file.close()
         except OSError:
-            if error is None:  # else that is what is being told, or comes second
+            if error is None:  # an earlier error is the one to report
                 raise
         finally:
             if self._trackers is not None:
@@ -93,29 +94,29 @@ class RunLog:
 
     @property
     def hangs(self) -> bool:
-        """Whether the disk has not answered for so long that the run was given up."""
+        """Whether the disk hangs, so that nothing can be written any more."""
         return self._file is not None and self._file.hangs
 
     def say(self, message: str) -> None:
-        """Print a line above the progress."""
+        """Print a line above the progress line."""
         self._progress.say(message)
 
     def step(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> None:
-        """Take note of a step that was begun, and deal with those that are done.
+        """Add a dispatched step, and log the steps that have finished.
 
         Raises:
-            OSError: one that was done earlier could not be written down.
-            DivergedError: too many steps in a row were skipped, or a loss is a spike that shall stop the run.
+            OSError: an earlier step could not be written.
+            DivergedError: too many steps in a row were skipped, or a loss is a spike that must stop the run.
         """
         for record in self._queue.push(step, metrics, evaluation):
             self._take(record)
 
     def drain(self) -> None:
-        """Deal with all steps that were begun, and wait until they are written down.
+        """Wait for all dispatched steps, and until they are written.
 
         Raises:
-            OSError: they cannot be.
-            DivergedError: too many steps in a row were skipped, or a loss is a spike that shall stop the run.
+            OSError: they cannot be written.
+            DivergedError: too many steps in a row were skipped, or a loss is a spike that must stop the run.
         """
         for record in self._queue.drain():
             self._take(record)
@@ -123,10 +124,10 @@ class RunLog:
             self._file.flush()
 
     def restart_clock(self) -> None:
-        """Leave out of the next step's time what has passed since the last."""
+        """Exclude the time since the last step from the time of the next."""
         self._queue.restart_clock()
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: StepRecord) -> None:
         values = self._complete(record)
         self.last = values
         if self._file is not None:
@@ -135,11 +136,11 @@ class RunLog:
             self._trackers.write(record.step, values)
         self._progress.show(record.step, values)
         if why := self._divergence(record.step, values):
-            # Of the steps that were not skipped the last but one: the last may have broken the weights.
+            # The last but one of the steps that were not skipped: the last may have broken the weights.
             raise DivergedError(why, good=record.step - int(values["skipped_in_row"]) - 1)
 
     def _divergence(self, step: int, values: dict[str, float]) -> str | None:
-        """Why a run should go no further than this step; None where it should."""
+        """Why the run must stop at this step; None if it need not."""
         settings, in_row = self._settings, int(values["skipped_in_row"])
         if settings.on_spike == "stop" and values.get("spike"):
             return (
@@ -154,12 +155,12 @@ class RunLog:
             "none of them changed the parameters"
         )
 
-    def _complete(self, record: Record) -> dict[str, float]:
-        """A step's record with what follows from its numbers and its time."""
+    def _complete(self, record: StepRecord) -> dict[str, float]:
+        """A step's values, with those that follow from its numbers and its time."""
         values, seconds = dict(record.values), max(record.seconds, 1e-9)
         updates = record.step - 1 - self.skipped
         self.skipped += int(values["skipped"])
-        # Rows of packed documents hold fewer tokens that count than they have places.
+        # Rows of packed documents have fewer tokens with a loss than positions.
         tokens = values.get("tokens", self._costs.tokens)
         values |= {
             "learning_rate": float(self._rates[min(updates, len(self._rates) - 1)]),

@@ -1,4 +1,4 @@
-"""One line that says how a run is doing: live in a terminal, now and then in a log file."""
+"""The progress line of a run: live in a terminal, every few steps in a log file."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -10,12 +10,20 @@ from rich.progress import Progress as RichProgress
 
 from zerojax.formatting import size
 
-# Weight of the newest step in the smoothed step time: half of it is from the last seven steps.
+# Weight of the newest step in the smoothed step time, half of which comes from the last seven steps.
 _SMOOTHING = 0.1
 
 
 class Progress:
-    """The progress line of one run, on the process that prints."""
+    """The progress line of one run; a context manager.
+
+    Args:
+        steps: of the whole run.
+        start: steps done before.
+        every: steps between lines, without a terminal.
+        console: to print to.
+        shown: whether this process prints at all.
+    """
 
     def __init__(
         self,
@@ -26,15 +34,6 @@ class Progress:
         console: Console | None = None,
         shown: bool = True,
     ) -> None:
-        """Prepare; nothing is printed yet.
-
-        Args:
-            steps: of the whole run.
-            start: done before.
-            every: steps between lines, where there is no terminal.
-            console: where to.
-            shown: whether this process prints at all.
-        """
         self._console = console or Console(soft_wrap=True, quiet=not shown)
         self._steps = steps
         self._every = every
@@ -47,18 +46,16 @@ class Progress:
             self._task = self._live.add_task("compiling the step", total=steps, completed=start)
 
     def __enter__(self) -> Self:
-        """Start the live line."""
         if self._live is not None:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last state of the line standing."""
         if self._live is not None:
             self._live.stop()
 
     def say(self, message: str) -> None:
-        """Print a message above the line."""
+        """Print a message above the progress line."""
         self._console.print(message, markup=False, highlight=False)
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
@@ -66,8 +63,8 @@ class Progress:
 
         Args:
             step: its number.
-            values: of it; "loss", "step_seconds", "tokens_per_second", and where there are any
-                "mfu", "memory_bytes", "internode_bytes", "validation_loss", "skipped_total".
+            values: its metrics: "loss", "step_seconds", "tokens_per_second", "memory_bytes", and if known
+                "mfu", "internode_bytes", "validation_loss", "skipped_total".
         """
         line = self._line(step, values)
         if self._live is not None:
@@ -81,7 +78,7 @@ class Progress:
         seconds = values["step_seconds"]
         previous = self._seconds
         if previous is None:
-            # The first step's time is mostly compilation: it predicts nothing.
+            # The first step's time is mostly compilation, and predicts nothing.
             self._seconds = 0.0
         elif previous == 0.0:
             self._seconds = seconds

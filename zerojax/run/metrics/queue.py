@@ -1,8 +1,8 @@
-"""Metrics that leave the device without anybody waiting for them.
+"""Asynchronous transfer of metrics from the device.
 
-A training step returns at once, with metrics that are promises. The queue starts their copies to the
-host and looks at a step's values only when `depth` newer steps are on their way, so the device always
-has its next step at hand; it also keeps the host from running further ahead than that.
+A training step returns at once, with metrics that are still being computed. The queue starts their copies to
+the host and reads a step's values only when ``depth`` newer steps have been dispatched, so that the device
+always has a next step; it also keeps the host from running further ahead.
 """
 
 import time
@@ -15,13 +15,14 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """A finished step.
 
     Attributes:
         step: optimizer steps done, this one included.
         values: name -> number.
-        seconds: from the end of the step before, or of what followed it, to the end of this one.
+        seconds: from the end of the previous step, or of the evaluation or save after it, to the end of this
+            one.
     """
 
     step: int
@@ -34,28 +35,27 @@ Evaluation = Callable[[], Metrics]
 
 
 class MetricsQueue:
-    """Steps under way, oldest first."""
+    """Dispatched steps, oldest first.
+
+    Args:
+        depth: the most steps in flight.
+        clock: gives the time in seconds.
+    """
 
     def __init__(self, depth: int = 2, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start the clock of the first step.
-
-        Args:
-            depth: how many steps may be under way.
-            clock: gives the time in seconds.
-        """
         self._depth = depth
         self._clock = clock
         self._waiting: deque[tuple[int, Metrics]] = deque()
         self._last = clock()
 
-    def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[Record]:
-        """Add a step; get back those that are more than `depth` behind it.
+    def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[StepRecord]:
+        """Add a step; return the steps more than ``depth`` behind it.
 
         Args:
             step: its number.
             metrics: scalar arrays of the training step.
-            evaluation: gives more scalar arrays, of an evaluation after the step. It waits for the step,
-                so that the time of neither is taken for the other's.
+            evaluation: computes further scalar arrays after the step. It is called once the step has
+                finished, so that the two are timed separately.
         """
         _start_copies(metrics)
         self._waiting.append((step, metrics))
@@ -66,20 +66,20 @@ class MetricsQueue:
         self.restart_clock()
         return [*records, last]
 
-    def drain(self) -> list[Record]:
-        """Wait for all steps under way."""
+    def drain(self) -> list[StepRecord]:
+        """Wait for all steps in flight."""
         return list(self._pop_until(0))
 
     def restart_clock(self) -> None:
-        """Leave out of the next step's time what has passed since the last."""
+        """Exclude the time since the last step from the time of the next."""
         self._last = self._clock()
 
-    def _pop_until(self, length: int) -> Iterator[Record]:
+    def _pop_until(self, length: int) -> Iterator[StepRecord]:
         while len(self._waiting) > length:
             step, metrics = self._waiting.popleft()
             values = _fetch(metrics)
             now = self._clock()
-            yield Record(step, values, now - self._last)
+            yield StepRecord(step, values, now - self._last)
             self._last = now
 
 

@@ -1,4 +1,4 @@
-"""Who else is told about a run: TensorBoard, Weights & Biases, MLflow."""
+"""Experiment trackers of a run: TensorBoard, Weights & Biases, MLflow."""
 
 from zerojax.run.trackers.base import Tracker, Trackers, check_trackers, open_trackers, track
 

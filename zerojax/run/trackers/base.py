@@ -1,9 +1,9 @@
-"""What a tracker is, which there are, and how all those of a run are told.
+"""The interface of trackers, the list of them, and the trackers of a run.
 
-A tracker is a module of this package with a class that opens one run: a new one, or the one that this
-run's earlier processes wrote to, whose name there lies in `RUN/run.json`. `metrics.jsonl` has everything
-in any case, so a tracker that fails or hangs while a run is under way is dropped with a message, and the run
-goes on. Each is told by a thread of its own, so that no step waits for it, and no process its end.
+A tracker is a module of this package with a class that opens one run: a new one, or the one that earlier
+processes of this run wrote to, whose identity is kept in ``RUN/run.json``. ``metrics.jsonl`` has all values
+in any case, so a tracker that fails or hangs during a run is dropped with a message, and the run continues.
+Each tracker has a thread of its own, so that neither a step nor the end of the process waits for it.
 """
 
 import functools
@@ -17,12 +17,11 @@ from typing import Any, Protocol, Self
 
 import jax
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.multihost.background import Worker
-from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
 
-# name -> (module and class in it, package that it needs, extra of zerojax that installs the package)
+# name -> (module and class, required package, extra of zerojax that installs the package)
 _TRACKERS = {
     "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", None),
     "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb"),
@@ -31,45 +30,45 @@ _TRACKERS = {
 
 
 class Tracker(Protocol):
-    """One run, as a tracker has it."""
+    """One run in a tracker."""
 
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
     ) -> None:
-        """Begin a run, or go on with the one that is `known` by this name.
+        """Begin a run, or resume the one with the identity ``known``.
 
         Args:
             folder: of the run; its last part is the run's name.
             project: that the run belongs to.
-            settings: to be shown with it, perhaps nested; plain values.
+            settings: to show with the run; plain values, possibly nested.
             start: steps done so far.
-            known: what `identity` was in an earlier process of this run.
+            known: ``identity`` in an earlier process of this run.
         """
         ...
 
     @property
     def identity(self) -> str:
-        """What the tracker calls this run."""
+        """The tracker's identifier of this run."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step; may take its time, in a thread of its own. A value may be no finite number."""
+        """Add a step; runs in the tracker's thread, and may be slow. Values need not be finite."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left and end the run."""
+        """Send pending values and end the run."""
         ...
 
 
-class _Line:
-    """A tracker, and the thread that tells it."""
+class _TrackerThread:
+    """A tracker and its thread."""
 
     def __init__(self, name: str, tracker: Tracker, most: int) -> None:
         self.tracker = tracker
         self.worker = Worker(name, most)
-        self.step: int | None = None  # that it is, or was last, told about
+        self.step: int | None = None  # being written, or the last written
 
-    def tell(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         self.step = step
         self.tracker.write(step, values)
 
@@ -79,7 +78,14 @@ class _Line:
 
 
 class Trackers:
-    """All trackers of a run, told together."""
+    """All trackers of a run; a context manager.
+
+    Args:
+        trackers: open trackers by name.
+        say: prints a message; called by the thread that calls ``write`` and ``close``.
+        most: steps that a tracker may lag behind before it is dropped.
+        patience: seconds for all trackers together to send pending values at the end.
+    """
 
     def __init__(
         self,
@@ -89,42 +95,32 @@ class Trackers:
         most: int = 10_000,
         patience: float = 30.0,
     ) -> None:
-        """Take over open trackers.
-
-        Args:
-            trackers: by name.
-            say: prints a message; called by the thread that calls `write` and `close`.
-            most: steps that a tracker may lag behind before it is dropped.
-            patience: seconds that all together get to send what is left, at the end.
-        """
-        self._open = {name: _Line(name, tracker, most) for name, tracker in trackers.items()}
+        self._open = {name: _TrackerThread(name, tracker, most) for name, tracker in trackers.items()}
         self._patience = patience
         self._say = say
 
     def __enter__(self) -> Self:
-        """Nothing more to do."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End all; the run has failed if there is an error."""
         self.close(failed=error is not None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell all about a step; waits for none.
+        """Queue a step for all trackers.
 
         Args:
             step: steps done.
-            values: numbers by name, perhaps not finite.
+            values: numbers by name; need not be finite.
         """
         for name, line in list(self._open.items()):
             if self._has_failed(name, line):
                 self._drop(name)
-            elif not line.worker.put(functools.partial(line.tell, step, values)):
-                self._say(f"log.trackers: {name} has been stuck since step {line.step} and is told no more")
+            elif not line.worker.put(functools.partial(line.write, step, values)):
+                self._say(f"log.trackers: {name} has been stuck since step {line.step} and was dropped")
                 self._drop(name)
 
     def close(self, *, failed: bool) -> None:
-        """End all, with whether the run failed; returns when they have, or when their time is up."""
+        """End all trackers, with the run's outcome; return when they have ended or time is up."""
         for line in self._open.values():
             line.worker.put(functools.partial(line.end, failed=failed))
         limit = time.monotonic() + self._patience
@@ -137,13 +133,13 @@ class Trackers:
                 )
             self._drop(name)
 
-    def _has_failed(self, name: str, line: _Line) -> bool:
+    def _has_failed(self, name: str, line: _TrackerThread) -> bool:
         if (error := line.worker.error) is None:
             return False
         if line.step is None:
             self._say(f"log.trackers: {name} lost its last steps: {error}")
         else:
-            self._say(f"log.trackers: {name} failed at step {line.step} and is told no more: {error}")
+            self._say(f"log.trackers: {name} failed at step {line.step} and was dropped: {error}")
         return True
 
     def _drop(self, name: str) -> None:
@@ -154,32 +150,15 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuse a tracker whose package is not installed; imports nothing.
 
     Raises:
-        ZeroError: saying how to install it.
+        ConfigurationError: with how to install it.
     """
     for name in names:
         _, package, extra = _TRACKERS[name]
         if importlib.util.find_spec(package) is None:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"log.trackers: {name} needs the package {package}, which is not installed: "
-                f'pip install "zerojax[{extra}]", or take {name} out of log.trackers'
+                f'pip install "zerojax[{extra}]", or remove {name} from log.trackers'
             )
-
-
-def open_trackers(
-    folder: RunFolder, config: RunConfig, *, start: int, say: Callable[[str], None]
-) -> Trackers:
-    """Open the trackers that a config names, each at the run that it has of this one already.
-
-    Args:
-        folder: the run's; what the trackers call the run is noted in its summary.
-        config: the settings.
-        start: steps done so far.
-        say: prints a message.
-
-    Raises:
-        ZeroError: a tracker cannot be reached, or does not let us in.
-    """
-    return _open(folder, config.log.trackers, config.log.project, config_to_dict(config), start, say)
 
 
 def track(
@@ -191,33 +170,35 @@ def track(
     start: int = 0,
     say: Callable[[str], None] = print,
 ) -> Trackers:
-    """Open trackers for a training loop of one's own; a run that goes on goes on in them, too.
+    """Open trackers for a training loop of your own; a resumed run continues in them.
 
-    In several processes all call, and the first one alone tells. Close it, or use it in a ``with`` statement.
+    All processes call this, and only process zero writes. Close the result, or use it in a ``with``
+    statement.
 
     Args:
-        folder: of the run, made if need be; its last part is the run's name. `run.json` notes there what the
-            trackers call it.
+        folder: of the run, created if missing; its last part is the run's name. Its ``run.json`` keeps the
+            trackers' identifiers.
         trackers: "tensorboard" (events in ``folder/tensorboard``), "wandb", "mlflow".
         project: of Weights & Biases; experiment of MLflow.
-        settings: to be shown with the run, perhaps nested; plain values.
+        settings: to show with the run; plain values, possibly nested.
         start: steps done so far.
         say: prints a message.
 
     Raises:
-        ZeroError: the folder cannot be written to; a tracker is unknown, not installed or cannot be reached.
+        ConfigurationError: the folder cannot be written to; a tracker is unknown, not installed or
+            unreachable.
     """
     if unknown := [name for name in trackers if name not in _TRACKERS]:
-        raise ZeroError(f"no tracker {unknown[0]!r}: there are {', '.join(map(repr, _TRACKERS))}")
+        raise ConfigurationError(f"no tracker {unknown[0]!r}: there are {', '.join(map(repr, _TRACKERS))}")
     check_trackers(trackers)
     if jax.process_index() != 0:
         return Trackers({}, say)
     place = RunFolder(Path(folder))
     place.create()
-    return _open(place, trackers, project, settings, start, say)
+    return open_trackers(place, trackers, project, settings, start, say)
 
 
-def _open(
+def open_trackers(
     folder: RunFolder,
     names: Sequence[str],
     project: str,
@@ -225,6 +206,10 @@ def _open(
     start: int,
     say: Callable[[str], None],
 ) -> Trackers:
+    """Open the trackers of a run, in process zero; arguments and errors as for ``track``.
+
+    A tracker that has the run already, by its identifier in the folder's run.json, resumes it.
+    """
     known = dict(folder.read_summary().get("trackers", {}))
     trackers: dict[str, Tracker] = {}
     for name in names:
@@ -232,8 +217,8 @@ def _open(
         make = getattr(importlib.import_module(module), kind)
         try:
             trackers[name] = make(folder, project, settings, start=start, known=known.get(name))
-        except Exception as error:  # each client has its own kinds
-            raise ZeroError(f"log.trackers: {name} cannot start: {error}") from error
+        except Exception as error:  # each client raises its own kinds
+            raise ConfigurationError(f"log.trackers: {name} cannot start: {error}") from error
         known[name] = trackers[name].identity
         folder.update_summary(trackers=known)
     return Trackers(trackers, say)

@@ -1,4 +1,4 @@
-"""MLflow, where it is installed; `MLFLOW_TRACKING_URI` says which server or database."""
+"""The MLflow tracker; ``MLFLOW_TRACKING_URI`` names the server or database."""
 
 import time
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from zerojax.run.run_dir import RunFolder
 
 
 class MLflow:
-    """One run there, the same in all processes of this run."""
+    """One run in MLflow, continued by all processes of this run."""
 
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
     ) -> None:
-        """Begin the run in the experiment `project`, or go on with it; arguments as `Tracker`."""
+        """Begin or resume the run in the experiment ``project``; arguments as for ``Tracker``."""
         del start
         self._client = MlflowClient()
         if known is not None:
@@ -30,7 +30,7 @@ class MLflow:
         self._run_id = run.info.run_id
         flat = traverse_util.flatten_dict(dict(settings), sep=".")
         params = [Param(name, str(value)) for name, value in flat.items()]
-        for first in range(0, len(params), 100):  # the most that a server takes at once
+        for first in range(0, len(params), 100):  # the most per request
             self._client.log_batch(self._run_id, params=params[first : first + 100])
 
     @property

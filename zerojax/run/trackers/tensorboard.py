@@ -1,7 +1,7 @@
-"""TensorBoard: event files in `RUN/tensorboard`, written by tensorboardX.
+"""The TensorBoard tracker: event files in ``RUN/tensorboard``, written by tensorboardX.
 
-Its record writer alone: the thread and the queue of its `SummaryWriter` go by the wall clock, and hang for
-ever when that is set back by weeks.
+Uses its record writer only: the thread and queue of its ``SummaryWriter`` depend on the wall clock, and hang
+for ever if that is set back by weeks.
 """
 
 import time
@@ -18,23 +18,24 @@ _FLUSH_SECONDS = 10.0
 
 
 class TensorBoard:
-    """Event files; a run that goes on adds another, which hides the steps that are done again."""
+    """Event files; a resumed run adds one, which hides the steps that it repeats."""
 
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
     ) -> None:
-        """Open a new event file; arguments as `Tracker`."""
+        """Open a new event file; arguments as for ``Tracker``."""
         del project, settings, known
         path = folder.path / self.identity
         path.mkdir(exist_ok=True)
-        # Files are named by the second: the suffix keeps a quick restart from writing over the last one.
+        # File names have a resolution of one second: the suffix keeps a quick restart from overwriting the
+        # last.
         self._writer = EventsWriter(str(path / "events"), filename_suffix=f".from-{start}")
         self._add(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
         self._flush()
 
     @property
     def identity(self) -> str:
-        """The folder of the events, in the run's."""
+        """The folder of the event files, relative to the run's."""
         return "tensorboard"
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases, where it is installed; `WANDB_MODE=offline` writes to `RUN/wandb` for `wandb sync`."""
+"""The Weights & Biases tracker; ``WANDB_MODE=offline`` writes to ``RUN/wandb`` for ``wandb sync``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from zerojax.run.run_dir import RunFolder
 
 
 class Wandb:
-    """One run there, of the same id in all processes of this run."""
+    """One run in W&B, with the same id in all processes of this run."""
 
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
     ) -> None:
-        """Begin or resume the run; arguments as `Tracker`."""
+        """Begin or resume the run; arguments as for ``Tracker``."""
         del start
         self._run = wandb.init(
             project=project,
@@ -26,7 +26,7 @@ class Wandb:
             reinit="create_new",
             settings=wandb.Settings(console="off", quiet=True),
         )
-        # W&B drops a step below its last, so the steps that are done again after a crash would be missing.
+        # W&B drops steps below its last one, so the steps repeated after a crash would be missing.
         self._run.define_metric("*", step_metric="step")
 
     @property
@@ -35,9 +35,9 @@ class Wandb:
         return self._run.id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand a row to the client's own process."""
+        """Pass a row to the client's own process."""
         self._run.log({"step": step, **values})
 
     def close(self, *, failed: bool) -> None:
-        """Wait until everything is sent."""
+        """Wait until all values are sent."""
         self._run.finish(exit_code=int(failed))

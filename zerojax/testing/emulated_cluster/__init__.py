@@ -1,7 +1,7 @@
-"""Clusters that are not there: several nodes with real, rate-limited links on one Linux machine.
+"""Emulated clusters: several nodes with real, rate-limited links on one Linux machine.
 
-`EmulatedCluster` runs commands in them, `measure_bytes` measures what a piece of a distributed
-program puts on the network, and ``zerojax emulate`` is the command line.
+``EmulatedCluster`` runs commands on the nodes, ``measure_bytes`` measures the network traffic of part of a
+distributed program, and ``zerojax emulate`` is the command line.
 """
 
 from zerojax.testing.emulated_cluster.emulated import EmulatedCluster

@@ -1,4 +1,4 @@
-"""N nodes on one machine, to run and measure a distributed program without a cluster."""
+"""Emulated nodes on one machine, to run and measure distributed programs without a cluster."""
 
 import os
 import sys
@@ -25,11 +25,22 @@ class EmulatedCluster:
     A command finds, in its environment:
 
     - ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID``, ``JAX_NUM_PROCESSES``, which
-      `zerojax.distributed.joined` reads: one process per node; and ``ZEROJAX_JOB_TOKEN``, their secret;
+      ``zerojax.distributed.joined`` reads, for one process per node; and ``ZEROJAX_JOB_TOKEN``, their secret;
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
     - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
-    - ``NCCL_HOSTID`` and the interface for NCCL and gloo, so that NCCL uses sockets between the
-      nodes and NVLink within them.
+    - ``NCCL_HOSTID`` and the interface for NCCL and Gloo, so that NCCL uses sockets between the nodes and
+      NVLink within them.
+
+    Args:
+        nodes: number of nodes.
+        devices_per_node: GPUs or emulated CPU devices of each node.
+        rate: of each link and direction: "10gbit", "400mbit"; None for no limit.
+        latency: one-way delay to add between nodes: "50us"; None for none.
+        platform: "gpu", "cpu", or "auto" for GPUs if this machine has any.
+
+    Raises:
+        ConfigurationError: an argument is invalid, or there are too few GPUs.
+        ClusterError: this machine cannot emulate a cluster; the message says why.
     """
 
     def __init__(
@@ -41,19 +52,6 @@ class EmulatedCluster:
         latency: str | None = None,
         platform: Platform = "auto",
     ):
-        """Set the nodes up.
-
-        Args:
-          nodes: how many.
-          devices_per_node: GPUs or emulated CPU devices of each.
-          rate: of each link and direction: "10gbit", "400mbit"; None: unlimited.
-          latency: one-way delay between nodes to add: "50us"; None: none.
-          platform: "gpu", "cpu", or "auto": GPUs if this machine has any.
-
-        Raises:
-          ZeroError: an argument makes no sense, or there are too few GPUs.
-          ClusterError: this machine cannot do it; the message says why.
-        """
         self.nodes = nodes
         self._devices = share_devices(nodes, devices_per_node, platform)
         self._token = new_token()
@@ -62,20 +60,18 @@ class EmulatedCluster:
         self._hosts = "".join(["127.0.0.1 localhost\n", *names])
 
     def __enter__(self) -> Self:
-        """Return the cluster itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the network down, whatever happened."""
         self.close()
 
     def close(self) -> None:
-        """Take the network down."""
+        """Remove the network."""
         self.network.close()
 
     def environment(self, node: int) -> dict[str, str]:
-        """The variables that a command on a node finds, the ones of this process included."""
-        # There is no way out of the cluster, and JAX refuses to start with a proxy in its way.
+        """The environment of a command on a node, including this process's variables."""
+        # The nodes cannot reach a proxy, and JAX refuses to start if one is configured.
         env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
         head = self.network.address(0)
         env |= {
@@ -104,14 +100,14 @@ class EmulatedCluster:
         timeout: float | None = None,
         output: BinaryIO | None = None,
     ) -> supervisor.Result:
-        """Run a command on every node; see `supervisor.run` for signals, failures and output.
+        """Run a command on every node; see ``supervisor.run`` for signals, failures and output.
 
         Args:
-          command: the command, or a function from the node's number to its command.
-          env: variables on top of `environment`.
+          command: the command, or a function from the number of a node to its command.
+          env: variables to add to ``environment``.
           grace: seconds between telling a node to end and killing it.
           timeout: seconds after which all are ended and TimeoutError is raised.
-          output: where the lines go, under ``[node0]`` and so on; standard output by default.
+          output: destination of the lines, prefixed with ``[node0]`` and so on; standard output by default.
         """
         tasks = []
         for node, namespace in enumerate(self.network.namespaces):
@@ -128,5 +124,5 @@ class EmulatedCluster:
         return supervisor.run(tasks, grace=grace, timeout=timeout, output=output)
 
     def link_bytes(self) -> list[LinkBytes]:
-        """What each node has sent and received over its link so far."""
+        """The bytes that each node has sent and received over its link so far."""
         return self.network.bytes()

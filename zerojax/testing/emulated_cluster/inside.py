@@ -1,14 +1,13 @@
-"""Run a command as the only thing on an emulated host.
+"""Run a command on an emulated host.
 
     python inside.py NAMESPACE_FD HOSTNAME HOSTS COMMAND...
 
-Enters the network namespace, with a host name, /etc/hosts (of the text HOSTS) and process ids of its
-own, and runs the command there. Its exit code is the command's (128 + n when signal n ended it).
-Signals sent to this process group reach the command's once. When the command ends, or whoever started
-this program does, everything the command has started goes with it: the kernel ends a process id
-namespace with its init.
+Enters the network namespace, with its own host name, /etc/hosts (the text HOSTS) and process ids, and runs
+the command there. Its exit code is the command's (128 + n if signal n ended it). Signals to this process
+group are forwarded once to the command's. When the command or the parent of this program ends, all processes
+started by the command end, too: the kernel ends a process id namespace with its init.
 
-Needs the standard library only and is started by its path, so that a node costs no JAX import.
+Uses the standard library only and is started by its path, so that a node need not import JAX.
 """
 
 import ctypes
@@ -24,10 +23,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    """mount(2).
+    """Call mount(2).
 
     Raises:
-      OSError: it failed.
+        OSError: it failed.
     """
     kind_bytes = kind.encode() if kind else None
     if _libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), None):
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> int:
     os.unshare(os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWPID)
     socket.sethostname(hostname)
     mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    with tempfile.NamedTemporaryFile("w") as file:  # its name can go once it is mounted
+    with tempfile.NamedTemporaryFile("w") as file:  # its name is not needed once it is mounted
         file.write(hosts)
         file.flush()
         os.fchmod(file.fileno(), 0o644)
@@ -51,13 +50,13 @@ def main(arguments: list[str]) -> int:
     init = os.fork()
     if init == 0:
         os._exit(_init(command))
-    for number in FORWARDED:  # init is in the same process group and hears them itself
+    for number in FORWARDED:  # init is in the same process group and receives them itself
         signal.signal(number, lambda *_: None)
     return _exit_code(os.waitpid(init, 0)[1])
 
 
 def _init(command: list[str]) -> int:
-    """Process 1 of the node: start the command, hand signals on, reap, and end when it ends."""
+    """Process 1 of the node: start the command, forward signals, reap children, and end when it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     mount("proc", "/proc", "proc", 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -82,7 +81,7 @@ def _init(command: list[str]) -> int:
 def _signal_group(leader: int, number: int) -> None:
     try:
         os.killpg(leader, number)
-    except ProcessLookupError:  # not yet a group of its own, or gone
+    except ProcessLookupError:  # not yet a group of its own, or already ended
         os.kill(leader, number)
 
 

@@ -1,4 +1,4 @@
-"""What a piece of a distributed program puts on the network, by the interfaces' own counters."""
+"""Network traffic of part of a distributed program, from the interfaces' counters."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from zerojax.testing.emulated_cluster.network import LinkBytes
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one node did."""
+    """The measurement of one node."""
 
-    link: LinkBytes  # bytes on its link during the measured piece
-    result: Any  # what the piece returned
+    link: LinkBytes  # bytes on its link during the measured part
+    result: Any  # what the measured part returned
 
 
 def measure_bytes(
@@ -31,21 +31,21 @@ def measure_bytes(
     timeout: float = 300.0,
     output: BinaryIO | None = None,
 ) -> list[Measurement]:
-    """Run a function on every node of an emulated cluster and count its bytes.
+    """Run a function on every node of an emulated cluster and count the bytes sent and received.
 
-    The function runs once per node, joined to the others by `jax.distributed`, on emulated CPU
-    devices. It prepares (compiles, warms up) and *returns a function without arguments*: the piece
-    that is measured. What that returns (plain JSON data) comes back.
+    The function runs once per node, joined to the others by ``jax.distributed``, on emulated CPU devices. It
+    prepares (compiles, warms up) and *returns a function without arguments*, which is measured and returns
+    plain JSON data.
 
     Args:
       target: "package.module:function", importable from the current directory.
       arguments: keyword arguments for it, plain JSON data.
       nodes: number of nodes, one process each.
       devices_per_node: emulated CPU devices of each.
-      rate: of the links, see `EmulatedCluster`. Faster than the processors keep up with, TCP sends
-        some packets twice (seen: up to a tenth of the bytes), which counts here as on a real link.
-      timeout: seconds for everything.
-      output: where the processes' lines go.
+        rate: of the links, see ``EmulatedCluster``. If the processors cannot keep up, TCP retransmits packets
+            (up to a tenth of the bytes were measured), which count here as on a real link.
+        timeout: seconds for the whole measurement.
+        output: destination of the processes' lines.
 
     Returns:
       One measurement per node.
@@ -53,7 +53,7 @@ def measure_bytes(
     Raises:
       ClusterError: this machine cannot emulate a cluster.
       RuntimeError: a process failed; its output says why.
-      TimeoutError: they were not done in time.
+      TimeoutError: the processes did not finish in time.
     """
     with (
         tempfile.TemporaryDirectory(prefix="zerojax-measure-") as folder,

@@ -1,16 +1,16 @@
 """A network of emulated hosts: one namespace and one rate-limited link each, on a common switch.
 
-Nothing has a name outside. The namespaces, the switch's too, are held by nothing but this process's
-file descriptors and the programs inside, so the kernel takes everything down when those are gone,
-however they went: there are no leftovers to find after a kill -9.
+Nothing has a name outside. Only this process's file descriptors and the programs inside keep the namespaces
+alive, including the switch's, so the kernel removes everything when those end: nothing is left behind even
+after a kill -9.
 
     node 0: wire0 10.77.0.1 ---- port0 \\
     node 1: wire0 10.77.0.2 ---- port1  switch (a bridge)
     node 2: wire0 10.77.0.3 ---- port2 /
 
-Both ends of each link have their own token bucket: the node's end limits what the node sends, the
-switch's end what it receives, so that a link is full duplex and incast queues as on a real switch.
-The nodes reach each other and nothing else.
+Each end of a link has its own token bucket: the node's end limits what the node sends, the switch's end what
+it receives, so that links are full duplex and incast queues up as on a real switch. The nodes reach each
+other and nothing else.
 """
 
 import os
@@ -25,25 +25,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
-#: The interface of a node, named as no host's is: /sys still shows the real ones.
+#: The interface of a node; unlike any name on the host, whose interfaces /sys still shows.
 INTERFACE = "wire0"
 _RATE = re.compile(r"([\d.]+)\s*([kmg])bit", re.IGNORECASE)
 _TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
 
 
 class ClusterError(RuntimeError):
-    """An emulated cluster cannot be set up here."""
+    """An emulated cluster cannot be set up on this machine."""
 
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """A node's traffic, by its interface's counters: bytes on the link, headers included."""
+    """A node's traffic from its interface's counters: bytes on the link, headers included."""
 
     sent: int
     received: int
 
     def __sub__(self, before: "LinkBytes") -> "LinkBytes":
-        """What has come since an earlier reading."""
+        """The traffic since an earlier reading."""
         return LinkBytes(self.sent - before.sent, self.received - before.received)
 
 
@@ -55,7 +55,7 @@ def bytes_per_second(rate: str) -> int:
     """
     found = _RATE.fullmatch(rate.strip())
     if found is None or not 0 < float(found[1]) < 1e9:
-        raise ValueError(f"{rate!r} is no rate: say for instance 10gbit, 2.5gbit or 400mbit")
+        raise ValueError(f"{rate!r} is not a rate: use for instance 10gbit, 2.5gbit or 400mbit")
     return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()] / 8)
 
 
@@ -67,14 +67,14 @@ def microseconds(time: str) -> int:
     """
     found = _TIME.fullmatch(time.strip())
     if found is None or float(found[1]) > 1e9:
-        raise ValueError(f"{time!r} is no latency: say for instance 50us or 1ms")
+        raise ValueError(f"{time!r} is not a latency: use for instance 50us or 1ms")
     return round(float(found[1]) * {"us": 1, "ms": 1e3, "s": 1e6}[found[2]])
 
 
 def unavailable() -> str | None:
     """Why an emulated cluster cannot be set up here, or None if it can."""
     if sys.platform != "linux":
-        return "emulated clusters are made of Linux network namespaces; this is not Linux"
+        return "emulated clusters need Linux network namespaces; this is not Linux"
     if os.geteuid() != 0:
         return "network namespaces and their links need root (sudo, or a privileged container)"
     try:
@@ -89,7 +89,7 @@ def unavailable() -> str | None:
 
 
 def link_bytes() -> LinkBytes:
-    """What the node that this process runs in has sent and received so far.
+    """The bytes that this process's node has sent and received so far.
 
     Raises:
       ClusterError: the process does not run in a node of an emulated cluster.
@@ -103,20 +103,20 @@ def link_bytes() -> LinkBytes:
 
 
 def limit_link(rate: str) -> None:
-    """Change what the node that this process runs in may send from now on.
+    """Change the rate at which this process's node may send.
 
-    What it may receive stays as the cluster was set up: set that to the highest rate to come, and call this
-    on every node (by one process of each).
+    The rate at which it may receive does not change: create the cluster with the highest rate needed, and
+    call this in one process of every node.
 
     Args:
-      rate: as for `bytes_per_second`.
+      rate: as for ``bytes_per_second``.
 
     Raises:
-      ValueError: an argument that cannot be read.
+      ValueError: an argument is invalid.
       ClusterError: the process does not run in a node of an emulated cluster whose links have a rate.
     """
     limit = bytes_per_second(rate)
-    link_bytes()  # or say that this is no node
+    link_bytes()  # raises an error if this is not a node
 
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
@@ -126,26 +126,25 @@ def limit_link(rate: str) -> None:
             ip.tc("change-class", "htb", index=_index(ip, INTERFACE), **_bucket(limit))
         except NetlinkError as error:
             raise ClusterError(
-                f"the link's rate cannot be changed to {rate} ({error.args[-1]}): set the cluster up "
-                "with a rate, the highest to come"
+                f"the link's rate cannot be changed to {rate} ({error.args[-1]}): create the cluster "
+                "with the highest rate needed"
             ) from error
 
 
 class Network:
-    """Namespaces and links; see the module. `close` it, or let the process end."""
+    """Namespaces and links; see the module. ``close`` it, or let the process end.
+
+    Args:
+        nodes: number of nodes, 1 to 65534.
+        rate: of each link and direction, as for ``bytes_per_second``; None for no limit.
+        latency: one-way delay to add between two nodes, as for ``microseconds``; None for none.
+
+    Raises:
+        ValueError: an argument is invalid.
+        ClusterError: this machine cannot emulate a cluster; the message says why.
+    """
 
     def __init__(self, nodes: int, rate: str | None, latency: str | None):
-        """Set up the links of `nodes` nodes.
-
-        Args:
-          nodes: how many, 1 to 65534.
-          rate: of each link and direction, as for `bytes_per_second`; None: as fast as the machine.
-          latency: added one-way delay between two nodes, as for `microseconds`; None: none.
-
-        Raises:
-          ValueError: an argument that cannot be read.
-          ClusterError: the machine cannot do it; the message says why.
-        """
         if not 1 <= nodes <= 65534:
             raise ValueError(f"a cluster has 1 to 65534 nodes, not {nodes}")
         self._limit = bytes_per_second(rate) if rate else None
@@ -177,7 +176,7 @@ class Network:
         return [self._inside(namespace, read) for namespace in self.namespaces]
 
     def close(self) -> None:
-        """Let go of the namespaces; programs still inside keep theirs until they end."""
+        """Release the namespaces; programs still inside keep theirs until they end."""
         for namespace in (self._switch, *self.namespaces):
             os.close(namespace)
         self.namespaces = []
@@ -201,11 +200,10 @@ class Network:
         self._shape(ip, wire, delay=self._delay)
 
     def _shape(self, ip: "IPRoute", index: int, delay: int) -> None:
-        """Limit what leaves an interface; delay it, too."""
+        """Limit and delay the packets that leave an interface."""
         parent: dict[str, Any] = {}
         if self._limit:
-            # An HTB with one class is a token bucket. (pyroute2's tbf ends at 34 Gb/s: its rates have
-            # 32 bits.)
+            # An HTB with one class is a token bucket. (pyroute2's tbf has 32-bit rates, at most 34 Gb/s.)
             ip.tc("add", "htb", index=index, handle="1:", default=1)
             ip.tc("add-class", "htb", index=index, **_bucket(self._limit))
             parent = {"parent": "1:1"}
@@ -216,8 +214,7 @@ class Network:
                 ip.tc("add", "netem", index=index, handle="2:", delay=delay, limit=100000, **parent)
             except NetlinkError as error:
                 raise ClusterError(
-                    "this kernel cannot delay packets, as a latency needs: it has no netem "
-                    f"queueing discipline ({error.args[-1]})"
+                    f"this kernel cannot add latency: it has no netem queueing discipline ({error.args[-1]})"
                 ) from error
 
     def _inside[T](self, namespace: int, work: Callable[["IPRoute"], T]) -> T:
@@ -235,7 +232,7 @@ class Network:
 
 
 def _bucket(limit: int) -> dict[str, Any]:
-    """A link's one class: so many bytes a second, a millisecond of them at once, or two of TCP's segments."""
+    """The only class of a link: its rate in bytes/s, and bursts of 1 ms but at least 128 KiB."""
     burst = max(1 << 17, limit // 1000)
     return {
         "handle": "1:1", "parent": "1:", "rate": limit, "burst": burst, "cburst": burst, "quantum": 60000,
@@ -253,7 +250,7 @@ def _new_namespace() -> int:
 
 
 def _in_thread[T](namespace: int | None, work: Callable[[], T]) -> T:
-    """Do something in a namespace (None: a new one) and leave this thread where it is."""
+    """Run ``work`` in a namespace (None: a new one) on a separate thread, and return its result."""
     result: list[T] = []
     failure: list[BaseException] = []
 

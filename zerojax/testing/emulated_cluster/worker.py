@@ -1,4 +1,4 @@
-"""The process that `zerojax.testing.emulated_cluster.measure_bytes` runs on each node.
+"""The process that ``zerojax.testing.emulated_cluster.measure_bytes`` runs on each node.
 
 python -m zerojax.testing.emulated_cluster.worker MODULE:FUNCTION JSON_ARGUMENTS FOLDER
 """
@@ -18,7 +18,7 @@ from zerojax.testing.emulated_cluster.network import link_bytes
 
 
 def main(target: str, arguments: str, folder: str) -> None:
-    """Prepare the piece, run it between two readings of the counters, write down what it took."""
+    """Prepare the measured part, run it between two readings of the counters, and write the result."""
     with distributed.joined():
         _measure(target, arguments, folder)
 
@@ -27,7 +27,7 @@ def _measure(target: str, arguments: str, folder: str) -> None:
     module, _, name = target.partition(":")
     prepare: Callable[..., Callable[[], Any]] = getattr(importlib.import_module(module), name)
     piece = prepare(**json.loads(arguments))
-    # Everybody is ready, and then done: a barrier moves a few hundred bytes.
+    # Barriers before and after; each moves a few hundred bytes.
     multihost_utils.sync_global_devices("before")
     before = link_bytes()
     result = piece()

@@ -1,4 +1,4 @@
-"""What a run's folder tells about it, however the run ended and whatever is left of its files."""
+"""The data in a run's folder, read even if the run was killed or files are damaged."""
 
 import json
 import math
@@ -8,33 +8,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics import read_lines
 from zerojax.run.run_dir import RunFolder, sessions
 
-# A run that says it is running and has not written a step for so long is perhaps no more.
+# A run marked as running that has not written a step for this long has probably died.
 _SILENCE_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Story:
-    """A run, as far as it is known.
+class RunData:
+    """The data of a run, as far as it can be read.
 
     Attributes:
-        name: the folder's own.
+        name: of the folder.
         path: of the folder.
         status: "finished", "failed", "stopped", "running", or "unknown".
         reason: why it failed or stopped, or None.
-        summary: `run.json`.
-        config: section -> key -> value, as `config.toml` has it; empty where it cannot be read.
-        changed: the "section.key" of the settings that are not the defaults.
-        steps: of `metrics.jsonl`.
-        notes: what a reader should know about this page: damaged files, a silent run.
-        written: when `metrics.jsonl` was last written to (Unix time), or None.
-        checkpoints: steps of those that are there.
-        profiles: folders below the run's that hold a trace.
+        summary: ``run.json``.
+        config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
+        changed: "section.key" of the settings that differ from the defaults.
+        steps: of ``metrics.jsonl``.
+        notes: remarks for the reader: damaged files, a silent run.
+        written: when ``metrics.jsonl`` was last written (Unix time), or None.
+        checkpoints: their steps.
+        profiles: folders with a trace, relative to the run's.
     """
 
     name: str
@@ -51,28 +51,28 @@ class Story:
     profiles: list[str]
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Steps that have a value of this name, and the values; None where one is not finite."""
+        """The steps that have a value of this name, and the values; None for one that is not finite."""
         found = [(line["step"], line[name]) for line in self.steps if name in line]
         return [step for step, _ in found], [_finite(value) for _, value in found]
 
     def last(self, name: str) -> float | None:
-        """The newest finite value of a name."""
+        """The newest finite value of this name."""
         return next((x for x in reversed(self.series(name)[1]) if x is not None), None)
 
     @property
     def sessions(self) -> list[dict[str, Any]]:
-        """The starts of the run, oldest first, as `zerojax.run.run_dir.sessions` has them."""
+        """The starts of the run, oldest first, as from ``zerojax.run.run_dir.sessions``."""
         return sessions(self.summary)
 
 
-def read_story(folder: RunFolder) -> Story:
-    """Read a run's folder; what cannot be read is noted and left out.
+def read_run_data(folder: RunFolder) -> RunData:
+    """Read a run's folder; note and omit what cannot be read.
 
     Raises:
-        ZeroError: there is no run.
+        ConfigurationError: there is no run.
     """
     if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
-        raise ZeroError(f"{folder.path} is no run folder: it has no {folder.config.name}")
+        raise ConfigurationError(f"{folder.path} is not a run folder: it has no {folder.config.name}")
     notes: list[str] = []
     steps, damaged = read_lines(folder.metrics)
     if damaged:
@@ -87,12 +87,12 @@ def read_story(folder: RunFolder) -> Story:
         silence = time.time() - (written or 0)
         if silence > _SILENCE_SECONDS:
             notes.append(
-                f"The run says it is running, and wrote its last step {silence / 60:.0f} minutes ago: "
+                f"The run is marked as running, and wrote its last step {silence / 60:.0f} minutes ago: "
                 "it may have been killed."
             )
     config, changed = _config(folder, notes)
     reason = summary.get("reason")
-    return Story(
+    return RunData(
         name=folder.path.absolute().name,
         path=str(folder.path),
         status=status,
@@ -125,7 +125,7 @@ def _summary(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
 
 
 def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
-    """The settings as written, even by another version of zerojax, and which are not the defaults."""
+    """The settings as written, even by another version of zerojax, and which differ from the defaults."""
     try:
         written = tomllib.loads(folder.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -143,7 +143,7 @@ def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, An
 
 
 def _in_order(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By step; of two lines about one step the newer."""
+    """Sorted by step; of two lines about one step, the newer."""
     return [line for _, line in sorted({line["step"]: line for line in steps}.items())]
 
 
