@@ -14,13 +14,15 @@ from pallas_kernels.dispatch import (
     encode_delta,
     encode_reordered,
 )
-from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, nbytes
+from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, Format, nbytes
 
 __all__ = [
     "BITS",
     "FORMATS",
     "QMAX",
     "QUANTIZED",
+    "RAW",
+    "Format",
     "backend_report",
     "decode",
     "decode_add",

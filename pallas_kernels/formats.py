@@ -1,12 +1,17 @@
 """The wire formats: their bit widths, their largest codes and the bytes of a payload row."""
 
-from typing import Final
+from typing import Final, Literal, get_args
 
-FORMATS: Final = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
+Format = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2"]
+
+FORMATS: Final[tuple[str, ...]] = get_args(Format)
 """Every wire format, widest first."""
 
-QUANTIZED: Final = ("fp8", "int8", "fp6", "int4", "int2")
-"""The formats that carry one scale per block; the others are plain casts."""
+RAW: Final = ("fp32", "bf16")
+"""Plain casts, without scales."""
+
+QUANTIZED: Final = tuple(fmt for fmt in FORMATS if fmt not in RAW)
+"""The formats that carry one scale per block."""
 
 BITS: Final = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
 """Bits of one element's code, the block scale not counted."""

@@ -29,7 +29,7 @@ from zerojax.cli.trained import open_trained
 from zerojax.interop.huggingface import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.run.build import evaluate, make_batches, prepare_data
+from zerojax.run.build import make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import gather_model
@@ -113,7 +113,7 @@ def compare_fine_tuned(model: Path, work: Path, reference: Reference, dtype: str
     config = replace(config, zero=ZeroSection(compute_dtype=dtype))
     batches, validation = make_batches(config, prepare_data(config, folder))
     batches.close()
-    full = float(evaluate(open_trained(folder, config, config.mesh).state, validation))
+    full = float(mean_loss(open_trained(folder, config, config.mesh).state, validation))
     tokens = np.concatenate([batch["tokens"] for batch in validation])
     theirs = json.loads(reference("loss", out, tokens).read_text())
     ours = folder.read_summary()["validation_loss"]  # under zero++: of int8 weights

@@ -22,8 +22,8 @@ import numpy as np
 from zerojax.models.attention import causal_attention
 from zerojax.run.config import DataSection
 from zerojax.run.data import (
+    DatasetPart,
     PackedRows,
-    Part,
     TokenFile,
     TrainBatches,
     make_rows,
@@ -69,7 +69,7 @@ def write_documents(path: Path, size: int) -> None:
             size -= length
 
 
-def measure(name: str, settings: DataSection, folder: Path) -> Part:
+def measure(name: str, settings: DataSection, folder: Path) -> DatasetPart:
     """Prepare and open."""
     start = time.process_time()
     prepare(settings, folder)

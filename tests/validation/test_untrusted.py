@@ -22,7 +22,7 @@ from safetensors import safe_open
 from zerojax.cli.from_deepspeed import read_json
 from zerojax.errors import ZeroError
 from zerojax.interop.deepspeed import translate
-from zerojax.interop.huggingface import Source
+from zerojax.interop.huggingface import ModelFolder
 from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.interop.huggingface.safetensors_files import INDEX, SINGLE, SafetensorFiles
 from zerojax.models import GPTConfig
@@ -128,7 +128,7 @@ def test_hugging_face_config(family: str, tmp_path: Path):
         values |= {"rope_scaling": values.pop("rope_parameters"), "rope_theta": 5e5}
 
     def read(path: Path) -> None:
-        model = Source.open(path.parent).model
+        model = ModelFolder.open(path.parent).model
         assert resolved(read_model(describe_model(model)[1], "written")[1]) == resolved(model)
 
     fuzz(lambda _: damage.of_file(values, json_text), tmp_path / "config.json", read, COUNT // 3 + 1)

@@ -61,7 +61,7 @@ def gpus() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".txtpb") for f in files if f.name.endswith(".txtpb")))
 
 
-def describe(gpu: str | Path) -> str:
+def gpu_description(gpu: str | Path) -> str:
     """XLA's description of a GPU, as the text of its ``GpuTargetConfigProto``.
 
     Args:
@@ -89,7 +89,7 @@ def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Devic
     Args:
       nodes: number of hosts, at least 1. The devices of host n have ``process_index == n``.
       local: GPUs per host, at least 1.
-      gpu: see `describe`.
+      gpu: see `gpu_description`.
 
     Returns:
       ``nodes * local`` devices, host by host, the order of a ("node", "local") mesh.
@@ -100,7 +100,7 @@ def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Devic
     """
     if nodes < 1 or local < 1:
         raise ValueError(f"a cluster has at least 1 node and 1 GPU, not nodes={nodes}, local={local}")
-    description = describe(gpu)
+    description = gpu_description(gpu)
     # JAX settles on its backends (the CPU, usually) before the compiler is registered, so that the
     # compiler cannot become the default backend of a process that owns no GPU.
     jax.devices()

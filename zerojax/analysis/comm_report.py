@@ -56,7 +56,7 @@ PHASES = {
 
 
 @dataclass(frozen=True)
-class Collective:
+class JaxprCollective:
     """One collective of the step, equal ones taken together.
 
     Attributes:
@@ -97,7 +97,7 @@ class CommReport:
     nodes: int
     local: int
     parameters: int
-    collectives: tuple[Collective, ...]
+    collectives: tuple[JaxprCollective, ...]
 
     @property
     def local_bytes(self) -> float:
@@ -204,8 +204,8 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     """
     program = state.program
     traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
-    found: dict[Collective, None] = {}
-    counts: dict[Collective, int] = {}
+    found: dict[JaxprCollective, None] = {}
+    counts: dict[JaxprCollective, int] = {}
     for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
         key = dataclasses.replace(one, count=0, local_bytes=0.0, node_bytes=0.0)
         found[key] = None
@@ -232,7 +232,7 @@ class _Place:
         return _Place(self.world, self.count * times, names, self.usual and usual)
 
 
-def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[Collective]:
+def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
     """Every collective of a jaxpr and of those inside it, each with ``count`` set and no bytes yet."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -254,7 +254,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[Collective]:
                 yield from _walk(sub, place.inside(equation, times=times))
 
 
-def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[Collective]:
+def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprCollective]:
     """A conditional: its false branch is taken as the usual one, as in ``per_device.next_secondary``."""
     branches = [
         list(_walk(branch.jaxpr, place.inside(equation, usual=index == 0)))
@@ -267,7 +267,7 @@ def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[Collectiv
             yield from branch
 
 
-def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[Collective]:
+def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[JaxprCollective]:
     name = equation.primitive.name
     if name not in _KNOWN or equation.params.get("axis_index_groups") is not None:
         raise ZeroError(
@@ -277,7 +277,9 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
     for operand in equation.invars:
         aval: Any = operand.aval
         phase = _phase(place)
-        yield Collective(name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0)
+        yield JaxprCollective(
+            name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
+        )
 
 
 def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
@@ -303,7 +305,7 @@ def _phase(place: _Place) -> str:
     return "metrics" if "metrics" in scopes else "other"
 
 
-def _counted(key: Collective, count: int, world: World) -> Collective:
+def _counted(key: JaxprCollective, count: int, world: World) -> JaxprCollective:
     payload = key.elements * np.dtype(key.dtype).itemsize
     local, node = _sent(key.primitive, key.axes, payload, world)
     return dataclasses.replace(key, count=count, local_bytes=count * local, node_bytes=count * node)

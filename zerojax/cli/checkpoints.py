@@ -13,7 +13,7 @@ from rich.table import Table
 from zerojax.cli.options import read_options
 from zerojax.errors import RunError, ZeroError
 from zerojax.formatting import size
-from zerojax.run.checkpoints import DamagedError, Seal, damage_line, read_seal, step_dirs, verify
+from zerojax.run.checkpoints import DamagedError, Manifest, damage_line, read_manifest, step_dirs, verify
 from zerojax.run.metrics import move_later_lines
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -21,7 +21,7 @@ from zerojax.run.run_lock import RunLock
 
 @dataclass(frozen=True)
 class Options:
-    """List the checkpoints of a run, and compare each with its seal; no device is touched.
+    """List the checkpoints of a run, and compare each with its manifest; no device is touched.
 
     Ends with code 1 when one is damaged.
 
@@ -82,17 +82,17 @@ def _damage(path: Path, *, checksums: bool) -> str | None:
 
 
 def _facts(path: Path) -> tuple[str, str, str, str]:
-    """When it was saved, its size, its metrics, and what wrote it, as far as its seal can be read."""
+    """When it was saved, its size, its metrics, and what wrote it, as far as its manifest can be read."""
     try:
-        seal: Seal = read_seal(path)
+        manifest: Manifest = read_manifest(path)
     except DamagedError:
         return "?", size(sum(p.stat().st_size for p in path.rglob("*") if p.is_file())), "", "?"
-    record = seal.record
+    record = manifest.record
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     nodes, local = record.mesh
     preset = record.config.get("zero", {}).get("preset", "?")
-    saved = datetime.fromtimestamp(seal.saved_at).astimezone()
-    return f"{saved:%Y-%m-%d %H:%M:%S}", size(seal.size), metrics, f"{nodes} x {local}, {preset}"
+    saved = datetime.fromtimestamp(manifest.saved_at).astimezone()
+    return f"{saved:%Y-%m-%d %H:%M:%S}", size(manifest.size), metrics, f"{nodes} x {local}, {preset}"
 
 
 def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:

@@ -111,27 +111,27 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
 
 def choose_checkpoint(
     config: RunConfig, folder: RunFolder, resume: Resume
-) -> tuple[checkpoints.Seal | None, list[str]]:
+) -> tuple[checkpoints.Manifest | None, list[str]]:
     """The checkpoint to go on from; the first process looks, and all take the same.
 
     Damaged ones that are newer are moved aside, so that their steps can be saved again.
 
     Returns:
-        Its seal, None to start afresh; and a line for each damaged one.
+        Its manifest, None to start afresh; and a line for each damaged one.
 
     Raises:
         ZeroError: `resume` cannot be had, or all checkpoints are damaged.
     """
 
     def look() -> dict[str, Any]:
-        choice = checkpoints.newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
+        choice = checkpoints.newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
         check_start(choice.step, resume, folder)
         return {"step": choice.step, "lines": checkpoints.set_damaged_aside(folder.checkpoints, choice)}
 
     found = from_first(look)
     if found["step"] is None:
         return None, found["lines"]
-    return checkpoints.read_seal(folder.checkpoints / str(found["step"])), found["lines"]
+    return checkpoints.read_manifest(folder.checkpoints / str(found["step"])), found["lines"]
 
 
 def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
@@ -214,7 +214,7 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
     return Watchdog(limits, peers.stuck)
 
 
-def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
+def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
     """The mean loss over all tokens of some batches, in nats per token.
 
     The last batches are only dispatched: who reads the number waits for them.

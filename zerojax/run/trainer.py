@@ -13,7 +13,7 @@ from typing import Self
 import jax
 
 import zerojax
-from zerojax.analysis.plan import describe
+from zerojax.analysis.plan import describe_plan
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError, RunError, Stopped
 from zerojax.models import parameter_count
@@ -26,12 +26,12 @@ from zerojax.run.build import (
     check_settings,
     choose_checkpoint,
     environment,
-    evaluate,
     initial_state,
     is_first,
     make_batches,
     make_log,
     make_watchdog,
+    mean_loss,
     prepare_data,
 )
 from zerojax.run.checkpoints import (
@@ -146,28 +146,28 @@ class Trainer:
         unlocked = from_first(lock.take)
         data = prepare_data(config, folder)
         batches, validation = make_batches(config, data)
-        seal, notes = choose_checkpoint(config, folder, resume)
+        manifest, notes = choose_checkpoint(config, folder, resume)
         if unlocked is not None:
             notes.append(unlocked)
-        imported = seal is not None and not seal.record.position  # weights alone: no step was taken
-        if seal is not None and not imported:
-            before = config_from_dict(seal.record.config)
+        imported = manifest is not None and not manifest.record.position  # weights alone: no step was taken
+        if manifest is not None and not imported:
+            before = config_from_dict(manifest.record.config)
             changes = check_same_run(before, config, folder)
-            changes += rate_changes(before, config, seal.step - seal.record.skipped)
-            notes.append("; ".join([f"going on from step {seal.step}", *changes]))
-            batches.set_state(seal.record.position)
-            state = restore(folder.checkpoints / str(seal.step), abstract_state(config))
+            changes += rate_changes(before, config, manifest.step - manifest.record.skipped)
+            notes.append("; ".join([f"going on from step {manifest.step}", *changes]))
+            batches.set_state(manifest.record.position)
+            state = restore(folder.checkpoints / str(manifest.step), abstract_state(config))
         else:
             state = initial_state(config)
             source = None if init_from is None else Path(from_first(lambda: str(find(init_from))))
-            if seal is not None and source is None:
-                check_same_model(config_from_dict(seal.record.config), config, folder)
-                source = folder.checkpoints / str(seal.step)
+            if manifest is not None and source is None:
+                check_same_model(config_from_dict(manifest.record.config), config, folder)
+                source = folder.checkpoints / str(manifest.step)
             if source is not None:
                 state = restore_weights(source, state)
                 notes.append(f"beginning with the weights of {source}")
-        record = Record() if seal is None else seal.record
-        step = 0 if seal is None else seal.step
+        record = Record() if manifest is None else manifest.record
+        step = 0 if manifest is None else manifest.step
         if is_first():
             folder.write_config(config)
         reserve_host_memory(state)
@@ -182,7 +182,7 @@ class Trainer:
             checkpoints=Checkpoints(
                 folder.checkpoints,
                 Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-                start=None if seal is None else step,
+                start=None if manifest is None else step,
                 say=log.say,
             ),
             clock=TrainingClock(record.seconds, minutes=saving.minutes),
@@ -256,7 +256,7 @@ class Trainer:
     def evaluation(self) -> dict[str, jax.Array]:
         """Measure the validation loss; not waited for."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        return {"validation_loss": evaluate(self.state, self.validation)}
+        return {"validation_loss": mean_loss(self.state, self.validation)}
 
     def save(self) -> bool:
         """Begin to save a checkpoint; False where that has to wait, as the step was skipped."""
@@ -312,7 +312,7 @@ class Trainer:
             f"{config.zero.preset} on {mesh.shape['node']} x "
             f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
         )
-        self.log.say(describe(self.state))
+        self.log.say(describe_plan(self.state))
         for note in notes:
             self.log.say(note)
         if is_first():
@@ -326,7 +326,7 @@ class Trainer:
         self.checkpoints.wait()
         loss = self.log.last.get("validation_loss")
         if loss is None:  # the run was complete already
-            loss = float(evaluate(self.state, self.validation))
+            loss = float(mean_loss(self.state, self.validation))
         if not math.isfinite(loss):
             skipped = int(self.log.last.get("skipped_in_row", 0))
             raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)

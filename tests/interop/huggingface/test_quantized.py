@@ -13,7 +13,7 @@ from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import (
     Direction,
     Format,
-    Source,
+    ModelFolder,
     WeightFormat,
     check_quantizable,
     plan_export,
@@ -98,7 +98,7 @@ def test_numbers_that_are_not_finite_are_refused():
 
 
 def plan(name: str, **shape: Any) -> tuple[TrainState, Target]:
-    config = run_config(replace(Source.open(FIXTURES / name).model, **shape))
+    config = run_config(replace(ModelFolder.open(FIXTURES / name).model, **shape))
     state = abstract_model(config)
     return state, plan_export(state, config, RunFolder(Path("no-run")), None)
 

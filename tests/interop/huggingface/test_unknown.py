@@ -7,7 +7,7 @@ import pytest
 from hf_models import FIXTURES, copy_of, run_config, tensors
 
 from zerojax.errors import ZeroError
-from zerojax.interop.huggingface import Source, import_model
+from zerojax.interop.huggingface import ModelFolder, import_model
 from zerojax.interop.huggingface.families import describe_model
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.models import GPTConfig
@@ -45,12 +45,12 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
 )
 def test_of_a_config(name, keys, message, tmp_path):
     with pytest.raises(ZeroError, match=message):
-        Source.open(copy_of(name, tmp_path / "model", keys))
+        ModelFolder.open(copy_of(name, tmp_path / "model", keys))
 
 
 def test_dropout_is_noted():
-    assert any("resid_pdrop = 0.1" in note for note in Source.open(FIXTURES / "gpt2").notes)
-    assert Source.open(FIXTURES / "llama2").notes == []
+    assert any("resid_pdrop = 0.1" in note for note in ModelFolder.open(FIXTURES / "gpt2").notes)
+    assert ModelFolder.open(FIXTURES / "llama2").notes == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_dropout_is_noted():
     ],
 )
 def test_of_tensors(name, changed, message, tmp_path):
-    source = Source.open(copy_of(name, tmp_path / "model", None, **changed))
+    source = ModelFolder.open(copy_of(name, tmp_path / "model", None, **changed))
     with pytest.raises(ZeroError, match=message):
         import_model(source, run_config(source.model), RunFolder(tmp_path / "run"))
     assert not (tmp_path / "run" / "config.toml").exists()
@@ -84,7 +84,7 @@ def test_of_files(tmp_path: Path):
 
 
 def test_of_another_model_and_of_a_run_that_is_there(tmp_path):
-    source, folder = Source.open(FIXTURES / "opt"), RunFolder(tmp_path)
+    source, folder = ModelFolder.open(FIXTURES / "opt"), RunFolder(tmp_path)
     other = run_config(GPTConfig(vocab_size=80, layers=1, d_model=8, heads=1, max_seq_len=16))
     with pytest.raises(ZeroError, match=r"\[model\]"):
         import_model(source, other, folder)

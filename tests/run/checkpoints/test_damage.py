@@ -18,8 +18,8 @@ from micro_run import micro_config
 import zerojax
 from zerojax.cli import main
 from zerojax.errors import ZeroError
-from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_sound, restore, verify
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_valid, restore, verify
+from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config, load_config
 from zerojax.run.data import DataError, open_dataset, prepare
 from zerojax.run.metrics import read_metrics
@@ -86,7 +86,7 @@ def test_no_damage_to_a_checkpoint_goes_unseen(checkpoint: Path, tmp_path: Path)
     sound, seen = verify(checkpoint, 7), 0
     for copy in damages(checkpoint, tmp_path, 120):
         try:
-            assert verify(copy, 7) == sound  # such as another kind of blank in the seal
+            assert verify(copy, 7) == sound  # such as another kind of blank in the manifest
         except DamagedError:
             seen += 1
     assert seen > 100
@@ -94,11 +94,11 @@ def test_no_damage_to_a_checkpoint_goes_unseen(checkpoint: Path, tmp_path: Path)
 
 def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> None:
     """Files that nobody verified: an error that names the checkpoint, or the arrays as they were."""
-    expected = jax.tree.map(np.asarray, to_natural(state()))
+    expected = jax.tree.map(np.asarray, to_canonical(state()))
     refused: list[str] = []
     for copy in damages(checkpoint, tmp_path, 30):
         try:
-            found = to_natural(restore(copy, state(abstract=True)))
+            found = to_canonical(restore(copy, state(abstract=True)))
         except ZeroError as error:
             refused.append(str(error))
         else:
@@ -128,7 +128,7 @@ def test_loading_unpickles_nothing(checkpoint: Path, finished: RunFolder) -> Non
         found.clear()
         restore(checkpoint, state(abstract=True))
         open_dataset(finished.read_config().data, finished.data)
-        newest_sound(finished.checkpoints)
+        newest_valid(finished.checkpoints)
     assert found == []
 
 

@@ -14,7 +14,7 @@ from micro_run import hang, micro_config
 import zerojax
 from zerojax.errors import RunError, ZeroError
 from zerojax.multihost.background import is_stuck
-from zerojax.run.checkpoints import newest_sound, step_dirs
+from zerojax.run.checkpoints import newest_valid, step_dirs
 from zerojax.run.metrics import MetricsFile, log
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
@@ -73,7 +73,7 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
         with pytest.raises(RunError, match=message):
             trainer.train()
     assert step_dirs.steps(folder.checkpoints) == [3]
-    assert newest_sound(folder.checkpoints).step == 3
+    assert newest_valid(folder.checkpoints).step == 3
     (small_disk / "filler").unlink()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["3"]
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
 
@@ -85,17 +85,17 @@ def test_resume(name: str, tmp_path: Path) -> None:
     state, _ = steps(create(2, 4, **CONFIGS[name]), 1, 3)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, Record())
-    kept = jax.tree.map(np.asarray, to_natural(state))
+    kept = jax.tree.map(np.asarray, to_canonical(state))
     whole, expected = steps(state, 4, 6)
 
     again, losses = steps(restore(tmp_path / "3", create(2, 4, abstract=True, **CONFIGS[name])), 4, 6)
     assert losses == expected
-    assert_same(to_natural(again), to_natural(whole))
+    assert_same(to_canonical(again), to_canonical(whole))
 
     for nodes, local in OTHERS:
         # A mesh of one node has no node hop, and so no error to feed back to it.
         zero = CONFIGS[name] | ({"error_feedback": False} if nodes == 1 else {})
-        moved = to_natural(restore(tmp_path / "3", create(nodes, local, abstract=True, **zero)))
+        moved = to_canonical(restore(tmp_path / "3", create(nodes, local, abstract=True, **zero)))
         for kind in ("counters", "params", "optimizer"):
             assert_same(moved[kind], kept[kind])
 

@@ -23,7 +23,7 @@ from zerojax.run.data import (
     rank,
     validation_limit,
 )
-from zerojax.run.data import pace as pace_module
+from zerojax.run.data import progress as progress_module
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 
@@ -285,7 +285,7 @@ class TestPrepare:
     def test_long_work_is_reported(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(pace_module, "_SECONDS", 0.0)
+        monkeypatch.setattr(progress_module, "_SECONDS", 0.0)
         said: list[str] = []
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data", said.append)
         size = sum(len(d.text) for d in open_source(str(folder)).documents())

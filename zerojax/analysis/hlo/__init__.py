@@ -8,16 +8,16 @@ Trust a program compiled for CUDA (`zerojax.analysis.aot` needs no GPU for that)
 to int8 and bf16 reductions to fp32.
 """
 
-from zerojax.analysis.hlo.collectives import Collective, collectives
-from zerojax.analysis.hlo.memory import Memory, memory
+from zerojax.analysis.hlo.collectives import HloCollective, collectives
+from zerojax.analysis.hlo.memory import CompiledMemory, memory
 from zerojax.analysis.hlo.moves import MOVES, Movement, movements
 from zerojax.analysis.hlo.text import HloError
 
 __all__ = [
     "MOVES",
-    "Collective",
+    "CompiledMemory",
+    "HloCollective",
     "HloError",
-    "Memory",
     "Movement",
     "collectives",
     "memory",

@@ -25,7 +25,7 @@ _UNSUPPORTED = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "
 
 
 @dataclass(frozen=True)
-class Collective:
+class HloCollective:
     """One array that a collective carries; a combined collective yields one of these per array."""
 
     op: str  # "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
@@ -79,7 +79,7 @@ class Collective:
         return [(s, t, rounds * (size - 1) / size) for s, t in ring if s != t]
 
 
-def collectives(text: str) -> tuple[Collective, ...]:
+def collectives(text: str) -> tuple[HloCollective, ...]:
     """Every collective of a compiled program, in the order in which they are scheduled.
 
     Asynchronous pairs count once, loops multiply, combined collectives fall apart into their arrays.
@@ -93,7 +93,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
     """
     program = parse(text)
     devices = _devices(text)
-    found: list[Collective] = []
+    found: list[HloCollective] = []
     for visit in walk(program):
         for instruction in _parts(program, visit.instruction):
             op = instruction.opcode.removesuffix("-start")
@@ -116,7 +116,7 @@ def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...
 
 def _split(
     program: Program, visit: Visit, instruction: Instruction, op: str, devices: int
-) -> list[Collective]:
+) -> list[HloCollective]:
     if visit.count is None:
         raise HloError(f"{instruction.name} is in a loop whose trip count XLA does not know")
     arrays, hides_behind, covers = instruction.arrays, 0, 0.0
@@ -132,7 +132,7 @@ def _split(
     parts = len(groups[0]) if op == "reduce-scatter" else 1
     source = instruction.attribute(r'op_name="([^"]*)"') or ""
     return [
-        Collective(
+        HloCollective(
             op, instruction.name, source, array.dtype, array.elements * parts,
             array.bytes * parts, groups, visit.count, visit.conditional, hides_behind, covers,
         )

@@ -8,7 +8,7 @@ from zerojax.analysis.hlo.text import HloError
 
 
 @dataclass(frozen=True)
-class Memory:
+class CompiledMemory:
     """Bytes on one device while a compiled program runs."""
 
     arguments: int
@@ -23,7 +23,7 @@ class Memory:
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
+def memory(compiled: jax.stages.Compiled) -> CompiledMemory:
     """The memory of a compiled program, by XLA's own account. Do not trust the CPU compiler's.
 
     Raises:
@@ -32,7 +32,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise HloError("this backend does not say how much memory a program takes")
-    return Memory(
+    return CompiledMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,

@@ -2,9 +2,9 @@
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
-from zerojax.analysis.plan.memory import Memory, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.outlook import Forecast, Outlook, foresee
-from zerojax.analysis.plan.step import Plan, describe, plan_state
+from zerojax.analysis.plan.step import Plan, describe_plan, plan_state
 from zerojax.analysis.plan.units import LeafPlan, UnitPlan
 
 __all__ = [
@@ -12,11 +12,11 @@ __all__ = [
     "Forecast",
     "HopPlan",
     "LeafPlan",
-    "Memory",
     "Outlook",
     "Plan",
+    "PredictedMemory",
     "UnitPlan",
-    "describe",
+    "describe_plan",
     "foresee",
     "plan_state",
     "predict_memory",

@@ -50,7 +50,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Memory:
+class PredictedMemory:
     """Bytes on one device, at the fullest moment of a step.
 
     Attributes:
@@ -92,7 +92,7 @@ class Memory:
 
 def predict_memory(
     program: Program, work: Work | None = None, *, workspace: int = 0, held: dict[str, int] | None = None
-) -> Memory:
+) -> PredictedMemory:
     """The memory of a training step of ``program`` at its fullest moment.
 
     Args:
@@ -107,7 +107,7 @@ def predict_memory(
         moments += [_in_loss(program, work), _at_end(program, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
-    return Memory(kinds | {"workspace": workspace})
+    return PredictedMemory(kinds | {"workspace": workspace})
 
 
 def held_bytes(program: Program) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
-from zerojax.analysis.plan.memory import Memory, held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, held_bytes, held_elsewhere, predict_memory
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work
 from zerojax.errors import ZeroError
@@ -43,7 +43,7 @@ class Forecast:
     """
 
     name: str
-    memory: Memory
+    memory: PredictedMemory
     fits: bool
     hops: tuple[HopPlan, ...]
     time: StepTime
@@ -122,7 +122,7 @@ def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences:
         ways = {AS_CONFIGURED: own} | ways
     held = held_bytes(program)
 
-    def try_out(zero: ZeroConfig, world: World, sequences: int) -> tuple[Program, Work, Memory]:
+    def try_out(zero: ZeroConfig, world: World, sequences: int) -> tuple[Program, Work, PredictedMemory]:
         there = on_world(program, world, zero)
         work = decoder_work(
             config, remat=zero.remat, dtype=str(zero.compute_dtype), sequences=sequences, length=length
@@ -150,7 +150,7 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
         yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
 
 
-TryOut = Callable[[ZeroConfig, World, int], tuple[Program, Work, Memory]]
+TryOut = Callable[[ZeroConfig, World, int], tuple[Program, Work, PredictedMemory]]
 
 
 def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
-from zerojax.analysis.plan.memory import Memory
+from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.work import Work
 from zerojax.train.spec import Program
 
@@ -68,7 +68,7 @@ def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
 
 
 def predict_step(
-    program: Program, work: Work, hops: tuple[HopPlan, ...], memory: Memory, cluster: Cluster
+    program: Program, work: Work, hops: tuple[HopPlan, ...], memory: PredictedMemory, cluster: Cluster
 ) -> StepTime:
     """The time of a step.
 
@@ -116,6 +116,6 @@ def _part_of(hop: HopPlan, program: Program) -> str:
     return "forward" if hop.phase == "weights forward" else "backward"
 
 
-def _optimizer_bytes(program: Program, memory: Memory) -> int:
+def _optimizer_bytes(program: Program, memory: PredictedMemory) -> int:
     parameters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
     return 2 * (parameters + state) + _TIMES_GRADIENTS * parameters

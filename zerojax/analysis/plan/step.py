@@ -12,7 +12,7 @@ from rich.console import Group as Rows
 from rich.console import RenderableType
 
 from zerojax.analysis.plan.hops import HopPlan, hops_of, hops_table, usual_bytes
-from zerojax.analysis.plan.memory import Memory, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
 from zerojax.formatting import plain_text, size
 from zerojax.train.spec import Program
@@ -39,7 +39,7 @@ class Plan:
     settings: tuple[str, ...]
     units: tuple[UnitPlan, ...]
     hops: tuple[HopPlan, ...]
-    memory: Memory
+    memory: PredictedMemory
 
     @property
     def local_bytes(self) -> int:
@@ -105,6 +105,6 @@ def plan_state(of: TrainState | Program) -> Plan:
     )
 
 
-def describe(state: TrainState | Program) -> str:
-    """The plan of a state as text: ``log.say(plan.describe(state))`` is all that a trainer needs."""
+def describe_plan(state: TrainState | Program) -> str:
+    """The plan of a state as text: ``log.say(plan.describe_plan(state))`` is all that a trainer needs."""
     return str(plan_state(state))

@@ -12,7 +12,7 @@ from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
-from zerojax.interop.huggingface.mapping import Parts
+from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
@@ -44,7 +44,7 @@ class Target:
 
     family: Family
     values: dict[str, Any]
-    parts: Parts
+    parts: TensorParts
     specs: dict[str, TensorSpec]
     imported: Path | None
 

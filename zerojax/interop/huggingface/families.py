@@ -8,7 +8,7 @@ from typing import Any
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import gpt2, llama, opt
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.mapping import Parts
+from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
@@ -35,7 +35,7 @@ class Family:
     linear: bool
     read: Callable[[ConfigKeys], GPTConfig]
     write: Callable[[GPTConfig], dict[str, Any]]
-    parts: Callable[[GPTConfig, str], Parts]
+    parts: Callable[[GPTConfig, str], TensorParts]
 
     def prefix_in(self, names: Collection[str]) -> str:
         """The prefix that a file's names have: the family's, or none."""

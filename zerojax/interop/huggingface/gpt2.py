@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import Part, Parts, whole
+from zerojax.interop.huggingface.mapping import TensorPart, TensorParts, whole
 from zerojax.models import GPTConfig
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -82,7 +82,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-def parts(model: GPTConfig, prefix: str) -> Parts:
+def parts(model: GPTConfig, prefix: str) -> TensorParts:
     """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
     block = prefix + "h.{layer}."
     modules = {
@@ -93,7 +93,7 @@ def parts(model: GPTConfig, prefix: str) -> Parts:
         "mlp/up": "mlp.c_fc",
         "mlp/down": "mlp.c_proj",
     }
-    head = Part("lm_head.weight", required=not model.tied)
+    head = TensorPart("lm_head.weight", required=not model.tied)
     found = {
         "embed/embedding": (*whole(prefix + "wte.weight"), *((head,) if model.tied else ())),
         "position/embedding": whole(prefix + "wpe.weight"),

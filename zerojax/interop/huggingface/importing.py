@@ -7,7 +7,7 @@ from dataclasses import replace
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.interop.huggingface.source import FREE, Source, model_section
+from zerojax.interop.huggingface.source import FREE, ModelFolder, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.multihost.agreement import from_first
 from zerojax.run.build import abstract_model
@@ -21,7 +21,7 @@ TENSORS = "tensors.json"
 """In RUN/huggingface: the dtype of each tensor of the files, by name."""
 
 
-def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainState:
+def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> TrainState:
     """Begin a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
 
     In several processes all must call; each reads what its own devices hold.
@@ -60,7 +60,7 @@ def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainS
     return state
 
 
-def _write_files(source: Source, files: SafetensorFiles, folder: RunFolder) -> None:
+def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
     """What an export needs to write the same model back, and the run's tokenizer."""
     if folder.config.exists() or folder.checkpoints.exists():
         raise ZeroError(f"{folder.path} holds a run already: choose another --run-dir")
@@ -73,7 +73,7 @@ def _write_files(source: Source, files: SafetensorFiles, folder: RunFolder) -> N
         source.tokenizer.save(folder.tokenizer)
 
 
-def _finish(source: Source, config: RunConfig, folder: RunFolder) -> None:
+def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
     folder.write_config(config)  # last: what has a config.toml is a run
     folder.update_summary(
         status="imported", step=0, source=str(source.folder), family=source.family.model_type

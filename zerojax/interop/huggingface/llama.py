@@ -4,7 +4,7 @@ from typing import Any
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import Part, Parts, matrix, side_by_side, whole
+from zerojax.interop.huggingface.mapping import TensorPart, TensorParts, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
 _LLAMA3 = {  # their name -> ours
@@ -102,10 +102,10 @@ def write(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-def parts(model: GPTConfig, prefix: str) -> Parts:
+def parts(model: GPTConfig, prefix: str) -> TensorParts:
     """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
     block = prefix + "layers.{layer}."
-    head = Part("lm_head.weight", required=not model.tied)
+    head = TensorPart("lm_head.weight", required=not model.tied)
     found = {
         "embed/embedding": (*whole(prefix + "embed_tokens.weight"), *((head,) if model.tied else ())),
         "norm/scale": whole(prefix + "norm.weight"),

@@ -9,7 +9,7 @@ from jaxtyping import Float32, PyTree, Shaped
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Parts, Tensor, layer_tensors, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
 from zerojax.sharding.layout import Leaf
 from zerojax.sharding.param_tree import to_tree
@@ -30,7 +30,7 @@ FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 
 
-def check_tensors(program: Program, files: SafetensorFiles, family: Family, parts: Parts) -> None:
+def check_tensors(program: Program, files: SafetensorFiles, family: Family, parts: TensorParts) -> None:
     """Compare what the files have with what the model needs, by headers alone.
 
     Raises:
@@ -54,7 +54,7 @@ def check_tensors(program: Program, files: SafetensorFiles, family: Family, part
         )
 
 
-def load_params(program: Program, files: Files, parts: Parts) -> PyTree:
+def load_params(program: Program, files: Files, parts: TensorParts) -> PyTree:
     """Master weights from checked files, each read where it will live.
 
     A process asks its files for the ranges that its own devices hold; a leaf is placed before the next is
@@ -79,7 +79,7 @@ def load_params(program: Program, files: Files, parts: Parts) -> PyTree:
     return to_tree(placed)
 
 
-def _stored_part(leaf: Leaf, index: Index, files: Files, parts: Parts) -> Float32[np.ndarray, "..."]:
+def _stored_part(leaf: Leaf, index: Index, files: Files, parts: TensorParts) -> Float32[np.ndarray, "..."]:
     """The part of a leaf's stored array (`Leaf.stored_shape`) that an index selects."""
     if leaf.layers is None:
         start, stop, _ = index[0].indices(leaf.padded)
@@ -94,7 +94,7 @@ def _stored_part(leaf: Leaf, index: Index, files: Files, parts: Parts) -> Float3
 
 
 def _flat_part(
-    leaf: Leaf, layer: int | None, start: int, stop: int, files: Files, parts: Parts
+    leaf: Leaf, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
     """Elements [start, stop) of one layer, flat and padded: whole rows are read, and cut."""
     width = leaf.shape[-1] if leaf.shape else 1

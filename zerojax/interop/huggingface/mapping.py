@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A Hugging Face tensor as a range of a leaf's columns (of its last axis).
 
     Attributes:
@@ -43,24 +43,24 @@ class Part:
         return shape[::-1] if self.transposed else shape
 
 
-Parts = dict[str, tuple[Part, ...]]
+TensorParts = dict[str, tuple[TensorPart, ...]]
 
 
-def whole(name: str) -> tuple[Part, ...]:
+def whole(name: str) -> tuple[TensorPart, ...]:
     """A leaf that is one tensor, as it stands."""
-    return (Part(name),)
+    return (TensorPart(name),)
 
 
-def matrix(name: str) -> tuple[Part, ...]:
+def matrix(name: str) -> tuple[TensorPart, ...]:
     """A kernel that is one `torch.nn.Linear`'s weight, which PyTorch holds as (out, in)."""
-    return (Part(name, transposed=True),)
+    return (TensorPart(name, transposed=True),)
 
 
-def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[Part, ...]:
+def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[TensorPart, ...]:
     """A leaf whose columns are several tensors in a row."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return tuple(
-        Part(name, start, start + width, transposed)
+        TensorPart(name, start, start + width, transposed)
         for name, start, width in zip(names, starts, widths, strict=True)
     )
 
@@ -81,16 +81,16 @@ class Tensor:
     shape: Shape
     leaf: Leaf
     layer: int | None
-    part: Part
+    part: TensorPart
 
 
-def tensors_of(leaf: Leaf, parts: Parts) -> Iterator[Tensor]:
+def tensors_of(leaf: Leaf, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor that a leaf is made of, layer by layer."""
     for layer in range(leaf.layers) if leaf.layers is not None else (None,):
         yield from layer_tensors(leaf, layer, parts)
 
 
-def layer_tensors(leaf: Leaf, layer: int | None, parts: Parts) -> Iterator[Tensor]:
+def layer_tensors(leaf: Leaf, layer: int | None, parts: TensorParts) -> Iterator[Tensor]:
     """The tensors of one layer of a leaf; `layer` is None where the leaf is not stacked."""
     first, *rest = leaf.path
     number = layer

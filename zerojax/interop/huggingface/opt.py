@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import Part, Parts, matrix, side_by_side, whole
+from zerojax.interop.huggingface.mapping import TensorPart, TensorParts, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
@@ -78,10 +78,10 @@ def write(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-def parts(model: GPTConfig, prefix: str) -> Parts:
+def parts(model: GPTConfig, prefix: str) -> TensorParts:
     """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
     decoder, block = prefix + "decoder.", prefix + "decoder.layers.{layer}."
-    head = Part("lm_head.weight", required=not model.tied)
+    head = TensorPart("lm_head.weight", required=not model.tied)
     tables = (*whole(decoder + "embed_tokens.weight"), *((head,) if model.tied else ()))
     found = {
         "embed/embedding": tables,

@@ -16,7 +16,7 @@ from jaxtyping import Float32, Shaped, UInt8
 
 import pallas_kernels
 from zerojax.errors import ZeroError
-from zerojax.interop.huggingface.mapping import Parts, Tensor, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
 from zerojax.train.spec import Program
 
@@ -56,7 +56,7 @@ class WeightFormat:
         """(outputs, inputs) that share a scale."""
         return (1, self.block) if self.along == "input" else (self.block, 1)
 
-    def tensors(self, program: Program, parts: Parts) -> Iterator[Tensor]:
+    def tensors(self, program: Program, parts: TensorParts) -> Iterator[Tensor]:
         """The tensors that are quantized: the matrices of the blocks; not embeddings, not the output."""
         for leaf in program.leaves:
             yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
 from zerojax.errors import ZeroError
-from zerojax.interop.huggingface.mapping import Parts, Tensor, layer_tensors, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.sharding.layout import Leaf, unflatten
 from zerojax.sharding.param_tree import from_tree
@@ -19,7 +19,7 @@ from zerojax.train.state import TrainState
 
 
 def tensor_specs(
-    program: Program, parts: Parts, dtypes: Mapping[str, str], default: str
+    program: Program, parts: TensorParts, dtypes: Mapping[str, str], default: str
 ) -> dict[str, TensorSpec]:
     """What an export will write, in the model's order.
 
@@ -38,7 +38,7 @@ def tensor_specs(
     }
 
 
-def each_tensor(state: TrainState, parts: Parts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
+def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
     """Every tensor of a model, fp32 as a file has it, gathered when it is asked for.
 
     In several processes all must go through it together.

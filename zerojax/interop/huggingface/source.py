@@ -15,7 +15,7 @@ FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFolder:
     """A Hugging Face model's folder, its weights not read yet.
 
     Attributes:
@@ -33,7 +33,7 @@ class Source:
     notes: list[str]
 
     @classmethod
-    def open(cls, folder: Path) -> "Source":
+    def open(cls, folder: Path) -> "ModelFolder":
         """Read the config.json and the tokenizer.
 
         Raises:

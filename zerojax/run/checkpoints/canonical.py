@@ -31,7 +31,7 @@ MADE_ANEW = ("secondary", "residual", "average", "losses")
 """Kinds that a program makes afresh when a checkpoint has none that fits it."""
 
 
-def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
+def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
     """Everything that a step depends on, by name, each array in its natural shape.
 
     Args:
@@ -53,8 +53,8 @@ def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
     return _nested(tree)
 
 
-def abstract_natural(state: TrainState) -> Tree:
-    """Shapes, dtypes and shardings of what `to_natural` would return."""
+def abstract_canonical(state: TrainState) -> Tree:
+    """Shapes, dtypes and shardings of what `to_canonical` would return."""
     return _nested(
         {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -65,8 +65,8 @@ def abstract_natural(state: TrainState) -> Tree:
     )
 
 
-def from_natural(state: TrainState, tree: Tree) -> TrainState:
-    """Undo `to_natural`, perhaps on another mesh, stage or wire format than the tree was made under.
+def from_canonical(state: TrainState, tree: Tree) -> TrainState:
+    """Undo `to_canonical`, perhaps on another mesh, stage or wire format than the tree was made under.
 
     Args:
         state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
@@ -98,7 +98,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
 
     Args:
         state: filled.
-        tree: natural arrays as `to_natural` gives them: "params", and "other" where the model has any.
+        tree: natural arrays as `to_canonical` gives them: "params", and "other" where the model has any.
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")

@@ -3,7 +3,7 @@
 import logging
 
 
-def quiet_orbax() -> None:
+def filter_orbax_logs() -> None:
     """Drop what Orbax logs; other users of the `absl` logger are not affected."""
     logging.getLogger("absl").addFilter(_is_not_orbax)
 

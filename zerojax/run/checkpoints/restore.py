@@ -10,7 +10,7 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ZeroError
-from zerojax.run.checkpoints.canonical import MADE_ANEW, abstract_natural, from_natural, with_weights
+from zerojax.run.checkpoints.canonical import MADE_ANEW, abstract_canonical, from_canonical, with_weights
 from zerojax.train.state import TrainState
 
 
@@ -30,17 +30,17 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
     saved = _saved(path)
     wanted = {
         kind: tree
-        for kind, tree in abstract_natural(state).items()
+        for kind, tree in abstract_canonical(state).items()
         if kind not in MADE_ANEW or not _differences(tree, saved.get(kind))
     }
     if not average:
-        return from_natural(state, _load(path, wanted, saved))
+        return from_canonical(state, _load(path, wanted, saved))
     if "average" not in saved:
         raise ZeroError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
     wanted["average"] = {"params": wanted.pop("params"), "count": state.step}
     tree = _load(path, wanted, saved)
-    return from_natural(state, tree | {"params": tree.pop("average")["params"]})
+    return from_canonical(state, tree | {"params": tree.pop("average")["params"]})
 
 
 def restore_weights(path: Path, state: TrainState) -> TrainState:
@@ -53,7 +53,7 @@ def restore_weights(path: Path, state: TrainState) -> TrainState:
     Raises:
         ZeroError: the checkpoint is of another model; names the first differences.
     """
-    wanted = {kind: tree for kind, tree in abstract_natural(state).items() if kind in ("params", "other")}
+    wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind in ("params", "other")}
     return with_weights(state, _load(path, wanted, _saved(path)))
 
 

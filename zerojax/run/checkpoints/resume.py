@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.multihost.agreement import from_first
-from zerojax.run.checkpoints.manifest import Record, read_seal
+from zerojax.run.checkpoints.manifest import Record, read_manifest
 from zerojax.run.checkpoints.restore import restore
-from zerojax.run.checkpoints.select import newest_sound, set_damaged_aside
+from zerojax.run.checkpoints.select import newest_valid, set_damaged_aside
 from zerojax.train.state import TrainState
 
 
@@ -55,7 +55,7 @@ def resume(
     path = Path(folder)
 
     def choose() -> dict[str, Any]:
-        choice = newest_sound(path, checksums=checksums)
+        choice = newest_valid(path, checksums=checksums)
         return {"step": choice.step, "lines": set_damaged_aside(path, choice)}
 
     found = from_first(choose)
@@ -65,4 +65,4 @@ def resume(
     if found["step"] is None:
         return None
     chosen = path / str(found["step"])
-    return Resumed(restore(chosen, state), found["step"], read_seal(chosen).record)
+    return Resumed(restore(chosen, state), found["step"], read_manifest(chosen).record)

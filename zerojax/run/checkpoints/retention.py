@@ -8,7 +8,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from zerojax.run.checkpoints.manifest import Seal
+from zerojax.run.checkpoints.manifest import Manifest
 
 _orbax = ocp.training.preservation_policies
 
@@ -33,22 +33,25 @@ class Retention:
     best: int = 0
     minutes: float = 0.0
 
-    def surplus(self, seals: Sequence[Seal]) -> list[int]:
+    def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
         """The steps of those that nothing keeps.
 
         Args:
-            seals: of all that are there, oldest first; at least one.
+            manifests: of all that are there, oldest first; at least one.
         """
-        infos = [_Info.of(seal) for seal in seals]
-        now = seals[-1].record.seconds
+        infos = [_Info.of(manifest) for manifest in manifests]
+        now = manifests[-1].record.seconds
         wanted = [
-            [self.minutes > 0 and now - seal.record.seconds < self.minutes * 60 for seal in seals],
+            [
+                self.minutes > 0 and now - manifest.record.seconds < self.minutes * 60
+                for manifest in manifests
+            ],
             *(
                 policy.should_preserve(infos, context=_orbax.PreservationContext())
                 for policy in self._policies()
             ),
         ]
-        return [seal.step for seal, *keep in zip(seals, *wanted, strict=True) if not any(keep)]
+        return [manifest.step for manifest, *keep in zip(manifests, *wanted, strict=True) if not any(keep)]
 
     def _policies(self) -> list[Any]:
         policies: list[Any] = [_orbax.LatestN(self.newest and max(2, self.newest))]
@@ -74,7 +77,7 @@ class _Info:
     metrics: dict[str, float] | None
 
     @classmethod
-    def of(cls, seal: Seal) -> "_Info":
-        loss = seal.record.metrics.get("validation_loss", math.nan)
+    def of(cls, manifest: Manifest) -> "_Info":
+        loss = manifest.record.metrics.get("validation_loss", math.nan)
         metrics = {"validation_loss": loss} if math.isfinite(loss) else None
-        return cls(seal.step, datetime.fromtimestamp(seal.record.seconds, UTC), metrics)
+        return cls(manifest.step, datetime.fromtimestamp(manifest.record.seconds, UTC), metrics)

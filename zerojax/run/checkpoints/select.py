@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zerojax.errors import ZeroError
 from zerojax.run.checkpoints import step_dirs
-from zerojax.run.checkpoints.manifest import DamagedError, Seal, read_seal, verify
+from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manifest, verify
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Choice:
     damaged: dict[int, str]
 
 
-def newest_sound(folder: Path, *, checksums: bool = True) -> Choice:
-    """Find the newest checkpoint that its seal vouches for; nothing is changed.
+def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
+    """Find the newest checkpoint that its manifest vouches for; nothing is changed.
 
     Args:
         folder: of the checkpoints.
@@ -67,7 +67,7 @@ def find(run_or_checkpoint: Path) -> Path:
     path = run_or_checkpoint
     if (path / "checkpoints").is_dir():
         path /= "checkpoints"
-        if (step := newest_sound(path).step) is None:
+        if (step := newest_valid(path).step) is None:
             raise ZeroError(f"{path}: there is no checkpoint yet")
         return path / str(step)
     if not path.is_dir():
@@ -79,11 +79,11 @@ def find(run_or_checkpoint: Path) -> Path:
     return path
 
 
-def sealed(folder: Path) -> list[Seal]:
-    """The seals of all checkpoints that have one, oldest first; their files are not looked at."""
+def read_manifests(folder: Path) -> list[Manifest]:
+    """The manifests of all checkpoints that have one, oldest first; their files are not looked at."""
     found = []
     for step in step_dirs.steps(folder):
         # A damaged one is named when somebody wants to go on from it.
         with suppress(DamagedError):
-            found.append(read_seal(folder / str(step)))
+            found.append(read_manifest(folder / str(step)))
     return found

@@ -1,4 +1,4 @@
-"""Saving while training goes on: Orbax writes, a thread seals, names and clears up."""
+"""Saving while training goes on: Orbax writes, a thread manifests, names and clears up."""
 
 import os
 import re
@@ -14,10 +14,10 @@ from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import RunError
 from zerojax.run.checkpoints import step_dirs
-from zerojax.run.checkpoints.canonical import to_natural
-from zerojax.run.checkpoints.manifest import Record, write_seal
+from zerojax.run.checkpoints.canonical import to_canonical
+from zerojax.run.checkpoints.manifest import Record, write_manifest
 from zerojax.run.checkpoints.retention import Retention
-from zerojax.run.checkpoints.select import sealed
+from zerojax.run.checkpoints.select import read_manifests
 from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.train.state import TrainState, check_there
 
@@ -97,7 +97,7 @@ class Checkpoints:
         draft = step_dirs.unfinished(self._folder, step)
         if self._beside_training is None:  # later on, the peak has these copies in it
             self._beside_training = fit_beside_training(state)
-        arrays = to_natural(state, on_host=not self._beside_training)
+        arrays = to_canonical(state, on_host=not self._beside_training)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with transfer_options(state, beside_training=self._beside_training):
@@ -131,14 +131,14 @@ class Checkpoints:
             self._worker.shutdown()
 
     def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
-        """Wait for the files of all processes, seal them, name them, remove what is not kept."""
+        """Wait for the files of all processes, manifest them, name them, remove what is not kept."""
         writing.result()
         if jax.process_index() != 0:
             return
         draft = step_dirs.unfinished(self._folder, step)
-        write_seal(draft, step, self._clock(), record)
+        write_manifest(draft, step, self._clock(), record)
         draft.rename(self._folder / str(step))
-        for surplus in self._retention.surplus(sealed(self._folder)):
+        for surplus in self._retention.surplus(read_manifests(self._folder)):
             if (line := step_dirs.remove(self._folder / str(surplus))) is not None:
                 self._say(line)
 

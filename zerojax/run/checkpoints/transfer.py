@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from zerojax.errors import RunError
-from zerojax.run.checkpoints.canonical import abstract_natural
+from zerojax.run.checkpoints.canonical import abstract_canonical
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.state import TrainState
 
@@ -108,4 +108,6 @@ def _sizes(state: TrainState) -> dict[str, list[int]]:
         assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    return {kind: [size(x) for x in jax.tree.leaves(tree)] for kind, tree in abstract_natural(state).items()}
+    return {
+        kind: [size(x) for x in jax.tree.leaves(tree)] for kind, tree in abstract_canonical(state).items()
+    }

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pallas_kernels import Format
 from zerojax.errors import ZeroError
 from zerojax.models.config import GPTConfig
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
@@ -19,7 +20,7 @@ from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
 _MOST_STEPS = 1 << 24  # fp32, which schedules are computed in, counts no further
 _MOST_TOKENS = 1 << 31  # of a step: int32 counts them
 
-Wire = Literal["compute", "fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2"]
+WireFormat = Literal["compute", Format]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -295,12 +296,12 @@ class ZeroSection:
     compute_dtype: str | None = None
     remat: Literal["full", "attention", "none"] | None = None
     accumulate_order: Literal["depth", "breadth"] | None = None
-    weights: Wire | None = None
+    weights: WireFormat | None = None
     weights_delta: bool | None = None
     delta_resync: int | None = None
-    local_weights: Wire | None = None
+    local_weights: WireFormat | None = None
     hpz: bool | None = None
-    grads: tuple[Wire, Wire] | None = None
+    grads: tuple[WireFormat, WireFormat] | None = None
     grads_hops: int | None = None
     grad_sync: Literal["micro", "step"] | None = None
     block_size: int | None = None
@@ -308,7 +309,7 @@ class ZeroSection:
     rotation: int | None = None
     error_feedback: bool | None = None
     chunks: int | None = None
-    precise: tuple[tuple[str, Wire], ...] | None = None
+    precise: tuple[tuple[str, WireFormat], ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse an unknown dtype, and call the others by one name.

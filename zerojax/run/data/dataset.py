@@ -18,7 +18,7 @@ TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """The tokens of one source.
 
     Attributes:
@@ -43,7 +43,7 @@ class Dataset:
         tokenizer: what made the tokens.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[DatasetPart, ...]
     tokenizer: Tokenizer
 
     @property
@@ -134,7 +134,7 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
                 f"{folders[0] / TOKENIZER}: damaged, or not the one that made the tokens in {place}: wrong "
                 "checksum; delete the damaged folder to prepare the data again"
             )
-        parts.append(Part(one.source, one.weight, train, validation))
+        parts.append(DatasetPart(one.source, one.weight, train, validation))
     return Dataset(tuple(parts), tokenizer)
 
 

@@ -19,8 +19,8 @@ from zerojax.run.data.dataset import (
     tokenizer_checksum,
 )
 from zerojax.run.data.formats import DataError, Document
-from zerojax.run.data.pace import Pace
-from zerojax.run.data.source import Source, open_source
+from zerojax.run.data.progress import TextProgress
+from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.data.tokens import TokenWriter
@@ -72,12 +72,14 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
     for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
         tokenizer.save(part / TOKENIZER)
-        _write_splits(source, limit, tokenizer, part, Pace(f"preparing {one.source}", say))
+        _write_splits(source, limit, tokenizer, part, TextProgress(f"preparing {one.source}", say))
     (draft / _SETTINGS).write_text(json.dumps(wanted, indent=1) + "\n")
     draft.rename(folder)
 
 
-def _write_splits(source: Source, limit: int, tokenizer: Tokenizer, folder: Path, pace: Pace) -> None:
+def _write_splits(
+    source: TextSource, limit: int, tokenizer: Tokenizer, folder: Path, progress: TextProgress
+) -> None:
     """Encode a source's documents into the token files of its two splits."""
     checksum = tokenizer_checksum(folder)
     with ExitStack() as stack:
@@ -89,7 +91,7 @@ def _write_splits(source: Source, limit: int, tokenizer: Tokenizer, folder: Path
             for document, tokens in zip(documents, encoded, strict=True):
                 writer = validation if rank(document.text) < limit else train
                 writer.add(tokens, len(document.text))
-            pace.add(sum(len(document.text) for document in documents), sum(map(len, encoded)))
+            progress.add(sum(len(document.text) for document in documents), sum(map(len, encoded)))
 
 
 def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
@@ -117,13 +119,15 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _training_texts(sources: list[Source], limits: list[int], say: Callable[[str], None]) -> Iterator[bytes]:
-    pace = Pace("learning the vocabulary", say)
+def _training_texts(
+    sources: list[TextSource], limits: list[int], say: Callable[[str], None]
+) -> Iterator[bytes]:
+    progress = TextProgress("learning the vocabulary", say)
     for source, limit in zip(sources, limits, strict=True):
         for document in source.documents():
             if rank(document.text) >= limit:
                 yield document.text
-                pace.add(len(document.text))
+                progress.add(len(document.text))
 
 
 def _identity(settings: DataSection) -> dict[str, object]:

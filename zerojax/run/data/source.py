@@ -16,7 +16,7 @@ _SAVED_SPLITS = "dataset_dict.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """The files of a text source, in a fixed order.
 
     Attributes:
@@ -40,7 +40,7 @@ class Source:
             yield from read_documents(file, self.column)
 
 
-def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Source:
+def open_source(source: str, pattern: str = "**/*", column: str = "text") -> TextSource:
     """Find the files behind a source.
 
     Args:
@@ -64,7 +64,7 @@ def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Sou
             splits = sorted(child.name for child in path.iterdir() if (child / _SAVED_DATASET).is_file())
             raise DataError(f"data.source {source!r} holds the splits {splits}: name one, as {path}/SPLIT")
         if (path / _SAVED_DATASET).is_file():
-            return Source(_saved_files(path), column)
+            return TextSource(_saved_files(path), column)
         return _source(path, path.glob(pattern), f"{source}/{pattern}", column)
     if path.is_file():
         return _source(path.parent, [path], source, column)
@@ -74,13 +74,13 @@ def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Sou
     raise DataError(f"data.source {source!r}: no such file, folder or glob (from {Path.cwd()})")
 
 
-def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> Source:
+def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> TextSource:
     files = [path for path in paths if path.is_file() and _is_taken(path, root)]
     if not files:
         raise DataError(f"data.source {label!r}: no text file in it")
     if not any(path.stat().st_size for path in files):
         raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
-    return Source(tuple(sorted(files)), column)
+    return TextSource(tuple(sorted(files)), column)
 
 
 def _is_taken(path: Path, root: Path) -> bool:

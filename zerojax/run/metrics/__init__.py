@@ -5,15 +5,15 @@ from zerojax.run.metrics.devices import memory_in_use, peak_flops
 from zerojax.run.metrics.files import MetricsFile, move_later_lines, read_lines, read_metrics
 from zerojax.run.metrics.log import RunLog, StepCosts
 from zerojax.run.metrics.progress import Progress
-from zerojax.run.metrics.queue import MetricsQueue, Record
+from zerojax.run.metrics.queue import MetricsQueue, StepRecord
 
 __all__ = [
     "MetricsFile",
     "MetricsQueue",
     "Progress",
-    "Record",
     "RunLog",
     "StepCosts",
+    "StepRecord",
     "draw_loss_curve",
     "memory_in_use",
     "move_later_lines",

@@ -12,7 +12,7 @@ from zerojax.run.config import RunConfig
 from zerojax.run.metrics.devices import memory_in_use, peak_flops
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.metrics.progress import Progress
-from zerojax.run.metrics.queue import Evaluation, Metrics, MetricsQueue, Record
+from zerojax.run.metrics.queue import Evaluation, Metrics, MetricsQueue, StepRecord
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import open_trackers
 
@@ -126,7 +126,7 @@ class RunLog:
         """Leave out of the next step's time what has passed since the last."""
         self._queue.restart_clock()
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: StepRecord) -> None:
         values = self._complete(record)
         self.last = values
         if self._file is not None:
@@ -154,7 +154,7 @@ class RunLog:
             "none of them changed the parameters"
         )
 
-    def _complete(self, record: Record) -> dict[str, float]:
+    def _complete(self, record: StepRecord) -> dict[str, float]:
         """A step's record with what follows from its numbers and its time."""
         values, seconds = dict(record.values), max(record.seconds, 1e-9)
         updates = record.step - 1 - self.skipped

@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """A finished step.
 
     Attributes:
@@ -48,7 +48,7 @@ class MetricsQueue:
         self._waiting: deque[tuple[int, Metrics]] = deque()
         self._last = clock()
 
-    def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[Record]:
+    def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[StepRecord]:
         """Add a step; get back those that are more than `depth` behind it.
 
         Args:
@@ -66,7 +66,7 @@ class MetricsQueue:
         self.restart_clock()
         return [*records, last]
 
-    def drain(self) -> list[Record]:
+    def drain(self) -> list[StepRecord]:
         """Wait for all steps under way."""
         return list(self._pop_until(0))
 
@@ -74,12 +74,12 @@ class MetricsQueue:
         """Leave out of the next step's time what has passed since the last."""
         self._last = self._clock()
 
-    def _pop_until(self, length: int) -> Iterator[Record]:
+    def _pop_until(self, length: int) -> Iterator[StepRecord]:
         while len(self._waiting) > length:
             step, metrics = self._waiting.popleft()
             values = _fetch(metrics)
             now = self._clock()
-            yield Record(step, values, now - self._last)
+            yield StepRecord(step, values, now - self._last)
             self._last = now
 
 

@@ -8,7 +8,7 @@ from zerojax.formatting import size
 _SECONDS = 10.0
 
 
-class Pace:
+class TextProgress:
     """Counts what is done, and says so every ten seconds; nothing, when all is done before."""
 
     def __init__(self, task: str, say: Callable[[str], None]) -> None:
