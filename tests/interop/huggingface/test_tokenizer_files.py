@@ -73,8 +73,8 @@ def test_what_is_no_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ('{"eos_token": 5}', "eos_token = 5 should be a text"),
-        ('{"eos_token": {"content": ["a"]}}', r"eos_token = \['a'\] should be a text"),
+        ('{"eos_token": 5}', "eos_token = 5 should be a string"),
+        ('{"eos_token": {"content": ["a"]}}', r"eos_token = \['a'\] should be a string"),
         ("[]", "not a JSON object"),
         ("[" * 5000, "nested too deeply|not JSON"),
     ],

@@ -164,5 +164,5 @@ class TestValidation:
         assert len(validation_batches([windows], batch_size=10, batches=9)) == 2
 
     def test_too_small(self, windows: Windows) -> None:
-        with pytest.raises(DataError, match="has 24 sequences, and a batch takes 25"):
+        with pytest.raises(DataError, match="has 24 sequences, but a batch takes 25"):
             validation_batches([windows], batch_size=25, batches=1)

@@ -10,6 +10,7 @@ from zerojax.analysis.plan.memory import PredictedMemory, held_bytes, held_elsew
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work
 from zerojax.errors import ZeroError
+from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import World
 from zerojax.train.spec import Program
@@ -210,9 +211,9 @@ def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int)
         reason = "it is exact, and nothing that fits is more than 3% faster"
     else:
         chosen = fastest
-        reason = f"its step waits {_seconds(chosen.time.waiting)} for the network"
+        reason = f"its step waits {duration(chosen.time.waiting)} for the network"
         if nearest:
-            ratio, waiting = nearest.time.seconds / chosen.time.seconds, _seconds(nearest.time.waiting)
+            ratio, waiting = nearest.time.seconds / chosen.time.seconds, duration(nearest.time.waiting)
             reason += f", that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
         else:
             reason += ", and no exact way fits"
@@ -237,10 +238,6 @@ def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
     if smallest.fewest_nodes:
         return f"{advice} It fits on {smallest.fewest_nodes} nodes."
     return f'{advice} More nodes do not help: take remat = "full", or GPUs with more memory.'
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
 
 
 def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Checkpoints: natural arrays by Orbax, sealed, on any mesh.
+"""Checkpoints: unsharded arrays written by Orbax, with a manifest, restored on any mesh.
 
-`RUN/checkpoints/STEP/` holds one folder per kind of array ("params", "optimizer", ...), so that sampling
+``RUN/checkpoints/STEP/`` holds one folder per kind of array ("params", "optimizer", ...), so that sampling
 reads the parameters alone, and the manifest. docs/checkpoints.md says what a user may rely on.
 """
 

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds, to the last byte, and what the trainer noted with it.
+"""The manifest of a checkpoint: its files, with checksums, and the trainer's record.
 
-`STEP/seal.json` lists every other file with its size and CRC-32, which finds accidents, not forgery. It is
-written when all processes have written all their files, before the checkpoint gets its name.
+``STEP/seal.json`` lists every other file with its size and CRC-32, which detects accidents, not tampering.
+It is written once all processes have written all their files, before the checkpoint gets its final name.
 """
 
 import os
@@ -20,24 +20,24 @@ from zerojax.validation.checksummed_json import dump_checked, load_checked
 MANIFEST = "seal.json"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
-# Reading and checksumming leave Python's lock, and a file system serves several readers faster than one.
+# Reading and checksumming release the GIL, and a file system serves several readers faster than one.
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 class DamagedError(ZeroError):
-    """A checkpoint is not what was saved; the message says what is wrong with it."""
+    """A checkpoint differs from what was saved; the message says how."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint says besides its arrays.
+    """What is saved with the arrays.
 
     Attributes:
-        config: the run's settings, as `config_to_dict` gives them.
+        config: the run's settings, as ``config_to_dict`` returns them.
         position: of the training batches.
         skipped: steps without an update so far.
-        seconds: of training so far, over all starts of the run, by a clock that never jumps.
-        mesh: (nodes, devices per node) that it was written on.
+        seconds: of training so far, over all starts of the run, by a monotonic clock.
+        mesh: (nodes, devices per node) that wrote it.
         metrics: of the step, such as "validation_loss"; may be empty.
     """
 
@@ -55,8 +55,8 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done.
-        saved_at: Unix time, for people to read; nothing is decided by it.
-        record: what the trainer noted.
+        saved_at: Unix time; informational only.
+        record: of the trainer.
         files: relative path -> (bytes, CRC-32).
         format: version of this layout.
     """
@@ -69,15 +69,15 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(size for size, _ in self.files.values())
 
 
 def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Manifest:
-    """Read all files of a complete checkpoint and manifest it.
+    """Read all files of a complete checkpoint and write its manifest.
 
     Raises:
-        OSError: a file cannot be read or the manifest not written.
+        OSError: a file cannot be read, or the manifest cannot be written.
     """
     names = sorted(_files(path))
     files = dict(zip(names, _map(lambda name: _size_and_checksum(path / name), names), strict=True))
@@ -85,15 +85,15 @@ def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Ma
     with (path / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(dump_checked(asdict(manifest)))
         file.flush()
-        os.fsync(file.fileno())  # as Orbax does with the arrays: a name must not outlive its contents
+        os.fsync(file.fileno())  # before the rename, as Orbax does with the arrays
     return manifest
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint; its files are not looked at.
+    """The manifest of a checkpoint; the other files are not checked.
 
     Raises:
-        DamagedError: no manifest, or a damaged one.
+        DamagedError: the manifest is missing or damaged.
     """
     try:
         data = load_checked((path / MANIFEST).read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
     Args:
         path: of the checkpoint.
         step: that it should be of.
-        checksums: read every byte; without, names and sizes only.
+        checksums: read every byte; otherwise compare names and sizes only.
 
     Raises:
         DamagedError: names the first file that is missing, unknown, too short, too long or changed.
@@ -158,11 +158,11 @@ def _summary(problems: list[str]) -> str:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Relative names of all plain files but the manifest, as the directory has them, never as a file says.
+    """Relative names of all files except the manifest, from the directory itself.
 
     Raises:
         OSError: a folder cannot be read.
-        DamagedError: a link, or another thing that no checkpoint has.
+        DamagedError: there is a link or another special file.
     """
     for folder, folders, names in os.walk(path, onerror=_raise):
         for name in [*folders, *names]:

@@ -1,4 +1,4 @@
-"""Which checkpoints may go, once a newer one is sealed."""
+"""Which checkpoints to delete once a newer one is complete."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,16 @@ _orbax = ocp.training.preservation_policies
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; a checkpoint stays when any of these wants it, and the newest two always do.
+    """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
 
-    The newest may have broken weights, which shows in the step after it only. That it could be saved shows
-    that the weights of the one before are good.
+    Two, because the newest may hold broken weights, which shows only in the step after it; that it was
+    saved proves the weights of the one before.
 
     Attributes:
-        newest: this many, and two at least; None keeps all.
-        every: those at multiples of so many steps; 0 none.
-        best: this many with the lowest validation loss, of those saved at a step that measured it.
-        minutes: those of the last minutes of training. Time between the starts of a run does not count,
-            and no clock that can be set does.
+        newest: keep this many of the newest, at least two; None keeps all.
+        every: keep those at multiples of this many steps; 0 for none.
+        best: keep this many with the lowest validation loss, of those saved at a step that measured it.
+        minutes: keep those of the last so many minutes of training, time between runs not counted.
     """
 
     newest: int | None = None
@@ -34,10 +33,10 @@ class Retention:
     minutes: float = 0.0
 
     def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
-        """The steps of those that nothing keeps.
+        """The steps of the checkpoints that no rule keeps.
 
         Args:
-            manifests: of all that are there, oldest first; at least one.
+            manifests: of all checkpoints, oldest first; at least one.
         """
         infos = [_Info.of(manifest) for manifest in manifests]
         now = manifests[-1].record.seconds
@@ -70,7 +69,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class _Info:
-    """A checkpoint as Orbax's policies look at it; their "time" is seconds of training here."""
+    """A checkpoint as Orbax's policies see it; their "time" is seconds of training."""
 
     step: int
     time: datetime

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from: the newest that is what was saved."""
+"""Which checkpoint to resume from: the newest valid one."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manife
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of looking at the checkpoints of a run, newest first.
+    """The newest valid checkpoint of a run.
 
     Attributes:
-        step: of the newest sound one; None where there is no checkpoint at all.
-        damaged: step -> what is wrong, of each that is newer and damaged.
+        step: of the checkpoint; None if there are no checkpoints at all.
+        damaged: step -> reason, for each newer, damaged checkpoint.
     """
 
     step: int | None
@@ -23,14 +23,14 @@ class Choice:
 
 
 def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
-    """Find the newest checkpoint that its manifest vouches for; nothing is changed.
+    """Find the newest checkpoint that matches its manifest; changes nothing.
 
     Args:
         folder: of the checkpoints.
-        checksums: read every byte of those that are looked at.
+        checksums: read every byte of the checkpoints compared.
 
     Raises:
-        ZeroError: there are checkpoints, and all of them are damaged; names each.
+        ZeroError: there are checkpoints, but all are damaged; names each.
     """
     found: dict[int, str] = {}
     for step in reversed(step_dirs.steps(folder)):
@@ -46,7 +46,7 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
 
 
 def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
-    """Move damaged checkpoints aside, so that their steps can be saved again; a line for each."""
+    """Move damaged checkpoints aside, so that their steps can be saved again; returns a line for each."""
     return [
         f"{damage_line(folder, step, why)}; it is now called {step_dirs.move_aside(folder, step).name}"
         for step, why in choice.damaged.items()
@@ -54,12 +54,12 @@ def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
 
 
 def damage_line(folder: Path, step: int, why: str) -> str:
-    """How a damaged checkpoint is named to people."""
+    """The message about a damaged checkpoint."""
     return f"checkpoint {folder / str(step)} is damaged: {why}"
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """The sound checkpoint that a path means: itself, or the newest of a run's folder.
+    """The valid checkpoint at a path, or the newest one of the run at that path.
 
     Raises:
         ZeroError: there is none, or it is damaged.
@@ -80,10 +80,10 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """The manifests of all checkpoints that have one, oldest first; their files are not looked at."""
+    """The manifests of all checkpoints that have one, oldest first; other files are not checked."""
     found = []
     for step in step_dirs.steps(folder):
-        # A damaged one is named when somebody wants to go on from it.
+        # A damaged one is reported when a run wants to resume from it.
         with suppress(DamagedError):
             found.append(read_manifest(folder / str(step)))
     return found

@@ -1,4 +1,4 @@
-"""A line now and then about work that takes long."""
+"""Progress of the preparation of data, a line every ten seconds."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,9 @@ _SECONDS = 10.0
 
 
 class TextProgress:
-    """Counts what is done, and says so every ten seconds; nothing, when all is done before."""
+    """Counts bytes and tokens, and prints a line every ten seconds."""
 
     def __init__(self, task: str, say: Callable[[str], None]) -> None:
-        """Start the clock of a task."""
         self._task = task
         self._say = say
         self._bytes = self._tokens = 0

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from zerojax.formatting import size
-from zerojax.run.html_report.charts import Chart, Series, draw, percent, short, short_bytes, smoothed
+from zerojax.formatting import abbreviated, percent, size
+from zerojax.run.html_report.charts import Chart, Series, draw, smoothed
 from zerojax.run.html_report.story import Story
 
 
@@ -66,7 +66,7 @@ def _facts(story: Story) -> list[tuple[str, str, str]]:
         remark = f"{per_byte:.4f} per byte" if story.status == "finished" and per_byte else "nats per token"
         facts.append(("validation loss", f"{loss:.4f}", remark))
     if (tokens := _typical(story, "tokens_per_second")) is not None:
-        facts.append(("tokens per second", short(tokens), "median step"))
+        facts.append(("tokens per second", abbreviated(tokens), "median step"))
     if (mfu := _typical(story, "mfu")) is not None:
         facts.append(("MFU", percent(mfu), "median step"))
     if (seconds := _typical(story, "step_seconds")) is not None:
@@ -136,7 +136,7 @@ def _charts(story: Story, skipped: Sequence[int]) -> list[Chart]:
             "Memory",
             "in use, " + _memory_of(story).removeprefix("most, "),
             [Series("memory", *story.series("memory_bytes"))],
-            label=short_bytes,
+            label=size,
             from_zero=True,
         ),
     ]
