@@ -136,7 +136,7 @@ def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
 
 
 def test_segments_of_another_shape_are_refused():
-    with pytest.raises(ZeroError, match=r'"segments" has shape \(2, 16\), and "tokens" \(2, 17\)'):
+    with pytest.raises(ZeroError, match=r'"segments" has shape \(2, 16\), but "tokens" \(2, 17\)'):
         lm_loss(make(), {"tokens": jnp.zeros((2, 17), int), "segments": jnp.zeros((2, 16), int)})
 
 

@@ -1,10 +1,10 @@
-"""What a training step sends: every collective of the traced program, its dtype, its count, its bytes.
+"""The communication of a training step: every collective of the traced program, with dtype, count and bytes.
 
-Counted from the jaxpr, where formats are what they are: XLA:CPU widens some of them when it compiles, and no
-compiler is needed to read it. What XLA adds on its own to sum norms of sharded arrays (the gradient norm,
-clipping) is a few bytes per leaf and is not counted.
+Counted from the jaxpr, which needs no compiler and has the formats as sent: XLA:CPU widens some of them. The
+sums that XLA itself adds for norms of sharded arrays (the gradient norm, clipping), a few bytes per leaf, are
+not counted.
 
-A gather or a sum over a group is taken as a ring in the order of the mesh, an all-to-all as direct messages:
+A gather or a sum over a group counts as a ring in the order of the mesh, an all-to-all as direct messages:
 
 =============== ================================ ==================
 collective      bytes that each device sends     b is
@@ -15,8 +15,8 @@ reduce_scatter  (A - 1) / A b                    the whole operand
 psum, pmax, ... 2 (A - 1) / A b                  the operand
 =============== ================================ ==================
 
-for a group of A devices. Over both axes one in ``local`` of a ring's links leaves the node, and of the
-messages of an all-to-all those that do.
+for a group of A devices. Over both axes, one in ``local`` links of a ring leaves the node; the messages of an
+all-to-all count by their target.
 """
 
 import dataclasses
@@ -45,31 +45,31 @@ _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
 PHASES = {
     "weights forward": "gathers before the forward pass or within it",
     "weights backward": "gathers of the backward pass",
-    "delta": "what changed in the weights, once per optimizer step",
+    "delta": "the change of the weights, once per optimizer step",
     "resync": "the whole weights instead of the delta, every so many steps",
     "gradients": "the hops of the gradients",
-    "optimizer": "matrices on their way to be orthogonalised, and back",
+    "optimizer": "matrices sent to be orthogonalised, and back",
     "metrics": "sums of losses, counts and model state",
     "other": "collectives of the model's own",
 }
-"""What a collective may be for."""
+"""The purposes of collectives."""
 
 
 @dataclass(frozen=True)
 class JaxprCollective:
-    """One collective of the step, equal ones taken together.
+    """One collective of the step; equal ones are merged.
 
     Attributes:
-        primitive: JAX's name of it.
-        axes: the mesh axes that it runs over.
-        dtype: of what travels.
+        primitive: its name in JAX.
+        axes: mesh axes that it runs over.
+        dtype: on the wire.
         elements: of the operand, on one device.
         count: executions per step, loop trips included.
         phase: one of ``PHASES``.
-        usual: False for what only runs in steps that take the other branch of a conditional; such
-            bytes are in no total.
-        local_bytes: that one device sends within its node, ``count`` included.
-        node_bytes: that one device sends to other nodes, ``count`` included.
+        usual: False if it only runs in steps that take the other branch of a conditional; its bytes are in
+            no total.
+        local_bytes: that one device sends within its node, times ``count``.
+        node_bytes: that one device sends to other nodes, times ``count``.
     """
 
     primitive: str
@@ -85,7 +85,7 @@ class JaxprCollective:
 
 @dataclass(frozen=True)
 class CommReport:
-    """Every byte that a training step sends; ``print`` it.
+    """The bytes that a training step sends; ``print`` it.
 
     Attributes:
         nodes: extent of the mesh over ``node``.
@@ -111,7 +111,7 @@ class CommReport:
 
     @property
     def between_nodes(self) -> float:
-        """Bytes that all devices of one node send to other nodes per step: what its network carries."""
+        """Bytes that all devices of one node send to other nodes per step: the load of its network link."""
         return self.node_bytes * self.local
 
     @property
@@ -146,11 +146,9 @@ class CommReport:
         }
 
     def __rich__(self) -> RenderableType:
-        """Two tables and a sentence."""
         return Group(self._collectives_table(), self._phases_table(), self.summary())
 
     def __str__(self) -> str:
-        """The same as plain text."""
         return plain_text(self)
 
     def summary(self) -> str:
@@ -196,11 +194,11 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     """Count what a training step sends, without running or compiling it.
 
     Args:
-        state: a state, or an abstract one.
+        state: filled or abstract.
         batch: as ``train_step`` takes it, or ShapeDtypeStructs of the global batch's shapes.
 
     Raises:
-        ZeroError: the loss has a collective that can't be counted, such as one in a while loop.
+        ZeroError: the loss has a collective that cannot be counted, such as one in a while loop.
     """
     program = state.program
     traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
@@ -220,7 +218,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the program the walk is: how often it runs, under which names, and whether usually."""
+    """A position in the program: how often it runs, in which name scopes, and whether in usual steps."""
 
     world: World
     count: int = 1
@@ -233,7 +231,7 @@ class _Place:
 
 
 def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
-    """Every collective of a jaxpr and of those inside it, each with ``count`` set and no bytes yet."""
+    """Every collective of a jaxpr and of its sub-jaxprs, with ``count`` set and no bytes yet."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         axes = _mesh_axes(equation.params)
@@ -245,8 +243,8 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
             inner = place.inside(equation)
             if any(True for sub in core.jaxprs_in_params(equation.params) for _ in _walk(sub, inner)):
                 raise ZeroError(
-                    "a collective stands in a while loop, which runs an unknown number of times: use "
-                    "lax.scan or lax.fori_loop with static bounds."
+                    "a collective is in a while loop, whose number of iterations is unknown: use lax.scan "
+                    "or lax.fori_loop with static bounds."
                 )
         else:
             times = equation.params["length"] if name == "scan" else 1
@@ -255,7 +253,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
 
 
 def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprCollective]:
-    """A conditional: its false branch is taken as the usual one, as in ``per_device.next_secondary``."""
+    """A conditional, whose false branch counts as the usual one, as in ``per_device.next_secondary``."""
     branches = [
         list(_walk(branch.jaxpr, place.inside(equation, usual=index == 0)))
         for index, branch in enumerate(equation.params["branches"])
@@ -271,8 +269,8 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
     name = equation.primitive.name
     if name not in _KNOWN or equation.params.get("axis_index_groups") is not None:
         raise ZeroError(
-            f"the collective {name!r} over {axes} is not accounted for: the report knows "
-            f"{', '.join(sorted(_KNOWN))}, over whole mesh axes."
+            f"the collective {name!r} over {axes} cannot be counted: only {', '.join(sorted(_KNOWN))} can, "
+            "over whole mesh axes."
         )
     for operand in equation.invars:
         aval: Any = operand.aval
@@ -290,7 +288,7 @@ def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _phase(place: _Place) -> str:
-    """What a collective is for, by the scopes of ``zerojax.comm.collectives`` and the like around it."""
+    """The phase of a collective, by the name scopes around it (as of ``zerojax.comm.collectives``)."""
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"
@@ -327,7 +325,7 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: World) -> 
 
 
 def _of_all_processes(x: Any) -> Any:
-    """A batch array's global shape: in several processes a host array is one process's part."""
+    """The global shape of a batch array: with several processes, a host array is one process's part."""
     shape = tuple(np.shape(x))
     if isinstance(x, NUMBER):
         return x

@@ -1,1 +1,1 @@
-"""What strangers and settings may say: strict JSON and TOML, checksums, bounds, names of dtypes."""
+"""Validation of settings and untrusted files: strict JSON and TOML, checksums, bounds, names of dtypes."""

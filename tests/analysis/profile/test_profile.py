@@ -115,7 +115,7 @@ def test_steps_that_will_not_come(tmp_path: Path) -> None:
 
 
 def test_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(ZeroError, match="there is no trace"):
+    with pytest.raises(ZeroError, match="no trace"):
         trace_files(tmp_path)
     (tmp_path / "x.xplane.pb").write_bytes(b"\xff\xff\xff")
     with pytest.raises(ZeroError, match="cannot be read as a trace"):

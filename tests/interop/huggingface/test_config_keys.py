@@ -150,4 +150,4 @@ def test_these_are_all_the_keys_that_are_read(family: str):
     for name in TRAINING[family]:
         keys = ConfigKeys(SHAPE[family] | {name: 0.3}, "config.json")
         assert FAMILIES[family].read(keys) == MODELS[family]
-        assert keys.notes == [f"{name} = 0.3 is not taken over (see model.dropout)"]
+        assert keys.notes == [f"{name} = 0.3 is not imported (see model.dropout)"]

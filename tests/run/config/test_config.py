@@ -106,7 +106,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ("x = 1\n" * 200_000, r"1,200,000 characters, more than"),
         ("[train]\nsteps = " + "9" * 5000, r"not valid TOML"),
         ("[train]\nsteps = 0x" + "f" * 5000, r"a whole number of more than 300 digits"),
-        ("[optimizer]\nlearning_rate = 1e400", r"inf is no finite number"),
+        ("[optimizer]\nlearning_rate = 1e400", r"inf is not a finite number"),
         ("[[data.mixture]]\nsource = 'a'\nweight = true", r"data\.mixture\.weight = true should be a number"),
         ('"\\u001b[1m\\n" = 1', r"unknown key \\x1b\[1m\\n$"),
     ],

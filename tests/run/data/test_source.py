@@ -144,7 +144,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, name: st
 @TABLES
 def test_a_column_of_numbers_is_refused(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name}.*column 'id' is int.*no text"):
+    with pytest.raises(DataError, match=rf"{name}.*column 'id' is int.*not text"):
         texts(tmp_path, column="id")
 
 

@@ -1,4 +1,4 @@
-"""What a run will hold, send and take, from formulas: of a state at hand, or on a cluster that is not."""
+"""Plans: the memory, communication and time of a run from formulas, for a state or for another cluster."""
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan

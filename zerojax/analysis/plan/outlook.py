@@ -1,4 +1,4 @@
-"""What a run would be like on a cluster, under each way of sharding; and which to take."""
+"""Forecasts of a run on a cluster under each way of sharding, and a recommendation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ class Forecast:
     """One way of sharding on the cluster.
 
     Attributes:
-        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; of several micro-batches
+        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; with several micro-batches
             also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``).
-        memory: of one device at a step's fullest moment.
-        fits: whether the GPU has it.
-        hops: what is sent.
+        memory: peak of one device in a step.
+        fits: whether the memory is within the GPU's budget.
+        hops: of a step.
         time: of a step.
         tokens_per_second: of the cluster.
         mfu: model FLOPs over the peak of the cluster.
-        largest: the most sequences per device and micro-batch that fit; 0 where not even one does.
-        largest_mfu: the MFU with so many; 0 where none fits.
-        fewest_nodes: of equal nodes, the fewest on which the planned batch per device fits; None where more
-            nodes do not help.
+        largest: the most sequences per device and micro-batch that fit; 0 if none does.
+        largest_mfu: the MFU with ``largest`` sequences; 0 if none fits.
+        fewest_nodes: the fewest such nodes on which the planned batch per device fits; None if more nodes do
+            not help.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Outlook:
     """A run on a cluster; ``print`` it.
 
     Attributes:
-        cluster: where.
+        cluster: of the run.
         sequences: per device and micro-batch.
         length: tokens of a sequence.
         accumulate: micro-batches per step.
-        configured: the name of the forecast that is the config's own.
-        forecasts: the ways of sharding.
-        advice: which to take and why.
+        configured: name of the forecast for the config's own options.
+        forecasts: one per way of sharding.
+        advice: which way to take, and why.
     """
 
     cluster: Cluster
@@ -79,7 +79,7 @@ class Outlook:
 
     @property
     def own(self) -> Forecast:
-        """The forecast of the config as it is."""
+        """The forecast for the config's own options."""
         return next(forecast for forecast in self.forecasts if forecast.name == self.configured)
 
     @property
@@ -88,7 +88,7 @@ class Outlook:
         return self.sequences * self.accumulate * self.cluster.world.size
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON; bytes and seconds."""
+        """The outlook as plain data, for JSON, in bytes and seconds."""
         return {
             "prediction": True,
             "nodes": self.cluster.nodes,
@@ -106,17 +106,17 @@ def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences:
     """Predict a run of a decoder under its own options and under every preset.
 
     Args:
-        program: the decoder's, as built for any mesh; its options are the config's own.
+        program: of the decoder, built for any mesh with the config's own options.
         config: the decoder's shape.
-        cluster: where it shall run.
+        cluster: to run on.
         sequences: per device and micro-batch.
         length: tokens of a sequence.
 
     Raises:
-        ZeroError: fewer than one sequence, or longer ones than the model takes.
+        ZeroError: fewer than one sequence, or sequences longer than the model takes.
     """
     if sequences < 1:
-        raise ZeroError(f"sequences = {sequences}: at least one for each device and micro-batch")
+        raise ZeroError(f"sequences = {sequences}: at least one per device and micro-batch")
     own, ways = program.zero, dict(_ways(program.zero))
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
@@ -139,7 +139,7 @@ def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences:
 
 
 def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
-    """The presets and lower stages, with what a preset leaves open as the config has it."""
+    """The presets and lower stages; the options that presets leave open are the config's."""
     kept: dict[str, Any] = {
         name: getattr(own, name) for name in ("units", "compute_dtype", "remat", "accumulate", "precise")
     }
@@ -182,7 +182,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` for which something holds that holds for all smaller ones; or 0."""
+    """The largest number up to ``most`` for which a condition holds that holds for all smaller ones; or 0."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -193,13 +193,13 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number up to ``most`` for which something holds that holds for all larger ones."""
+    """The smallest number up to ``most`` for which a condition holds that holds for all larger ones."""
     below = _last(lambda n: not holds(n), most)
     return below + 1 if below < most and holds(below + 1) else None
 
 
 def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int) -> str:
-    """Which way of sharding to take, and why, in a sentence or two."""
+    """The way of sharding to take, and why, in one or two sentences."""
     fitting = [forecast for forecast in forecasts if forecast.fits]
     if not fitting:
         return _none_fits(forecasts, cluster)
@@ -230,7 +230,7 @@ def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int)
 def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
     smallest = min(forecasts, key=lambda forecast: forecast.memory.total)
     advice = (
-        f"Nothing fits: {smallest.name} takes least, {smallest.memory.total / 1e9:.1f} GB of "
+        f"Nothing fits: {smallest.name} takes the least, {smallest.memory.total / 1e9:.1f} GB of "
         f"{cluster.budget / 1e9:.1f}."
     )
     if smallest.largest:

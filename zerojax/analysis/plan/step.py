@@ -1,7 +1,7 @@
-"""The plan that a run starts with: what a training step will hold and send, from formulas.
+"""The plan printed at the start of a run: the memory and communication of a step, from formulas.
 
-Nothing is traced or compiled. ``comm_report`` counts the same bytes in the program itself, so that each
-checks the other.
+Nothing is traced or compiled. ``comm_report`` counts the same bytes in the program itself: each checks the
+other.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from zerojax.train.state import TrainState
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sharded, what it takes and what it sends; ``print`` it.
+    """The sharding, memory and communication of a training step; ``print`` it.
 
     Attributes:
         nodes: extent of the mesh over ``node``.
         local: extent over ``local``.
         parameters: elements of the model.
-        settings: the options that differ from plain ZeRO-3, and what they mean here.
-        units: what is gathered together.
-        hops: what is sent. Sums of losses and of model state, a few bytes, are left out.
+        settings: the options that differ from plain ZeRO-3, and their effect here.
+        units: gathered together.
+        hops: without the sums of losses and of model state, which are a few bytes.
         memory: of one device, by kind, without activations.
     """
 
@@ -71,13 +71,11 @@ class Plan:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __rich__(self) -> RenderableType:
-        """Tables of units, of hops and of memory, between the settings and the total."""
         settings = [f"- {setting}" for setting in self.settings]
         tables = (units_table(self.units, self.parameters), hops_table(self.hops), self.memory.table())
         return Rows(*settings, *tables, self.summary())
 
     def __str__(self) -> str:
-        """The same as plain text."""
         return plain_text(self)
 
     def summary(self) -> str:
@@ -92,7 +90,7 @@ class Plan:
 
 
 def plan_state(of: TrainState | Program) -> Plan:
-    """What a training step of a state, real or abstract, will hold and send."""
+    """The plan of a training step, from a filled or abstract state or its program."""
     program = of.program if isinstance(of, TrainState) else of
     return Plan(
         nodes=program.world.nodes,
@@ -106,5 +104,5 @@ def plan_state(of: TrainState | Program) -> Plan:
 
 
 def describe_plan(state: TrainState | Program) -> str:
-    """The plan of a state as text: ``log.say(plan.describe_plan(state))`` is all that a trainer needs."""
+    """The plan of a state as text, for a trainer's log."""
     return str(plan_state(state))

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: their files into runs, and runs into such files."""
+"""Hugging Face models: imports them into runs, and exports runs to them."""
 
 from zerojax.interop.huggingface.exporting import (
     EXPORT_DTYPES,

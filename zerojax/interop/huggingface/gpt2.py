@@ -1,4 +1,4 @@
-"""The GPT-2 family: learned positions, layer norms, biases, `Conv1D` weights held as (in, out)."""
+"""The GPT-2 family: learned positions, layer norms, biases, and ``Conv1D`` weights held as (in, out)."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ _NAMES = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu"}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model that a config.json describes.
+    """The model of a config.json.
 
     Raises:
-        ZeroError: a value that zerojax does not compute with.
+        ZeroError: a value is not supported.
     """
     keys.only("activation_function", "gelu_new", *_ACTIVATIONS)
     keys.only("scale_attn_weights", True)
@@ -54,7 +54,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model.
 
     Raises:
-        ZeroError: naming what GPT-2 has no word for.
+        ZeroError: GPT-2 does not have such models; names the field.
     """
     refuse_others(
         model,
@@ -83,7 +83,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
 
 
 def parts(model: GPTConfig, prefix: str) -> TensorParts:
-    """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
+    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     block = prefix + "h.{layer}."
     modules = {
         "norm_attention": "ln_1",

@@ -1,4 +1,4 @@
-"""A run that begins with the weights of a Hugging Face model."""
+"""Imports the weights of a Hugging Face model as the start of a run."""
 
 import json
 from contextlib import closing
@@ -22,27 +22,26 @@ TENSORS = "tensors.json"
 
 
 def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> TrainState:
-    """Begin a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
+    """Create a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
 
-    In several processes all must call; each reads what its own devices hold.
+    All processes must call it; each reads what its own devices hold.
 
     Args:
         source: the model.
-        config: of the run; its model must be the source's but for settings such as dropout.
-        folder: of the run; must hold none yet.
+        config: of the run; its model must be the source's, except for settings such as dropout.
+        folder: of the run; must not hold one yet.
 
     Returns:
         The imported state: parameters without an optimizer, under exact ZeRO-3.
 
     Raises:
-        ZeroError: another model, a run that is there already, or files that do not hold this model.
+        ZeroError: the config has another model, the folder holds a run already, or the files do not hold this
+            model.
     """
     if config.model != model_section(source.model, config.model):
-        raise ZeroError(
-            f"the model is that of {source.folder}: of [model], only {', '.join(FREE)} can be set"
-        )
+        raise ZeroError(f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set")
     files = SafetensorFiles(source.folder)
-    # With dropout, blocks have a salt each: saved here, it lets a run turn dropout on.
+    # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
     plain = ZeroSection(compute_dtype=config.zero.compute_dtype)
     state = abstract_model(replace(config, model=model, zero=plain))
@@ -61,7 +60,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
 
 
 def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
-    """What an export needs to write the same model back, and the run's tokenizer."""
+    """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     if folder.config.exists() or folder.checkpoints.exists():
         raise ZeroError(f"{folder.path} holds a run already: choose another --run-dir")
     folder.huggingface.mkdir(exist_ok=True)
@@ -74,7 +73,7 @@ def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder)
 
 
 def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
-    folder.write_config(config)  # last: what has a config.toml is a run
+    folder.write_config(config)  # last: a folder with a config.toml is a run
     folder.update_summary(
         status="imported", step=0, source=str(source.folder), family=source.family.model_type
     )

@@ -16,10 +16,10 @@ _LLAMA3 = {  # their name -> ours
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model that a config.json describes.
+    """The model of a config.json.
 
     Raises:
-        ZeroError: a value that zerojax does not compute with.
+        ZeroError: a value is not supported.
     """
     keys.only("hidden_act", "silu", "swish")
     keys.only("pretraining_tp", 1)
@@ -49,13 +49,13 @@ def read(keys: ConfigKeys) -> GPTConfig:
 
 
 def _read_rope(keys: ConfigKeys) -> dict[str, Any]:
-    """The rotary fields, from `rope_theta` and `rope_scaling` or, since transformers 5, `rope_parameters`."""
+    """The rotary fields, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
     theta = keys.take("rope_theta", float, 10000.0)
     tables = [keys.take(name, dict, {}) for name in ("rope_scaling", "rope_parameters")]
     rope = ConfigKeys(tables[0] | tables[1], "rope_parameters")
     theta = rope.take("rope_theta", float, theta)
     rope.only("partial_rotary_factor", 1, 1.0)
-    old = rope.take("type", str, "default")  # what rope_type was called before transformers 4.43
+    old = rope.take("type", str, "default")  # the name of rope_type before transformers 4.43
     kind = rope.take("rope_type", str, old)
     rope.only("type", kind)
     rope.only("rope_type", "default", "linear", "llama3")
@@ -74,7 +74,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model, as transformers 4 and 5 both read it.
 
     Raises:
-        ZeroError: naming what LLaMA has no word for.
+        ZeroError: LLaMA does not have such models; names the field.
     """
     refuse_others(model, "LLaMA", positions="rope", norm="rms", mlp="swiglu")
     scaling: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
 
 
 def parts(model: GPTConfig, prefix: str) -> TensorParts:
-    """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
+    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     block = prefix + "layers.{layer}."
     head = TensorPart("lm_head.weight", required=not model.tied)
     found = {

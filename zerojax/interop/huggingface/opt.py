@@ -14,10 +14,10 @@ _NAMES = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model that a config.json describes.
+    """The model of a config.json.
 
     Raises:
-        ZeroError: a value that zerojax does not compute with.
+        ZeroError: a value is not supported.
     """
     width = keys.take("hidden_size", int)
     keys.only("word_embed_proj_dim", width)
@@ -44,7 +44,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model.
 
     Raises:
-        ZeroError: naming what OPT has no word for.
+        ZeroError: OPT does not have such models; names the field.
     """
     refuse_others(
         model,
@@ -79,7 +79,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
 
 
 def parts(model: GPTConfig, prefix: str) -> TensorParts:
-    """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
+    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     decoder, block = prefix + "decoder.", prefix + "decoder.layers.{layer}."
     head = TensorPart("lm_head.weight", required=not model.tied)
     tables = (*whole(decoder + "embed_tokens.weight"), *((head,) if model.tied else ()))
