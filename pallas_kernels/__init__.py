@@ -1,7 +1,7 @@
-"""Blockwise quantization for wires: encode, decode and the fused steps between two hops.
+"""Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
-The package depends on jax alone (on CUDA it uses jax-triton where that is installed) and knows
-nothing of zerojax. `pallas_kernels.reference` is the specification.
+The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
+``pallas_kernels.reference`` is the specification.
 """
 
 from pallas_kernels.backends import backend_report

@@ -1,8 +1,8 @@
-"""The reference's functions, computed by the Pallas kernels: same names, same arguments.
+"""The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
-What the kernels take: bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
-at least four blocks (and sums of at most 32 peers). `pallas_kernels.reference` does the rest, or what the
-caller of an encoder names.
+The kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of at
+least four blocks, and sums of at most 32 peers. Everything else falls back to ``pallas_kernels.reference``,
+or to ``otherwise`` where the caller of an encoder gives it.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from pallas_kernels.mosaic.tiles import Tile, choose_tile
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _MOST_PEERS = 32
-"""Rows that are added up in unrolled code."""
+"""Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
-"""Elements that a thread encodes."""
+"""Elements encoded per thread."""
 DECODE_ELEMENTS = 16
-"""Elements that a thread decodes."""
+"""Elements decoded per thread."""
 SUM_ELEMENTS = 32
-"""Elements that a thread adds up."""
+"""Elements summed per thread."""
 
 
 def _has_kernel(*fmts: str, dtypes=(), rounding: str = "nearest", rotation: int = 0) -> bool:
@@ -41,9 +41,9 @@ def _has_kernel(*fmts: str, dtypes=(), rounding: str = "nearest", rotation: int 
 
 
 def _vector(rows: Rows, most: int, count: int) -> int:
-    """Elements, `most` or fewer, that one access may move in `count` rows of codes.
+    """Elements, at most ``most``, that one access may move in ``count`` rows of codes.
 
-    An access must be aligned to its size, and rows begin where the one before ends.
+    An access must be aligned to its size, and rows follow each other without padding.
     """
     bits = BITS[rows.fmt]
     size = most * bits // 8
@@ -66,16 +66,16 @@ def _as_bytes(words: jax.Array) -> jax.Array:
 
 
 def _launch(body, out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile, *arrays) -> jax.Array:
-    """Run `body` once for every tile of `rows` rows of `blocks` blocks."""
+    """Run ``body`` once for every tile of ``rows`` rows of ``blocks`` blocks."""
     call = plgpu.kernel(
         body,
         out_type=out,
         grid=(rows * -(-blocks // tile.blocks),),
         grid_names=(kernels.TILE_AXIS,),
         compiler_params=plgpu.CompilerParams(
-            # No thread reads what another one writes.
+            # No thread reads what another writes.
             unsafe_no_auto_barriers=True,
-            # Layouts are given, not inferred, and conversions need no clamps.
+            # Layouts are explicit, not inferred, and conversions need no clamps.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
@@ -83,7 +83,7 @@ def _launch(body, out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile,
 
 
 def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
-    """Payload rows as integers of as many bits as `lanes` codes have."""
+    """Payload rows as integers with the bits of ``lanes`` codes."""
     bits = lanes * BITS[out.fmt]
     return jax.ShapeDtypeStruct((rows, out.nbytes * 8 // bits), jnp.dtype(f"int{bits}"))
 
@@ -91,7 +91,8 @@ def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
 def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
     """Encode bf16 or fp32[pieces, n] into uint8[rows, nbytes]; None if there is no tile for it.
 
-    place(piece) is the (row, first block) that a piece goes to. Integers are made of bf16 pairs, in words.
+    place(piece) is the (row, first block) of a piece in the payload. Integer codes are computed from pairs of
+    bf16 numbers in words.
     """
     pieces, n = x.shape
     blocks = n // out.block
@@ -116,7 +117,7 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
 
 
 def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation = reference.encode):
-    """See `pallas_kernels.encode`; `otherwise` does what no kernel here does."""
+    """See ``pallas_kernels.encode``; ``otherwise`` is the fallback."""
     payload = None
     if _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         out = Rows(fmt, x.shape[1] // block, block)
@@ -127,7 +128,7 @@ def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation
 
 
 def encode_delta(w, base, seed, *, fmt, block, rounding):
-    """See `pallas_kernels.encode_delta`. The difference is XLA's, and stored in between."""
+    """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it in between."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
@@ -136,7 +137,7 @@ def encode_reordered(
     g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation,
     otherwise: Implementation = reference.encode_reordered,
 ):  # fmt: skip
-    """See `pallas_kernels.encode_reordered`; `otherwise` does what no kernel here does."""
+    """See ``pallas_kernels.encode_reordered``; ``otherwise`` is the fallback."""
     pieces = local * nodes * chunks
     payload = None
     if _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
@@ -154,7 +155,7 @@ def encode_reordered(
 
 
 def decode(payload, *, fmt, n, block, dtype):
-    """See `pallas_kernels.decode`."""
+    """See ``pallas_kernels.decode``."""
     default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
     if not _has_kernel(fmt, dtypes=(dtype,)):
         return default()
@@ -176,27 +177,27 @@ def decode(payload, *, fmt, n, block, dtype):
 
 
 def decode_add(payload, base, *, fmt, block):
-    """See `pallas_kernels.decode_add`."""
+    """See ``pallas_kernels.decode_add``."""
     return reference.decode_add(payload, base, fmt=fmt, block=block)
 
 
 def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
-    """The tile for sums over `peers` rows of words of `lanes` codes; None where no kernel adds them."""
+    """The tile for sums over ``peers`` rows of words of ``lanes`` codes; None if no kernel supports them."""
     if peers > _MOST_PEERS:
         return None
-    # A row alone must be a whole number of words, too.
+    # A single row must also be a whole number of words.
     vector = _vector(source, vector, max(peers, 2)) // lanes
     return choose_tile(blocks, source.block // lanes, vector, SUM_ELEMENTS // lanes) if vector else None
 
 
 def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax.Array]:
-    """The payload as words of `lanes` codes, and as scales."""
+    """The payload as words of ``lanes`` codes, and as scales."""
     dtype = kernels.CODES[fmt] if fmt == "fp8" else jnp.dtype(f"uint{lanes * BITS[fmt]}")
     return _view(payload, dtype), _view(payload, jnp.bfloat16)
 
 
 def decode_sum(payload, *, fmt, n, block, rotation, scale):
-    """See `pallas_kernels.decode_sum`."""
+    """See ``pallas_kernels.decode_sum``."""
     options = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
     default = partial(reference.decode_sum, payload, **options)
     if not _has_kernel(fmt, rotation=rotation):
@@ -219,7 +220,7 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
 
 
 def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
-    """See `pallas_kernels.decode_sum_encode`. What no kernel does in one pass is stored in between."""
+    """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored in between."""
 
     def default():
         summed = decode_sum(payload, fmt=fmt_in, n=rows_out * n, block=block, rotation=0, scale=1.0)
@@ -230,7 +231,7 @@ def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rou
         return default()
     peers = payload.shape[0]
     source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
-    # Words whose sums make 16 bits, as wide as a scale.
+    # As many lanes as encode into 16 bits, the width of a scale.
     lanes = 1 if "fp8" in (fmt_in, fmt_out) else 16 // BITS[fmt_out]
     tile = _sum_tile(peers, source, out.blocks, lanes, _vector(out, 16, rows_out))
     if tile is None:

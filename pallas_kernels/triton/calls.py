@@ -1,6 +1,6 @@
-"""The reference's functions, computed by the Triton kernels: same names, same arguments.
+"""The functions of the reference, with the same arguments, computed by the Triton kernels.
 
-This is the only module that touches jax-triton. Import it only where that is installed.
+The only module that uses jax-triton; importable only if that is installed.
 """
 
 import inspect
@@ -19,47 +19,47 @@ from pallas_kernels.triton import kernels
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _LIMIT = 2**31
-"""Elements of a row that 32-bit offsets reach."""
+"""Elements of a row that 32-bit offsets can address."""
 _MOST_PEERS = 64
-"""Rows that are added up in unrolled code."""
+"""Rows summed in unrolled code."""
 
 
 def encode_shape(fmt: str, rotation: int, stochastic: bool) -> tuple[int, int]:
-    """(elements a thread owns, warps in a program) of the encode kernel; see docs/kernels.md."""
+    """(elements per thread, warps per program) of the encode kernel; see docs/kernels.md."""
     if rotation or stochastic:
         return 32, 8
     return (32, 4) if fmt == "fp6" else (16, 8)
 
 
 def decode_shape(fmt: str, dtype: jnp.dtype) -> tuple[int, int, int]:
-    """(elements a thread owns at a time, warps in a program, times) of the decode kernel."""
+    """(elements per thread and tile, warps per program, tiles) of the decode kernel."""
     lanes = 8 if dtype == jnp.bfloat16 or fmt in ("fp6", "int2") else 4
     return lanes, 4, 4 if fmt == "fp6" else 2
 
 
 def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int, int]:
-    """(elements a thread owns at a time, warps in a program, times) of the kernel that sums."""
+    """(elements per thread and tile, warps per program, tiles) of the sum kernel."""
     if stored:
         return (32, 2, 1) if rotation else (16, 8, 1)
     return {"int4": (32, 1, 4), "fp6": (64, 2, 1)}.get(fmt, (32, 2, 1))
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:
-    """Whether the kernels take rows of n elements in `fmt`; the reference takes the others."""
+    """Whether the kernels support rows of n elements in ``fmt``; the rest falls back to the reference."""
     if fmt == "fp8" and compute_capability() < 89:  # no conversion instructions before Ada
         return False
     return fmt in QUANTIZED and n < _LIMIT and all(dtype in _FLOATS for dtype in dtypes)
 
 
 def _options(out: jax.ShapeDtypeStruct) -> dict:
-    """The arguments that jax-triton 0.4 renamed. Contraction would round differently from the reference."""
+    """The arguments that jax-triton 0.4 renamed; contraction would round differently from the reference."""
     if _NEW_STYLE:
         return {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
     return {"out_shape": out, "enable_fp_fusion": False}
 
 
 def _call(kernel, arrays, out, rows: int, n: int, block: int, shape, **constants):
-    """Launch one program for every UNROLL (or 1) * T * K elements of each of `rows` rows of n."""
+    """Launch one program per UNROLL (or 1) * T * K elements of each of ``rows`` rows of n."""
     lanes, warps = shape
     threads = max(32 * warps, block // lanes)
     tiles = -(-n // (threads * lanes * constants.get("UNROLL", 1)))
@@ -79,7 +79,7 @@ def _call(kernel, arrays, out, rows: int, n: int, block: int, shape, **constants
 
 
 def _encode(x, base, seed, rows, n, reorder, out, *, fmt, width, block, rounding, rotation):
-    """Encode x as `rows` rows of n into `out`, whose payload rows hold `width` elements."""
+    """Encode x as ``rows`` rows of n into ``out``, whose payload rows hold ``width`` elements."""
     local, nodes, chunks = reorder
     stochastic = rounding == "stochastic"
     return _call(
@@ -105,7 +105,7 @@ def _encode(x, base, seed, rows, n, reorder, out, *, fmt, width, block, rounding
 
 
 def encode(x, seed, *, fmt, block, rounding, rotation):
-    """See `pallas_kernels.encode`."""
+    """See ``pallas_kernels.encode``."""
     options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows, n = x.shape
     if not _has_kernel(x.dtype, fmt=fmt, n=n):
@@ -114,7 +114,7 @@ def encode(x, seed, *, fmt, block, rounding, rotation):
 
 
 def encode_delta(w, base, seed, *, fmt, block, rounding):
-    """See `pallas_kernels.encode_delta`."""
+    """See ``pallas_kernels.encode_delta``."""
     options = {"fmt": fmt, "block": block, "rounding": rounding}
     rows, n = w.shape
     if not _has_kernel(w.dtype, base.dtype, fmt=fmt, n=n):
@@ -124,7 +124,7 @@ def encode_delta(w, base, seed, *, fmt, block, rounding):
 
 
 def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
-    """See `pallas_kernels.encode_reordered`."""
+    """See ``pallas_kernels.encode_reordered``."""
     options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows = local * nodes * chunks
     n = g.size // rows
@@ -155,14 +155,14 @@ def _decode(payload, base, dtype, *, fmt, n, block):
 
 
 def decode(payload, *, fmt, n, block, dtype):
-    """See `pallas_kernels.decode`."""
+    """See ``pallas_kernels.decode``."""
     if not _has_kernel(dtype, fmt=fmt, n=n):
         return reference.decode(payload, fmt=fmt, n=n, block=block, dtype=dtype)
     return _decode(payload, None, dtype, fmt=fmt, n=n, block=block)
 
 
 def decode_add(payload, base, *, fmt, block):
-    """See `pallas_kernels.decode_add`."""
+    """See ``pallas_kernels.decode_add``."""
     n = base.shape[1]
     if not _has_kernel(base.dtype, fmt=fmt, n=n):
         return reference.decode_add(payload, base, fmt=fmt, block=block)
@@ -170,7 +170,7 @@ def decode_add(payload, base, *, fmt, block):
 
 
 def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, rounding):
-    """Sum the payload's rows of rows * n elements into `out`, in fmt_out ("sum": fp32)."""
+    """Sum the payload's rows of rows * n elements into ``out``, in fmt_out ("sum": fp32)."""
     encoded = fmt_out in QUANTIZED
     lanes, warps, unroll = sum_shape(fmt, rotation, not encoded)
     return _call(
@@ -198,7 +198,7 @@ def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, 
 
 
 def decode_sum(payload, *, fmt, n, block, rotation, scale):
-    """See `pallas_kernels.decode_sum`."""
+    """See ``pallas_kernels.decode_sum``."""
     if not _has_kernel(fmt=fmt, n=n) or payload.shape[0] > _MOST_PEERS:
         return reference.decode_sum(payload, fmt=fmt, n=n, block=block, rotation=rotation, scale=scale)
     factor = np.float32(scale) * (reference.ROTATION_NORM if rotation else np.float32(1))
@@ -208,7 +208,7 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
 
 
 def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
-    """See `pallas_kernels.decode_sum_encode`."""
+    """See ``pallas_kernels.decode_sum_encode``."""
     total = rows_out * n
     re_encode = partial(encode, fmt=fmt_out, block=block, rounding=rounding, rotation=0)
     fits = payload.shape[0] <= _MOST_PEERS and _has_kernel(fmt=fmt_in, n=total)

@@ -65,12 +65,12 @@ def gpu_description(gpu: str | Path) -> str:
     """XLA's description of a GPU, as the text of its ``GpuTargetConfigProto``.
 
     Args:
-      gpu: a name from ``gpus()``, or the path of such a text for another GPU; a machine that has one writes
-        it when a program runs under ``XLA_FLAGS=--xla_dump_to=DIR`` (``*.gpu_target_config.pbtxt``).
+        gpu: a name from ``gpus()``, or the path of such a text for another GPU; a machine that has one writes
+          it when a program runs under ``XLA_FLAGS=--xla_dump_to=DIR`` (``*.gpu_target_config.pbtxt``).
 
     Raises:
-      ValueError: the name is not known.
-      FileNotFoundError: there is no file at the path.
+        ValueError: the name is not known.
+        FileNotFoundError: there is no file at the path.
     """
     if isinstance(gpu, Path):
         return gpu.read_text()
@@ -86,16 +86,16 @@ def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Devic
     """Compile-only devices of a cluster of ``nodes`` hosts with ``local`` GPUs each.
 
     Args:
-      nodes: number of hosts, at least 1. The devices of host n have ``process_index == n``.
-      local: GPUs per host, at least 1.
-      gpu: see `gpu_description`.
+        nodes: number of hosts, at least 1. The devices of host n have ``process_index == n``.
+        local: GPUs per host, at least 1.
+        gpu: see ``gpu_description``.
 
     Returns:
-      ``nodes * local`` devices, host by host, the order of a ("node", "local") mesh.
+        ``nodes * local`` devices, host by host, the order of a ("node", "local") mesh.
 
     Raises:
-      ValueError: a count below 1 or an unknown GPU.
-      CompilerMissingError: the compiler is not installed; the message says how to.
+        ValueError: a count below 1 or an unknown GPU.
+        CompilerMissingError: the compiler is not installed; the message says how to.
     """
     if nodes < 1 or local < 1:
         raise ValueError(f"a cluster has at least 1 node and 1 GPU, not nodes={nodes}, local={local}")

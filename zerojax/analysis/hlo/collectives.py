@@ -52,10 +52,10 @@ class HloCollective:
         sends each peer its g-th part.
 
         Args:
-          local: devices per node.
+            local: devices per node.
 
         Returns:
-          (to devices of the same node, to other nodes), averaged over the devices.
+            (to devices of the same node, to other nodes), averaged over the devices.
         """
         inside = between = 0.0
         for group in self.groups:
@@ -85,11 +85,11 @@ def collectives(text: str) -> tuple[HloCollective, ...]:
     Asynchronous pairs count once, loops multiply, and combined collectives are split into their arrays.
 
     Args:
-      text: ``compiled.as_text()``.
+        text: ``compiled.as_text()``.
 
     Raises:
-      HloError: the text is not a compiled program, or a collective is of an unsupported kind or in a loop of
-        unknown trip count.
+        HloError: the text is not a compiled program, or a collective is of an unsupported kind or in a loop
+            of unknown trip count.
     """
     program = parse(text)
     devices = _devices(text)

@@ -26,14 +26,14 @@ def parse_groups(attributes: str, devices: int) -> Groups:
     """The replica groups of an instruction.
 
     Args:
-      attributes: the text after the operands.
-      devices: number of devices of the program; an empty list is one group of all.
+        attributes: the text after the operands.
+        devices: number of devices of the program; an empty list is one group of all.
 
     Returns:
-      Groups of positions in ``mesh.devices.flat``, each in ring order.
+        Groups of positions in ``mesh.devices.flat``, each in ring order.
 
     Raises:
-      HloError: there are none, or in an unknown form.
+        HloError: there are none, or in an unknown form.
     """
     if found := _LIST.search(attributes):
         return _braces(found[1]) or (tuple(range(devices)),)
@@ -50,7 +50,7 @@ def parse_pairs(attributes: str) -> Groups:
     """The (source, target) pairs of a collective-permute.
 
     Raises:
-      HloError: there are none.
+        HloError: there are none.
     """
     if found := _PAIRS.search(attributes):
         return _braces(found[1])

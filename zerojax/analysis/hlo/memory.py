@@ -27,7 +27,7 @@ def memory(compiled: jax.stages.Compiled) -> CompiledMemory:
     """The memory of a compiled program, as XLA reports it. Do not trust the CPU compiler's figures.
 
     Raises:
-      HloError: the backend reports none.
+        HloError: the backend reports none.
     """
     stats = compiled.memory_analysis()
     if stats is None:

@@ -30,9 +30,9 @@ def movements(text: str, min_bytes: int, *, loops_only: bool = True) -> tuple[Mo
     moves the bytes of the update, not of the updated array.
 
     Args:
-      text: ``compiled.as_text()``.
-      min_bytes: the smallest size that counts.
-      loops_only: look only at the bodies of loops, where a model's layers are.
+        text: ``compiled.as_text()``.
+        min_bytes: the smallest size that counts.
+        loops_only: look only at the bodies of loops, where a model's layers are.
     """
     program = parse(text)
     found: list[Movement] = []

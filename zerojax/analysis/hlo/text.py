@@ -127,7 +127,7 @@ def parse(text: str) -> Program:
     """Parse ``compiled.as_text()``.
 
     Raises:
-      HloError: the text is not a compiled module's.
+        HloError: the text is not a compiled module's.
     """
     computations: dict[str, Computation] = {}
     entry = name = None

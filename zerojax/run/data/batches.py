@@ -28,7 +28,7 @@ class Rows(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`."""
+        """Row ``index``."""
         ...
 
 
@@ -127,7 +127,7 @@ class TrainBatches(Iterator[Batch]):
         return next(self._iterator)
 
     def rounds(self, step: int) -> list[float]:
-        """How often the first `step` global batches have gone through each source."""
+        """How often the first ``step`` global batches have gone through each source."""
         taken = self._shares.taken(step * self._batch_size)
         return [count / size for count, size in zip(taken, self._sizes, strict=True)]
 
