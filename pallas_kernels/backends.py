@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module, metadata, util
+from types import ModuleType
 
+import jax
 from jaxlib import gpu_triton
 
 from pallas_kernels.chips import compute_capability
@@ -18,21 +20,21 @@ def _has_plugin() -> bool:
 
 
 @cache
-def _triton_module():
+def _triton_module() -> ModuleType | None:
     """The module of Triton kernels, or None if they cannot be lowered."""
     if util.find_spec("jax_triton") is None or util.find_spec("triton") is None or not _has_plugin():
         return None
     return import_module("pallas_kernels.triton.calls")
 
 
-def _pallas_module():
+def _pallas_module() -> ModuleType | None:
     """The module of Pallas kernels, or None before Hopper."""
     if compute_capability() < 90 or not _has_plugin():
         return None
     return import_module("pallas_kernels.mosaic.calls")
 
 
-def cuda_implementation(name: str) -> Callable | None:
+def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
     """The CUDA implementation of the public function ``name``; None if XLA compiles the reference."""
     triton, mosaic = _triton_module(), _pallas_module()
     if triton is None:

@@ -1,5 +1,8 @@
 """The CUDA chip that a program is lowered for."""
 
+# jax.local_devices has no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from typing import Any
 
 import jax

@@ -4,8 +4,12 @@ They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=Fals
 ``seed`` is a uint32 scalar array, which stochastic rounding requires.
 """
 
+# jax.jit, jnp.asarray and lax.platform_dependent have no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +23,13 @@ from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def _dispatch(name: str, *arrays: jax.Array | None, **static) -> jax.Array:
+def _dispatch(name: str, *arrays: jax.Array | None, **static: Any) -> jax.Array:
     """Call the target platform's implementation of ``name``; only that one is lowered."""
     default = partial(getattr(reference, name), **static)
     kernel = cuda_implementation(name)
     if kernel is None:
         return default(*arrays)
-    branches: dict[str, Callable] = {"cuda": partial(kernel, **static), "default": default}
+    branches: dict[str, Callable[..., jax.Array]] = {"cuda": partial(kernel, **static), "default": default}
     return lax.platform_dependent(*arrays, **branches)
 
 

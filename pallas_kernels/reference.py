@@ -57,6 +57,12 @@ References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order 
 SDP4Bit (arXiv:2410.15526) for the rotation and the encoded difference.
 """
 
+# jnp.arange and lax.fori_loop have no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -267,7 +273,15 @@ def _octets(rows: int, n: int) -> jax.Array:
     return jnp.arange(rows * n // 8, dtype=jnp.uint32).reshape(rows, n // 8)
 
 
-def _encode(x, index, fmt, block, rounding, rotation, seed):
+def _encode(
+    x: jax.Array,
+    index: jax.Array | None,
+    fmt: str,
+    block: int | None,
+    rounding: str,
+    rotation: int,
+    seed: jax.Array | None,
+) -> jax.Array:
     """Encode fp32[..., n] into uint8[..., nbytes]; ``index`` holds the index of each group of eight."""
     if rotation:
         x = rotate(x)
@@ -277,29 +291,48 @@ def _encode(x, index, fmt, block, rounding, rotation, seed):
     scale, inverse = _scales(blocks, fmt, rounding, rotation)
     inverse = inverse[..., None]
     y = blocks * inverse
-    random = _uniform(seed, index, RANDOM_BITS[fmt], blocks.shape) if rounding == "stochastic" else None
+    random = None
+    if rounding == "stochastic":
+        assert seed is not None
+        assert index is not None
+        random = _uniform(seed, index, RANDOM_BITS[fmt], blocks.shape)
     # In a dead block y can be NaN: replace it before the conversion to an integer.
     dead = inverse == 0
     codes = jnp.where(dead, 0, _codes(jnp.where(dead, 0, y), fmt, random))
     return jnp.concatenate([_pack(codes.reshape(x.shape), fmt), _bytes(scale)], axis=-1)
 
 
-def encode(x, seed, *, fmt, block, rounding, rotation):
+def encode(
+    x: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str, rotation: int
+) -> jax.Array:
     """See ``pallas_kernels.encode``."""
     index = _octets(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
     return _encode(x.astype(jnp.float32), index, fmt, block, rounding, rotation, seed)
 
 
-def encode_delta(w, base, seed, *, fmt, block, rounding):
+def encode_delta(
+    w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
+) -> jax.Array:
     """See ``pallas_kernels.encode_delta``."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
 
-def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
+def encode_reordered(
+    g: jax.Array,
+    seed: jax.Array | None,
+    *,
+    fmt: str,
+    local: int,
+    nodes: int,
+    chunks: int,
+    block: int | None,
+    rounding: str,
+    rotation: int,
+) -> jax.Array:
     """See ``pallas_kernels.encode_reordered``."""
 
-    def reorder(flat):
+    def reorder(flat: jax.Array) -> jax.Array:
         pieces = flat.reshape(local, nodes, chunks, -1)
         return pieces.transpose(2, 0, 1, 3).reshape(chunks, local, -1)
 
@@ -308,7 +341,7 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
     return _encode(reorder(g.astype(jnp.float32)), index, fmt, block, rounding, rotation, seed)
 
 
-def _decode(payload, fmt, n, block):
+def _decode(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:
     """fp32[..., n] of uint8[..., nbytes]."""
     if fmt not in QUANTIZED:
         return _from_bytes(payload, _plain(fmt)).astype(jnp.float32)
@@ -316,12 +349,12 @@ def _decode(payload, fmt, n, block):
     return (values * scale).reshape(*payload.shape[:-1], n)
 
 
-def decode(payload, *, fmt, n, block, dtype):
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
     """See ``pallas_kernels.decode``."""
     return _decode(payload, fmt, n, block).astype(dtype)
 
 
-def decode_add(payload, base, *, fmt, block):
+def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
     """See ``pallas_kernels.decode_add``."""
     total = base.astype(jnp.float32) + _decode(payload, fmt, base.shape[-1], block)
     # Flush subnormals on all chips, because some do: otherwise two copies of a weight would differ.
@@ -329,7 +362,7 @@ def decode_add(payload, base, *, fmt, block):
     return total.astype(base.dtype)
 
 
-def _split(payload, fmt, n, block):
+def _split(payload: jax.Array, fmt: str, n: int, block: int | None) -> tuple[jax.Array, jax.Array]:
     """Unscaled values and scales of payload rows, fp32[..., n / block, block] and [..., n / block, 1]."""
     codes = code_bytes(fmt, n)
     scale = _from_bytes(payload[..., codes:], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
@@ -337,12 +370,16 @@ def _split(payload, fmt, n, block):
     return values, scale[..., None]
 
 
-def _fold_rows(term, rows):
+def _fold_rows(term: Callable[[Any], jax.Array], rows: int) -> jax.Array:
     """The sum of term(row) over the rows, in order, one row at a time to bound memory."""
-    return lax.fori_loop(1, rows, lambda row, total: total + term(row), term(0))
+
+    def add(row: Any, total: jax.Array) -> jax.Array:
+        return total + term(row)
+
+    return lax.fori_loop(1, rows, add, term(0))
 
 
-def _sum_rows(payload, fmt, n, block):
+def _sum_rows(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:
     """fp32[n]: the sum of the decoded rows, in row order."""
     rows = payload.shape[0]
     if fmt not in HALF_RANGE:
@@ -352,18 +389,20 @@ def _sum_rows(payload, fmt, n, block):
     exponent = jnp.minimum(jnp.max(to_bits(scales), axis=0) >> 23, 253)[:, None]
     down = to_float((254 - exponent) << 23)
 
-    def term(row):
+    def term(row: Any) -> jax.Array:
         values, scale = _split(payload[row], fmt, n, block)
         return (values + half) * (scale * down)
 
-    def bias(row):
+    def bias(row: Any) -> jax.Array:
         return half * (scales[row][:, None] * down)
 
     total = _fold_rows(term, rows) - _fold_rows(bias, rows)
     return (total * to_float(exponent << 23)).reshape(n)
 
 
-def decode_sum(payload, *, fmt, n, block, rotation, scale):
+def decode_sum(
+    payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
+) -> jax.Array:
     """See ``pallas_kernels.decode_sum``."""
     total = _sum_rows(payload, fmt, n, block)
     factor = np.float32(scale)
@@ -373,7 +412,17 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
     return total if factor == 1 else total * factor
 
 
-def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
+def decode_sum_encode(
+    payload: jax.Array,
+    seed: jax.Array | None,
+    *,
+    fmt_in: str,
+    fmt_out: str,
+    rows_out: int,
+    n: int,
+    block: int | None,
+    rounding: str,
+) -> jax.Array:
     """See ``pallas_kernels.decode_sum_encode``."""
     total = _sum_rows(payload, fmt_in, rows_out * n, block).reshape(rows_out, n)
     return encode(total, seed, fmt=fmt_out, block=block, rounding=rounding, rotation=0)

@@ -5,9 +5,13 @@ least four blocks, and sums of at most 32 peers. Everything else falls back to `
 or to ``otherwise`` where the caller of an encoder gives it.
 """
 
-from collections.abc import Callable
+# Pallas and jnp.iinfo have no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +38,7 @@ SUM_ELEMENTS = 32
 """Elements summed per thread."""
 
 
-def _has_kernel(*fmts: str, dtypes=(), rounding: str = "nearest", rotation: int = 0) -> bool:
+def _has_kernel(*fmts: str, dtypes: Sequence[Any] = (), rounding: str = "nearest", rotation: int = 0) -> bool:
     """Whether there are kernels for these formats, dtypes and options."""
     fits = all(fmt in kernels.CODES for fmt in fmts) and all(dtype in _FLOATS for dtype in dtypes)
     return fits and rounding == "nearest" and not rotation
@@ -50,7 +54,7 @@ def _vector(rows: Rows, most: int, count: int) -> int:
     return most if count == 1 else max(gcd(rows.nbytes, size), 1) * 8 // bits
 
 
-def _view(payload: jax.Array, dtype) -> jax.Array:
+def _view(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """uint8[rows, n] as dtype[rows, n * 8 / bits]; no bytes move."""
     bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
     if bits > 8:
@@ -65,7 +69,14 @@ def _as_bytes(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
 
 
-def _launch(body, out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile, *arrays) -> jax.Array:
+def _launch(
+    body: Callable[..., None],
+    out: jax.ShapeDtypeStruct,
+    rows: int,
+    blocks: int,
+    tile: Tile,
+    *arrays: jax.Array,
+) -> jax.Array:
     """Run ``body`` once for every tile of ``rows`` rows of ``blocks`` blocks."""
     call = plgpu.kernel(
         body,
@@ -88,7 +99,9 @@ def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, out.nbytes * 8 // bits), jnp.dtype(f"int{bits}"))
 
 
-def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
+def _encode(
+    x: jax.Array, out: Rows, rows: int, place: Callable[[jax.Array], tuple[Any, Any]]
+) -> jax.Array | None:
     """Encode bf16 or fp32[pieces, n] into uint8[rows, nbytes]; None if there is no tile for it.
 
     place(piece) is the (row, first block) of a piece in the payload. Integer codes are computed from pairs of
@@ -103,7 +116,7 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
     if tile is None:
         return None
 
-    def encode_kernel(x_ref, out_ref):
+    def encode_kernel(x_ref: Any, out_ref: Any) -> None:
         piece, start = kernels.my_tile(tile, blocks)
         row, first = place(piece)
         x = tile.load(x_ref.at[piece], start)
@@ -116,10 +129,19 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
     return _as_bytes(_launch(encode_kernel, _encoded_type(out, rows, lanes), pieces, blocks, tile, x))
 
 
-def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation = reference.encode):
+def encode(
+    x: jax.Array,
+    seed: jax.Array | None,
+    *,
+    fmt: str,
+    block: int | None,
+    rounding: str,
+    rotation: int,
+    otherwise: Implementation = reference.encode,
+) -> jax.Array:
     """See ``pallas_kernels.encode``; ``otherwise`` is the fallback."""
     payload = None
-    if _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
+    if block is not None and _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         out = Rows(fmt, x.shape[1] // block, block)
         payload = _encode(x, out, x.shape[0], lambda piece: (piece, 0))
     if payload is None:
@@ -127,37 +149,40 @@ def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation
     return payload
 
 
-def encode_delta(w, base, seed, *, fmt, block, rounding):
+def encode_delta(
+    w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
+) -> jax.Array:
     """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it in between."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
 
 def encode_reordered(
-    g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation,
+    g: jax.Array, seed: jax.Array | None, *,
+    fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
     otherwise: Implementation = reference.encode_reordered,
-):  # fmt: skip
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.encode_reordered``; ``otherwise`` is the fallback."""
     pieces = local * nodes * chunks
     payload = None
-    if _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
+    if block is not None and _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
         blocks = g.size // (pieces * block)
 
-        def place(piece):
+        def place(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
             chunk, node, peer = piece % chunks, piece // chunks % nodes, piece // (chunks * nodes)
             return chunk * local + peer, node * blocks
 
         payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
     if payload is None:
-        options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+        options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
         return otherwise(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
     return payload.reshape(chunks, local, -1)
 
 
-def decode(payload, *, fmt, n, block, dtype):
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
     """See ``pallas_kernels.decode``."""
     default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
-    if not _has_kernel(fmt, dtypes=(dtype,)):
+    if block is None or not _has_kernel(fmt, dtypes=(dtype,)):
         return default()
     rows, source = payload.shape[0], Rows(fmt, n // block, block)
     # A store moves 16 bytes.
@@ -166,7 +191,7 @@ def decode(payload, *, fmt, n, block, dtype):
     if tile is None:
         return default()
 
-    def decode_kernel(codes_ref, scales_ref, out_ref):
+    def decode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, source.blocks)
         x = kernels.load_decoded(codes_ref, scales_ref, row, start, tile, source, dtype)
         out_ref.at[row, pl.ds(start, tile.blocks)][...] = x
@@ -176,7 +201,7 @@ def decode(payload, *, fmt, n, block, dtype):
     return _launch(decode_kernel, out, rows, source.blocks, tile, *views).reshape(rows, n)
 
 
-def decode_add(payload, base, *, fmt, block):
+def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
     """See ``pallas_kernels.decode_add``."""
     return reference.decode_add(payload, base, fmt=fmt, block=block)
 
@@ -196,11 +221,13 @@ def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax
     return _view(payload, dtype), _view(payload, jnp.bfloat16)
 
 
-def decode_sum(payload, *, fmt, n, block, rotation, scale):
+def decode_sum(
+    payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
+) -> jax.Array:
     """See ``pallas_kernels.decode_sum``."""
-    options = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
+    options: dict[str, Any] = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
     default = partial(reference.decode_sum, payload, **options)
-    if not _has_kernel(fmt, rotation=rotation):
+    if block is None or not _has_kernel(fmt, rotation=rotation):
         return default()
     peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)
     # A store moves 16 bytes.
@@ -208,7 +235,7 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
     if tile is None:
         return default()
 
-    def sum_kernel(codes_ref, scales_ref, out_ref):
+    def sum_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         _, start = kernels.my_tile(tile, source.blocks)
         (total,), unit = kernels.load_sum(codes_ref, scales_ref, peers, start, tile, source)
         if unit is not None:
@@ -219,15 +246,25 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
     return _launch(sum_kernel, out, 1, source.blocks, tile, *_sum_views(payload, fmt, 1)).reshape(n)
 
 
-def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
+def decode_sum_encode(
+    payload: jax.Array,
+    seed: jax.Array | None,
+    *,
+    fmt_in: str,
+    fmt_out: str,
+    rows_out: int,
+    n: int,
+    block: int | None,
+    rounding: str,
+) -> jax.Array:
     """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored in between."""
 
-    def default():
+    def default() -> jax.Array:
         summed = decode_sum(payload, fmt=fmt_in, n=rows_out * n, block=block, rotation=0, scale=1.0)
-        options = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
+        options: dict[str, Any] = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
         return encode(summed.reshape(rows_out, n), seed, **options)
 
-    if not _has_kernel(fmt_in, fmt_out, rounding=rounding):
+    if block is None or not _has_kernel(fmt_in, fmt_out, rounding=rounding):
         return default()
     peers = payload.shape[0]
     source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
@@ -237,7 +274,7 @@ def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rou
     if tile is None:
         return default()
 
-    def sum_encode_kernel(codes_ref, scales_ref, out_ref):
+    def sum_encode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, out.blocks)
         first = row * out.blocks + start
         total, unit = kernels.load_sum(codes_ref, scales_ref, peers, first, tile, source)

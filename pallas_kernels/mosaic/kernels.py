@@ -9,6 +9,7 @@ dead blocks, and products may be contracted with a following addition, because a
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +65,11 @@ class Rows:
         """Bytes of a row, scales included."""
         return self.code_bytes + 2 * self.blocks
 
-    def codes_of(self, ref, row):
+    def codes_of(self, ref: Any, row: Any):
         """The codes [blocks, block] of a GMEM ref [rows, codes, and scales viewed as codes]."""
         return ref.at[row, pl.ds(0, self.codes)].reshape(self.blocks, self.block)
 
-    def scales_of(self, ref, row):
+    def scales_of(self, ref: Any, row: Any):
         """The scales [blocks] of a GMEM ref bf16[rows, codes viewed as scales, and scales]."""
         return ref.at[row, pl.ds(self.code_bytes // 2, self.blocks)]
 
@@ -117,7 +118,7 @@ def _reciprocal(x: jax.Array) -> jax.Array:
     return guess + guess * error
 
 
-def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype) -> jax.Array:
+def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype: Any) -> jax.Array:
     """Codes of the lanes times ``inverse`` as one integer of ``dtype``, the first lane lowest."""
     if fmt == "fp8":
         # Conversions to fp8 keep NaN and the sign of zero.
@@ -137,7 +138,7 @@ def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype) -> jax.Ar
 
 
 def store_encoded(
-    lanes: list[jax.Array], unit: jax.Array | None, out_ref, row, start, tile: Tile, out: Rows
+    lanes: list[jax.Array], unit: jax.Array | None, out_ref: Any, row: Any, start: Any, tile: Tile, out: Rows
 ) -> None:
     """Encode numbers as the blocks from ``start`` on of a payload row.
 
@@ -168,7 +169,9 @@ def unpack_pairs(words: jax.Array) -> list[jax.Array]:
     return [to_float(words << 16), to_float(words & ~0xFFFF)]
 
 
-def load_decoded(codes_ref, scales_ref, row, start, tile: Tile, source: Rows, dtype) -> jax.Array:
+def load_decoded(
+    codes_ref: Any, scales_ref: Any, row: Any, start: Any, tile: Tile, source: Rows, dtype: Any
+) -> jax.Array:
     """dtype[blocks, block], bf16 or fp32: the blocks from ``start`` on of a payload row.
 
     Codes are exact in bf16 and the product is rounded once, so bf16 arithmetic gives the specified bits.
@@ -188,7 +191,9 @@ def _values(codes: jax.Array) -> jax.Array:
     return codes.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def load_sum(codes_ref, scales_ref, peers: int, start, tile: Tile, source: Rows):
+def load_sum(
+    codes_ref: Any, scales_ref: Any, peers: int, start: Any, tile: Tile, source: Rows
+) -> tuple[list[jax.Array], jax.Array | None]:
     """The sum over ``peers`` payload rows of the blocks from ``start`` on.
 
     Args:
@@ -226,12 +231,14 @@ def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     return [to_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], to_float(exponent)
 
 
-def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows):
+def _add_integers(
+    words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows
+) -> tuple[list[jax.Array], jax.Array]:
     """The sum of words of integer codes, lane by lane, and the power of two that is its unit.
 
-    Codes become floats without a conversion: masked in place, with the sign bit flipped, a code is a subnormal
-    (or nearly so), (code + half) * 2**(place - 149), and scales are raised to the top binade to compensate.
-    The bias ``half`` is subtracted once, after the sum.
+    Codes become floats without a conversion: masked in place, with the sign bit flipped, a code is a
+    subnormal (or nearly so), (code + half) * 2**(place - 149), and scales are raised to the top binade to
+    compensate. The bias ``half`` is subtracted once, after the sum.
     """
     bits, half = BITS[source.fmt], HALF_RANGE[source.fmt]
     count = source.block // tile.width
@@ -241,7 +248,7 @@ def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, s
     bias = reduce(jnp.add, [scale * np.float32(2.0**-126) for scale in scales]) * np.float32(-half)
     bias = tile.spread(bias)
     spread = [tile.spread(scale) for scale in scales]
-    lanes = []
+    lanes: list[jax.Array] = []
     for k in range(count):
         place = k * bits
         # Beyond this place a code would reach into the exponent.

@@ -6,7 +6,11 @@ read in pieces of lanes * vector elements, a block's maximum takes log2(lanes) s
 through shared memory.
 """
 
+# Pallas has no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +24,7 @@ _WARP_LANES = 32
 _FEWEST_LANES = 8
 
 
-def _layout(tiles, warp_dims, lane_dims) -> plgpu.Layout:
+def _layout(tiles: Any, warp_dims: Any, lane_dims: Any) -> plgpu.Layout:
     layout = mgpu.TiledLayout(
         plgpu.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
     ).canonicalize()
@@ -61,12 +65,12 @@ class Tile:
         tiles = ((_WARPS * rows, count), (rows, count), (1, count))
         return _layout(tiles, (-6,), (-4, plgpu.Replicated(self.lanes)))
 
-    def load(self, ref, start: jax.Array) -> jax.Array:
+    def load(self, ref: Any, start: jax.Array) -> jax.Array:
         """[blocks, width] of a GMEM ref [all blocks, width], from block ``start`` on."""
         rows = ref.at[pl.ds(start, self.blocks)]
         return plgpu.load(rows, layout=self.layout, optimized=False)
 
-    def load_each(self, ref, start: jax.Array) -> jax.Array:
+    def load_each(self, ref: Any, start: jax.Array) -> jax.Array:
         """[blocks] of a GMEM ref [all blocks], from ``start`` on."""
         values = ref.at[pl.ds(start, self.blocks)]
         return plgpu.load(values, layout=self.layout.reduce(1), optimized=False)

@@ -9,7 +9,7 @@ Compiled without fused multiply-add contraction; every fused multiply-add is exp
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005
 

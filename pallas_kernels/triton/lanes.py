@@ -6,7 +6,7 @@ Neighbours become lanes, and lanes neighbours, within a thread, without a change
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005
 

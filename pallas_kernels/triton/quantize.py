@@ -7,7 +7,7 @@ and these pairs are shifted and added.
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005, SIM108
 
@@ -258,7 +258,7 @@ def _minifloat_pairs(
     BIAS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Pairs of magnitudes, from bit 7 - MANTISSA of a half on, amid noise; and pairs starting with the sign."""
+    """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs starting with the sign."""
     # The exponent of _minifloat is too large by a constant; scaling the numbers makes it a multiple of 16,
     # so that it vanishes from the three or four bits of a code's exponent.
     SHIFT: tl.constexpr = 0 if STOCHASTIC else (BIAS + MANTISSA - 151) % 16

@@ -27,13 +27,13 @@ def file_of(header: Any, data: bytes = bytes(8), length: int | None = None) -> b
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "a header of 0 bytes in a file of 0"),
-    "half a length": (b"\x10\0\0", "of its 3 bytes"),
-    "a header longer than the file": (file_of({"a": entry()}, length=10**6), "would take 1,000,000"),
+    "half a length": (b"\x10\0\0", "in a file of 3"),
+    "a header longer than the file": (file_of({"a": entry()}, length=10**6), "a header of 1,000,000 bytes"),
     "a header of 2**63 bytes": (
         file_of({"a": entry()}, length=2**63),
-        "would take 9,223,372,036,854,775,808",
+        "a header of 9,223,372,036,854,775,808 bytes",
     ),
-    "a header of 2**64 - 1 bytes": (b"\xff" * 64, "would take 18,446,744,073,709,551,615"),
+    "a header of 2**64 - 1 bytes": (b"\xff" * 64, "a header of 18,446,744,073,709,551,615 bytes"),
     "no JSON": (file_of(b"{not json}"), "not a whole safetensors file: Expecting property name"),
     "no UTF-8": (file_of(b'{"\xff": 1}'), "can't decode byte 0xff"),
     "no object": (file_of([entry()]), "its header is not a JSON object"),

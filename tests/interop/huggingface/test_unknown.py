@@ -57,7 +57,7 @@ def test_dropout_is_noted():
     ("name", "changed", "message"),
     [
         ("llama2", {"model.norm.weight": None}, "the files lack model.norm.weight"),
-        ("llama2", {"model.norm.weight": np.ones(15, np.float32)}, r"has shape \(15,\).*makes it \(16,\)"),
+        ("llama2", {"model.norm.weight": np.ones(15, np.float32)}, r"has shape \(15,\).*but \(16,\) by"),
         ("llama2", {"model.norm.weight": np.ones(16, np.int32)}, "of dtype I32: weights are one of"),
         ("llama2", {"model.extra.weight": np.ones(16, np.float32)}, "the model has no model.extra.weight"),
         (
