@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Kill a run again and again, and see whether it ends as if nothing had happened.
+"""Kill a run repeatedly, and check that it ends as if nothing had happened.
 
     scripts/acceptance/soak.py --kills 30 --processes 3
 
-trains a tiny model twice with `zerojax launch`: once in peace, once with SIGKILL at random moments, while
-starting, in a step and in a save, to one process or to all. Then every step's metrics and the final
-parameters and optimizer have to be equal bit for bit. Exit code 0 if they are.
+trains a tiny model twice with `zerojax launch`: once undisturbed, and once with SIGKILL at random moments,
+during start-up, a step or a save, to one process or to all. The metrics of every step and the final
+parameters and optimizer state must be equal bit for bit; exit code 0 if they are.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from zerojax.run.checkpoints import restore
 from zerojax.run.config import MeshSection, load_config
 from zerojax.run.metrics import read_metrics
 
-# What a step measures that is not time or memory.
+# The metrics of a step except time and memory.
 MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", "skipped_total")
 MOMENTS = ("start", "step", "save")
 
@@ -42,10 +42,10 @@ log = {{every = 1000, trackers = []}}
 
 
 class Soak:
-    """The run that is disturbed, and the hand that disturbs it."""
+    """The run that is killed repeatedly."""
 
     def __init__(self, folder: Path, command: list[str], seed: int) -> None:
-        """Prepare; `kill_often` begins."""
+        """Prepare the run; ``kill_often`` starts it."""
         self.run = folder / "disturbed"
         self.command = [*command, "--run-dir", str(self.run)]
         self.random = random.Random(seed)
@@ -53,7 +53,7 @@ class Soak:
         self.log = (folder / "disturbed.log").open("wb")
 
     def kill_often(self, kills: int) -> int:
-        """Run to the end, killing so many times on the way; return the launcher's exit code."""
+        """Run to the end with a number of kills; returns the launcher's exit code."""
         launcher = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT)
         done = 0
         while done < kills and launcher.poll() is None:
@@ -76,7 +76,7 @@ class Soak:
         return launcher.wait()
 
     def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> bool:
-        """Wait for a moment of that kind; False when the run has ended before."""
+        """Wait for a moment of the given kind; False if the run ends before it."""
         step = last_step(self.run)
         seen = {path.name for path in self.run.glob("checkpoints/*")}
         while launcher.poll() is None:
@@ -94,27 +94,27 @@ class Soak:
         return False
 
     def _processes(self, launcher: int) -> list[int]:
-        """The ids of the launcher's trainers that are alive."""
+        """The process ids of the launcher's live trainers."""
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         return [int(child) for child in children if _is_alive(int(child))]
 
     def _wait_until_gone(self, processes: list[int]) -> None:
-        """All of them: those that were not killed end by themselves."""
+        """Wait until all trainers have ended, those not killed by themselves."""
         end = time.monotonic() + 60
         while any(map(_is_alive, processes)):
             if time.monotonic() > end:
-                raise SystemExit("a process has outlived its peer by a minute")
+                raise SystemExit("a process is still alive a minute after its peer died")
             time.sleep(0.01)
 
 
 def last_step(run: Path) -> int:
-    """The last step that a run has noted; 0 before the first."""
+    """The last step in a run's metrics; 0 before the first."""
     lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     return int(lines[-1]["step"]) if lines else 0
 
 
 def write_text(folder: Path) -> None:
-    """Something to learn."""
+    """Write text to train on."""
     folder.mkdir(parents=True)
     for i in range(30):
         (folder / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
@@ -128,7 +128,7 @@ def _is_alive(process: int) -> bool:
 
 
 def differences(one: Path, other: Path, steps: int) -> list[str]:
-    """Where two finished runs are not the same, in lines."""
+    """The differences between two finished runs, one per line."""
     found = []
     a, b = (read_metrics(folder / "metrics.jsonl") for folder in (one, other))
     if [line["step"] for line in b] != list(range(1, steps + 1)):
@@ -162,28 +162,28 @@ def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Soak, and say what came of it."""
+    """Parse the command line and run the test; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--processes", type=int, default=3, help="2 to 4, or 6 or 12: the batch is of 12")
-    parser.add_argument("--steps", type=int, default=3000, help="enough for the kills: some 50 for each")
+    parser.add_argument("--processes", type=int, default=3, help="2, 3, 4, 6 or 12: divides the batch of 12")
+    parser.add_argument("--steps", type=int, default=3000, help="about 50 for each kill")
     parser.add_argument("--preset", default="zero3")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--folder", type=Path, help="what remains; removed at the end by default")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--folder", type=Path, help="for both runs; a temporary one by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zerojax-soak-") as temporary:
         sys.exit(soak(options, options.folder or Path(temporary)))
 
 
 def soak(options: argparse.Namespace, folder: Path) -> int:
-    """Both runs and their comparison; returns the exit code."""
+    """Run both, and compare them; returns the exit code."""
     write_text(folder / "text")
     config = folder / "soak.toml"
     config.write_text(CONFIG.format(steps=options.steps, preset=options.preset, text=folder / "text"))
-    # Most of a start is compiling, and there are many: rank 0 finds its programs in the cache (JAX writes no
-    # other rank's), and none is optimized.
+    # Most of each of the many starts is compilation: rank 0 uses a cache (JAX writes none for other ranks),
+    # and programs are not optimised.
     os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Train a model under several wire formats with several seeds, and say how far each ends from the exact run.
+"""Train a model under several wire formats and seeds, and report how far each ends from the exact run.
 
     scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 1 2 --minutes 30 --json runs.json
 
-Runs of one seed begin with the same weights and see the same data in the same order, so that what differs
-between them is the format. A run's difference from the exact one ("zero3") of its seed is what counts; seeds
-say how much of it is chance. The first seed of all variants is trained before the second of any.
+Runs of one seed start with the same weights and see the same data in the same order, so they differ in the
+format only. The result is a run's difference from the exact one ("zero3") of its seed; the seeds show how
+much of it is chance. The first seed of all variants is trained before the second of any.
 
-The JSON file gets each run when it is done. Started again with the same file, the command trains what is not
-in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
+Each run is written to the JSON file when it is done; with the same file, the command trains what is missing.
+Unless data.source is used (--text 0), the text is that of this machine: see machine_text.py.
 """
 
 import datetime
@@ -68,7 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-exact-gradients": {**DELTA, "grads": ("compute", "compute"), "rotation": 0},
     "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
 }
-"""By name, what they set of ``ZeroSection``: what presets may come to set otherwise, too."""
+"""Name -> settings of ``ZeroSection``, explicit even where a preset has the same today."""
 
 _CURVE_POINTS = 50
 
@@ -78,10 +78,10 @@ class Options(on_config.Options):
     """Train variants x seeds and compare them; each setting of the config can be overridden.
 
     Attributes:
-        json: The file of results, to begin or to go on with.
-        variants: Which, in this order; the first seed of all of them comes first.
+        json: The file of results, new or to continue.
+        variants: To train, in this order; the first seed of all of them comes first.
         seeds: Of the weights, the data order and the random bits.
-        minutes: Begin no run that would end later than so many minutes after the start; 0 runs all.
+        minutes: Start no run that would end later than this many minutes after the start; 0 runs all.
         text: Megabytes of this machine's text to train on; 0 reads data.source as it is.
         folder: Where text and tokens are kept.
         picture: A PNG to draw.
@@ -97,7 +97,7 @@ class Options(on_config.Options):
 
 
 def main() -> None:
-    """Read the command line and do what it asks for."""
+    """Parse the command line and run."""
     begun = time.monotonic()
     try:
         run(on_config.parse(Options, "convergence", sys.argv[1:]), begun)
@@ -109,7 +109,7 @@ def run(options: Options, begun: float) -> None:
     """Train what is missing, print the table, draw the picture.
 
     Raises:
-        ZeroError: a variant that is not there, settings that contradict each other, a file of other runs.
+        ZeroError: a variant is unknown, settings contradict each other, or the file is of other runs.
     """
     for name in options.variants:
         with_variant(options.settings, name)
@@ -131,7 +131,7 @@ def train_all(
     """Prepare the text while the variants compile, then train one run after another while there is time.
 
     Returns:
-        Which variants do not compile, and why; the others are trained.
+        The variants that do not compile, and why; the others are trained.
     """
     config = options.settings
     emulate_devices(config.mesh)
@@ -145,7 +145,7 @@ def train_all(
         data = open_dataset(config.data, options.folder / "tokens")
         results.set_data(described, data)
         say(begun, data.describe())
-    # All is compiled here: beside training, either would slow the other.
+    # All compilation ends before training, because each would slow the other.
     broken = {name: error for name, trainee in trainees.items() if (error := trainee.error())}
     say(begun, f"compiled {', '.join(name for name in trainees if name not in broken)}")
     longest = 0.0
@@ -176,11 +176,11 @@ def with_variant(config: RunConfig, name: str) -> RunConfig:
 
 
 def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> tuple[RunConfig, dict[str, Any]]:
-    """Collect this machine's text if asked to, and write tokens; what is there already stays.
+    """Collect this machine's text if asked to, and write tokens; existing ones are kept.
 
     Returns:
-        The settings with the text as their source, and what it is, as `machine_text.collect` says; of text
-        that was given, the settings as they are and nothing.
+        The settings with the text as their source, and its description by `machine_text.collect`; for given
+        text, the unchanged settings and None.
     """
     text, described = folder / "text.jsonl", folder / "text.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> tuple[Run
 
 
 class Results:
-    """The JSON file: settings and data, which all runs share, and the runs."""
+    """The JSON file: the settings and data that all runs share, and the runs."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         """Read the file, if there is one.
@@ -215,14 +215,14 @@ class Results:
 
     @property
     def done(self) -> set[tuple[str, int]]:
-        """Variant and seed of the runs that are there."""
+        """Variant and seed of the existing runs."""
         return {(run["variant"], run["seed"]) for run in self.content["runs"]}
 
     def set_data(self, text: dict[str, Any], data: Dataset) -> None:
-        """Say what runs learn from.
+        """Record the data of the runs.
 
         Raises:
-            ZeroError: the runs that are there learned from something else.
+            ZeroError: the existing runs had other data.
         """
         self.data = data
         part = data.parts[0]
@@ -234,7 +234,7 @@ class Results:
         self.content["data"] = described
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a run to the file, which is whole at any time."""
+        """Append a run to the file, atomically."""
         self.content["runs"].append(record)
         shared = {key: value for key, value in self.content.items() if key != "runs"}
         runs = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line each
@@ -257,7 +257,7 @@ class Results:
 
 
 def difference(before: Any, now: Any, path: str = "") -> str:
-    """Where two trees of settings differ, and how."""
+    """The differences between two trees of settings."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return f"{path[1:]} was {before!r} and is {now!r}"
     keys = [key for key in before | now if before.get(key) != now.get(key)]
@@ -268,7 +268,7 @@ class Trainee:
     """A variant, compiled once for all seeds."""
 
     def __init__(self, config: RunConfig, name: str, threads: Executor) -> None:
-        """Lower what a run of it needs, and have it compiled by ``threads``."""
+        """Lower the programs of a run, and compile them in ``threads``."""
         self.name = name
         self.config = with_variant(config, name)
         self.state = abstract_state(self.config)
@@ -283,7 +283,7 @@ class Trainee:
         self.between_nodes = comm_report(self.state, batch).between_nodes
 
     def error(self) -> BaseException | None:
-        """Why it does not compile; waits until that is known."""
+        """Why it does not compile, if so; waits for the compilation."""
         return next((error for one in self._compiled if (error := one.exception())), None)
 
 
@@ -345,12 +345,12 @@ def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> 
 
 
 def means(values: list[float]) -> list[float]:
-    """The means of 50 equal stretches of a curve, or the values where there are fewer."""
+    """The means of 50 equal stretches of a curve, or its values if there are fewer."""
     return [float(np.mean(some)) for some in np.array_split(values, min(_CURVE_POINTS, len(values)))]
 
 
 def environment() -> dict[str, str]:
-    """On what, when and by which version of the code a run was made."""
+    """The hardware, time and version of the code of a run."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What the wire formats do to the gradients of a trained GPT, beside what theory gives.
+"""Measure the errors of wire formats in the gradients of a trained GPT, and compare them with theory.
 
     scripts/bench/gradient_errors.py runs/gpt-tiny --out docs/gradient_errors
 
-Every device of a 2 x 4 mesh takes the gradient of its own part of a batch; the two-hop reduction brings
-their mean to the owners, once in fp32 and once in each format. Of the matrices (vectors travel
-unquantized) it reports
+Every device of a 2 x 4 mesh computes the gradient of its own part of a batch; the two-hop reduction sends
+their mean to the owners, once in fp32 and once in each format. For the matrices (vectors are not quantized)
+it reports
 
 - error: |g' - g| / |g|, g the exact mean;
-- bias: <g' - g, g> / |g|^2, how much longer or shorter the gradient became;
+- bias: <g' - g, g> / |g|^2, the relative change of the gradient's length;
 - theory: the error if every block were Gaussian. One encoding of a Gaussian block has a known relative
   error e; hop 1 adds it to each device's gradient g_d, hop 2 to each node's sum s_n, independently:
   sqrt(e1^2 sum |g_d|^2 + e2^2 sum |s_n|^2) / |sum g_d|.
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def zero(self) -> ZeroConfig:
-        """The options that ask for it."""
+        """Its options."""
         return ZeroConfig(
             grads=(self.local, self.node),
             block_size=self.block,
@@ -68,7 +68,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Each format on both hops, then what matters for int8/int4."""
+    """Each format on both hops, then the options for int8/int4."""
     rows = [Case(fmt, fmt) for fmt in ("bf16", "fp8", "int8", "fp6", "int4", "int2")]
     rows += [
         Case("int8", "int4", block, rotation, rounding)
@@ -113,7 +113,7 @@ def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
 
 
 def reduced(grads: dict[tuple[str, ...], np.ndarray], zero: ZeroConfig) -> dict[tuple[str, ...], np.ndarray]:
-    """The mean over the mesh as the two hops give it."""
+    """The mean over the mesh by the two hops."""
     mesh = zerojax.make_mesh(NODES, LOCAL)
     leaves = [
         make_leaf(path, x.shape[1:], "float32", None, number=i, world=World(NODES, LOCAL), zero=zero)

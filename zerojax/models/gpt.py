@@ -94,7 +94,6 @@ class Attention(nnx.Module):
     """Causal self-attention with grouped key and value heads."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights."""
         c = config
         self.config = c
         width = (c.heads + 2 * c.key_value_heads) * c.head_dim
@@ -132,7 +131,6 @@ class MLP(nnx.Module):
     """The position-wise feed-forward network."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights."""
         c = config
         self.activation = c.mlp
         if c.mlp == "swiglu":
@@ -151,7 +149,6 @@ class Block(nnx.Module):
     """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights."""
         self.dropout = config.dropout
         self.norm_attention = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
@@ -186,7 +183,6 @@ class GPT(nnx.Module):
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights, fp32."""
         c = config
         self.config = c
         self.deterministic = False  # set by model.eval()

@@ -315,7 +315,7 @@ def test_the_tutorial_of_zeropp() -> None:
     ("data", "options", "message"),
     [
         ({}, {"batch_size": 0}, "--batch-size = 0 must be at least 1"),
-        (batch(), {"batch_size": 9}, "train_batch_size = 8, but --batch-size 9: drop the option"),
+        (batch(), {"batch_size": 9}, "train_batch_size = 8 contradicts --batch-size 9: drop the option"),
         (
             {"gradient_accumulation_steps": 3},
             {"batch_size": 8},

@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import TensorPart, TensorParts, whole
+from zerojax.interop.huggingface.mapping import TensorParts, embeddings, whole
 from zerojax.models import GPTConfig
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -93,15 +93,11 @@ def parts(model: GPTConfig, prefix: str) -> TensorParts:
         "mlp/up": "mlp.c_fc",
         "mlp/down": "mlp.c_proj",
     }
-    head = TensorPart("lm_head.weight", required=not model.tied)
-    found = {
-        "embed/embedding": (*whole(prefix + "wte.weight"), *((head,) if model.tied else ())),
+    found = embeddings(prefix + "wte.weight", tied=model.tied) | {
         "position/embedding": whole(prefix + "wpe.weight"),
         "norm/scale": whole(prefix + "ln_f.weight"),
         "norm/bias": whole(prefix + "ln_f.bias"),
     }
-    if not model.tied:
-        found["head/embedding"] = (head,)
     for ours, theirs in modules.items():
         weight = "scale" if ours.startswith("norm") else "kernel"
         found[f"block/{ours}/{weight}"] = whole(f"{block}{theirs}.weight")

@@ -4,7 +4,7 @@ from typing import Any
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import TensorPart, TensorParts, matrix, side_by_side, whole
+from zerojax.interop.huggingface.mapping import TensorParts, embeddings, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
 _LLAMA3 = {  # their name -> ours
@@ -105,15 +105,11 @@ def write(model: GPTConfig) -> dict[str, Any]:
 def parts(model: GPTConfig, prefix: str) -> TensorParts:
     """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     block = prefix + "layers.{layer}."
-    head = TensorPart("lm_head.weight", required=not model.tied)
-    found = {
-        "embed/embedding": (*whole(prefix + "embed_tokens.weight"), *((head,) if model.tied else ())),
+    found = embeddings(prefix + "embed_tokens.weight", tied=model.tied) | {
         "norm/scale": whole(prefix + "norm.weight"),
         "block/norm_attention/scale": whole(block + "input_layernorm.weight"),
         "block/norm_mlp/scale": whole(block + "post_attention_layernorm.weight"),
     }
-    if not model.tied:
-        found["head/embedding"] = (head,)
     widths = (model.attention_width, *(model.key_value_heads * model.head_dim,) * 2)
     linear = {"attention/out": "self_attn.o_proj"} | {
         f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")

@@ -56,6 +56,14 @@ def matrix(name: str) -> tuple[TensorPart, ...]:
     return (TensorPart(name, transposed=True),)
 
 
+def embeddings(name: str, *, tied: bool) -> TensorParts:
+    """The token embedding, of the given name, and the output projection, which are one leaf if tied."""
+    table, head = TensorPart(name), TensorPart("lm_head.weight", required=not tied)
+    if tied:
+        return {"embed/embedding": (table, head)}
+    return {"embed/embedding": (table,), "head/embedding": (head,)}
+
+
 def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[TensorPart, ...]:
     """A leaf whose columns are several tensors, one after the other."""
     starts = [sum(widths[:i]) for i in range(len(widths))]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import TensorPart, TensorParts, matrix, side_by_side, whole
+from zerojax.interop.huggingface.mapping import TensorParts, embeddings, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
@@ -81,16 +81,11 @@ def write(model: GPTConfig) -> dict[str, Any]:
 def parts(model: GPTConfig, prefix: str) -> TensorParts:
     """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     decoder, block = prefix + "decoder.", prefix + "decoder.layers.{layer}."
-    head = TensorPart("lm_head.weight", required=not model.tied)
-    tables = (*whole(decoder + "embed_tokens.weight"), *((head,) if model.tied else ()))
-    found = {
-        "embed/embedding": tables,
+    found = embeddings(decoder + "embed_tokens.weight", tied=model.tied) | {
         "position/embedding": whole(decoder + "embed_positions.weight"),
         "norm/scale": whole(decoder + "final_layer_norm.weight"),
         "norm/bias": whole(decoder + "final_layer_norm.bias"),
     }
-    if not model.tied:
-        found["head/embedding"] = (head,)
     widths = (model.d_model,) * 3
     for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
         names = tuple(f"{block}self_attn.{which}_proj.{kind}" for which in "qkv")
