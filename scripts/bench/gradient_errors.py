@@ -100,13 +100,13 @@ def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
     found = [from_tree(gradients(trained.state, part)) for part in parts]
     leaves = {leaf.path: leaf for leaf in trained.state.program.leaves if len(leaf.shape) > 1}
 
-    def natural(path: tuple[str, ...], leaf: Leaf) -> np.ndarray:
+    def unsharded(path: tuple[str, ...], leaf: Leaf) -> np.ndarray:
         layers = leaf.layers or 1
         rows = [np.asarray(each[path]).reshape(layers, -1)[:, : leaf.size] for each in found]
         return np.stack(rows).reshape(len(found), layers, *leaf.shape)
 
     return {
-        (*path, str(layer)): natural(path, leaf)[:, layer]
+        (*path, str(layer)): unsharded(path, leaf)[:, layer]
         for path, leaf in leaves.items()
         for layer in range(leaf.layers or 1)
     }

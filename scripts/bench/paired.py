@@ -10,7 +10,7 @@ import numpy as np
 import scipy.stats
 
 Run = dict[str, Any]
-"""A record as `convergence.py` writes it."""
+"""A run in the output of `convergence.py`."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def table(runs: Sequence[Run], exact: str) -> list[str]:
     """A Markdown table, a row per variant in the order of their first runs.
 
     Columns: the mean loss over seeds and the standard deviation of one run; the mean of the paired
-    differences and its standard error; by how much the loss falls if the same weights are evaluated without their wire
-    formats; the bytes that a node sends per step. Below, the effect of `Chance`.
+    differences and its standard error; by how much the loss falls if the same weights are evaluated without
+    their wire formats; the bytes that a node sends per step. Below, the effect of `Chance`.
     """
     lines = [
         f"| variant | seeds | validation loss | spread | from {exact} | weights as they are | sent |",

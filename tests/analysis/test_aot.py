@@ -1,4 +1,4 @@
-"""zerojax.analysis.aot: described clusters, and what stays as it was in a process that compiles for them."""
+"""zerojax.analysis.aot: described clusters, and no side effects in a process that compiles for them."""
 
 import os
 import subprocess

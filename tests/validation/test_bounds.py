@@ -1,4 +1,4 @@
-"""Numbers that nobody can mean are refused in one line, at once: in files and on command lines."""
+"""Absurd numbers are refused at once, in one line, in files and on command lines."""
 
 import dataclasses
 import json

@@ -27,7 +27,7 @@ class TrainedRun:
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
-    """Restore a run's newest sound checkpoint.
+    """Restore a run's newest valid checkpoint.
 
     Args:
         folder: the run's.

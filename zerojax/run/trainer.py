@@ -107,7 +107,7 @@ class Trainer:
         peers: Peers | None = None,
         profile: range | None = None,
     ) -> Self:
-        """Prepare the data, make the model or restore the newest sound checkpoint.
+        """Prepare the data, make the model or restore the newest valid checkpoint.
 
         Args:
             config: the settings.

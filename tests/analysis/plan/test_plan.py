@@ -118,7 +118,7 @@ def test_lasting_memory_is_what_the_state_holds():
 
 
 def _copies(x: jax.ShapeDtypeStruct) -> int:
-    """How many devices hold the same part."""
+    """The number of devices that hold the same part."""
     assert x.sharding is not None
     parts = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
     return len(x.sharding.device_set) // len(parts)

@@ -1,4 +1,4 @@
-"""Profiles: the trace of a run, what its ranges are called, and how much communication is hidden."""
+"""Profiles: the trace of a run, the names of its ranges, and how much communication is hidden."""
 
 import gzip
 import json
@@ -137,7 +137,7 @@ class Kernel:
 
 @dataclass
 class Line:
-    """A stream, or what the profiler sums up."""
+    """A stream, or a summary of the profiler."""
 
     name: str
     events: list[Kernel]
@@ -175,7 +175,7 @@ NAMES = {
 
 
 def gpu() -> Profile:
-    """On device 0 a gather of 100 ns under compute but for 30, and an exchange of 50 that is bare."""
+    """On device 0 a gather of 100 ns, 30 of them without compute, and an exchange of 50 without any."""
     compute = [kernel("gemm", 0, 40, "fusion.1"), kernel("gemm", 70, 120, "fusion.1")]
     # Two kernels of one gather that overlap each other hide nothing of each other.
     gather = [

@@ -1,4 +1,4 @@
-"""DeepSpeed configs: what becomes of each key, and that none is lost."""
+"""DeepSpeed configs: the translation of each key, and that none is lost."""
 
 import json
 import tomllib
@@ -92,7 +92,7 @@ def test_a_whole_config() -> None:
 @pytest.mark.parametrize("accumulate", [None, 1, 2])
 @pytest.mark.parametrize("train", [None, 12, 36])
 def test_batch_arithmetic(train: Any, micro: Any, accumulate: Any, world: int) -> None:
-    """Every assignment that DeepSpeed's rules leave open is tried; there is one, or an error."""
+    """Tries every assignment that DeepSpeed's rules permit: there is one, or an error."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {k: v for k, v in zip(names, (train, micro, accumulate), strict=True) if v is not None}
     free = accumulate is None and not (train and micro)
@@ -271,7 +271,7 @@ def leaves(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def test_an_auto_beside_what_is_given() -> None:
-    """A rate, a dtype or a batch that the file does say is never overridden by an "auto"."""
+    """A rate, a dtype or a batch given in the file is never overridden by an "auto"."""
     data = TRAINER | {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 7e-4}}}
     result = translate(data, batch_size=64)
     assert result.sections["zero"]["compute_dtype"] == "bfloat16"

@@ -1,4 +1,4 @@
-"""What a key means that a config.json leaves out: what transformers documents.
+"""Keys missing from a config.json have the defaults that transformers documents.
 
 The values are those of `GPT2Config`, `OPTConfig` and `LlamaConfig` and of their base class, in transformers 4
 and 5 alike; the epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.

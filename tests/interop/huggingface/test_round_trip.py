@@ -1,4 +1,4 @@
-"""Models of transformers, imported: the same logits, and the same bits when they are exported again."""
+"""Imported models of transformers give the same logits, and the same bits when exported again."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
 
 
 class CountingFiles(SafetensorFiles):
-    """Files that note how many bytes of each tensor are read, and the most at one time."""
+    """Files that record how many bytes of each tensor are read, and the most at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Safetensors files and indices that break a rule of the format: refused in a line, never read as weights."""
+"""Safetensors files and indices that break a rule of the format are refused in one line."""
 
 import json
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_what_the_format_allows_is_read(tmp_path: Path):
 
 
 def shards(folder: Path, change: dict[str, Any]) -> Path:
-    """llama2's five files, with an index in which some entries are others."""
+    """llama2's five files, with an index of which some entries are changed."""
     for file in LLAMA.glob("*.safetensors"):
         (folder / file.name).symlink_to(file)
     index = json.loads((LLAMA / INDEX).read_text())

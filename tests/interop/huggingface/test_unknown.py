@@ -1,4 +1,4 @@
-"""What is not understood is refused by name, and nothing is written."""
+"""Unknown keys and tensors are refused by name, and nothing is written."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""States in natural shapes: rows that stay in place, what belongs to a mesh, and what may be missing."""
+"""The canonical form of a state: rows that stay in place, arrays that belong to a mesh, missing kinds."""
 
 from typing import Any
 

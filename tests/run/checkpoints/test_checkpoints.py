@@ -1,4 +1,4 @@
-"""Checkpoints: natural shapes, any mesh, complete or not there."""
+"""Checkpoints: unsharded shapes, any mesh, complete or absent."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ BATCH = np.linspace(-1, 1, 8 * 13, dtype=np.float32).reshape(8, 13)
 
 
 class Awkward(nnx.Module):
-    """Sizes that divide nothing, a scalar, an empty leaf, a stack, a counter that is no parameter."""
+    """Sizes that divide nothing, a scalar, an empty leaf, a stack, a counter that is not a parameter."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 7) -> None:
         self.first = nnx.Linear(13, width, rngs=rngs)
@@ -86,7 +86,7 @@ def saved(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_natural_shapes(trained: Any) -> None:
+def test_unsharded_shapes(trained: Any) -> None:
     tree = to_canonical(trained)
     assert tree["params"]["first"]["kernel"].shape == (13, 7)
     assert tree["params"]["blocks"]["block"]["kernel"].shape == (3, 7, 7)
@@ -128,7 +128,7 @@ def test_copies_outlive_the_state(nodes: int, local: int) -> None:
 
 
 class Even(nnx.Module):
-    """What 8 devices share out by rows."""
+    """A leaf that 8 devices share by rows."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = zerojax.Stack(lambda rngs: nnx.Linear(64, 64, rngs=rngs), 3, rngs=rngs)
@@ -265,7 +265,7 @@ def test_of_an_old_one_that_is_a_link_the_link_is_deleted(trained: Any, tmp_path
 def test_an_old_one_that_cannot_be_deleted_is_said_and_saving_goes_on(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where an NFS server holds on to a file; the next start tries again."""
+    """As when an NFS server holds a file; the next start tries again."""
 
     def rmtree(path: Path, **_: Any) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), f"{path}/.nfs0000000000000012")

@@ -1,4 +1,4 @@
-"""Seals: every kind of damage is seen and named; and the checkpoint before is chosen."""
+"""Manifests: every kind of damage is detected and named, and the previous checkpoint is chosen."""
 
 import os
 from collections.abc import Callable
@@ -29,7 +29,7 @@ FILES = {
 
 
 def make(folder: Path, step: int) -> Path:
-    """A sealed folder with the shape of a checkpoint."""
+    """A folder like a checkpoint, with a manifest."""
     path = folder / str(step)
     for name, data in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_a_sound_one(tmp_path: Path) -> None:
+def test_a_valid_one(tmp_path: Path) -> None:
     manifest = verify(make(tmp_path, 400), 400)
     assert (manifest.step, manifest.saved_at, manifest.record) == (400, 1.7e9, RECORD)
     assert manifest.size == sum(map(len, FILES.values()))

@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "delta": {"preset": "delta"},
     "delta, all": {"preset": "delta", "accumulate": 2, "error_feedback": True, "delta_resync": 3},
 }
-# What these do the others do as well.
+# Enough: the other kinds take the same path.
 COVERED = ("stage 1", "zero3, accumulated", "zero++", "delta")
 OTHERS = [(4, 2), (1, 8), (3, 2)]
 
@@ -102,7 +102,7 @@ def test_resume(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "nodes", "local"), [("stage 1", 3, 2), ("delta, all", 4, 2)])
 def test_training_goes_on_elsewhere(name: str, nodes: int, local: int, tmp_path: Path) -> None:
-    """From zero++ to another mesh, stage and wire format: the losses are of the same weights."""
+    """From zero++ to another mesh, stage and wire format: the losses are those of the same weights."""
     state, _ = steps(create(2, 4, "zero++"), 1, 8)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(8, state, Record())

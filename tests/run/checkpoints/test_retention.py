@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and when one is due by time."""
+"""Which checkpoints are kept, and when one is due by time."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_what_stays(retention: Retention, kept: list[int]) -> None:
 
 
 def test_one_after_the_other_leads_to_the_same() -> None:
-    """As in a run: whenever one is saved, what is surplus goes."""
+    """As in a run: each save removes the surplus."""
     retention, there = Retention(2, every=300, best=1), dict[int, tuple[int, float | None]]()
     for step, facts in RUN.items():
         there[step] = facts

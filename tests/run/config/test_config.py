@@ -1,4 +1,4 @@
-"""Settings: defaults, TOML, errors that name the way out."""
+"""Settings: defaults, TOML, and errors that name the way out."""
 
 import dataclasses
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_zero_section_has_every_option_of_the_library() -> None:
-    """What the library can do is never out of the config's reach; `units` comes from the model."""
+    """Every option of the library can be set in a config; `units` comes from the model."""
     library = {f.name for f in dataclasses.fields(ZeroConfig)} - {"units", "accumulate"}
     section = {f.name for f in dataclasses.fields(ZeroSection)} - {"preset"}
     assert section == library
@@ -163,7 +163,7 @@ def test_zero_overrides() -> None:
 
 
 def test_options_are_frozen_in() -> None:
-    """A new option is a promise: it needs a meaning in the help, a reason and a line here."""
+    """A new option is a promise: it needs help text, a reason and a line here."""
     options = {f.name: len(dataclasses.fields(f.type)) for f in dataclasses.fields(RunConfig)}  # type: ignore[arg-type]  # every section is a dataclass
     del options["model"], options["zero"]
     assert options == {

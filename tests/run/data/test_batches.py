@@ -25,7 +25,7 @@ def windows(file: TokenFile) -> Windows:
 
 
 class Numbers(Sequence[Any]):
-    """A source of `size` rows that say where they are from."""
+    """A source of `size` rows that contain their source and index."""
 
     def __init__(self, source: int, size: int) -> None:
         self.source, self.size = source, size

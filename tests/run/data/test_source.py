@@ -1,4 +1,4 @@
-"""Sources: which files are read, what their documents are, and what is said of damage."""
+"""Sources: which files are read, their documents, and the messages about damage."""
 
 import gzip
 import json
@@ -208,7 +208,7 @@ def test_a_null_and_a_damaged_text_in_a_column_are_named(tmp_path: Path, suffix:
 
 
 class TestSavedDatasets:
-    """Folders that Hugging Face `datasets` 5.2 wrote; fixtures/README.md says how."""
+    """Folders written by Hugging Face `datasets` 5.2; fixtures/README.md says how."""
 
     def test_a_saved_dataset_is_its_arrow_files(self, tmp_path: Path) -> None:
         saved = tmp_path / "saved"

@@ -48,7 +48,7 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
     """
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
-        copy = copied(x) if leaf is None else _convert(state.program, leaf, x, _natural(state, leaf, x))
+        copy = copied(x) if leaf is None else _convert(state.program, leaf, x, _canonical(state, leaf, x))
         tree[name] = _to_host(copy) if on_host else copy
     return _nested(tree)
 
@@ -59,7 +59,7 @@ def abstract_canonical(state: TrainState) -> Tree:
         {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             if leaf is None
-            else _natural(state, leaf, x)
+            else _canonical(state, leaf, x)
             for name, (leaf, x) in _entries(state).items()
         }
     )
@@ -284,11 +284,11 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec
 
 
-def _natural(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
-    return abstract(leaf.natural_shape, x.dtype, state.program.sharding(_natural_spec(leaf)))
+def _canonical(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
+    return abstract(leaf.natural_shape, x.dtype, state.program.sharding(_canonical_spec(leaf)))
 
 
-def _natural_spec(leaf: Leaf) -> PartitionSpec:
+def _canonical_spec(leaf: Leaf) -> PartitionSpec:
     """Cut as its owners hold it; else over as many devices as divide one of its dimensions."""
     if _is_cut_by_rows(leaf):
         return leaf.spec()
