@@ -228,7 +228,7 @@ TRAINER = {
     "train_batch_size": AUTO,
     "train_micro_batch_size_per_gpu": AUTO,
 }  # fmt: skip
-"""As Hugging Face's Trainer takes it, which fills everything in."""
+"""As for Hugging Face's Trainer, which fills everything in."""
 
 
 def test_where_it_says_auto_the_default_of_zerojax_stands() -> None:
@@ -295,7 +295,7 @@ TUTORIAL = {
         "overlap_comm": True,
     }
 }
-"""Of DeepSpeed's ZeRO++ tutorial, whole: the batch is the script's."""
+"""The complete config of DeepSpeed's ZeRO++ tutorial, whose script sets the batch."""
 
 
 def test_the_tutorial_of_zeropp() -> None:

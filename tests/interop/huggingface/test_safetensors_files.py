@@ -79,7 +79,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "bytes left over": (file_of({"a": entry()}, bytes(9)), "1 tensors end at byte"),
 }
 STRICTER = {"nothing", "no tensor", "a key twice", "a shape without end", "an unknown dtype"}
-"""What the safetensors library reads (or, of an unknown dtype, refuses in other bytes)."""
+"""Damage that the safetensors library accepts (or, for an unknown dtype, refuses differently)."""
 
 
 @pytest.mark.parametrize("name", DAMAGED)
