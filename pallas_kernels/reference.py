@@ -274,14 +274,9 @@ def _octets(rows: int, n: int) -> jax.Array:
 
 
 def _encode(
-    x: jax.Array,
-    index: jax.Array | None,
-    fmt: str,
-    block: int | None,
-    rounding: str,
-    rotation: int,
+    x: jax.Array, index: jax.Array | None, fmt: str, block: int | None, rounding: str, rotation: int,
     seed: jax.Array | None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Encode fp32[..., n] into uint8[..., nbytes]; ``index`` holds the index of each group of eight."""
     if rotation:
         x = rotate(x)
@@ -319,17 +314,9 @@ def encode_delta(
 
 
 def encode_reordered(
-    g: jax.Array,
-    seed: jax.Array | None,
-    *,
-    fmt: str,
-    local: int,
-    nodes: int,
-    chunks: int,
-    block: int | None,
-    rounding: str,
-    rotation: int,
-) -> jax.Array:
+    g: jax.Array, seed: jax.Array | None, *,
+    fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.encode_reordered``."""
 
     def reorder(flat: jax.Array) -> jax.Array:
@@ -413,16 +400,9 @@ def decode_sum(
 
 
 def decode_sum_encode(
-    payload: jax.Array,
-    seed: jax.Array | None,
-    *,
-    fmt_in: str,
-    fmt_out: str,
-    rows_out: int,
-    n: int,
-    block: int | None,
-    rounding: str,
-) -> jax.Array:
+    payload: jax.Array, seed: jax.Array | None, *,
+    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.decode_sum_encode``."""
     total = _sum_rows(payload, fmt_in, rows_out * n, block).reshape(rows_out, n)
     return encode(total, seed, fmt=fmt_out, block=block, rounding=rounding, rotation=0)

@@ -70,13 +70,9 @@ def _as_bytes(words: jax.Array) -> jax.Array:
 
 
 def _launch(
-    body: Callable[..., None],
-    out: jax.ShapeDtypeStruct,
-    rows: int,
-    blocks: int,
-    tile: Tile,
+    body: Callable[..., None], out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile,
     *arrays: jax.Array,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Run ``body`` once for every tile of ``rows`` rows of ``blocks`` blocks."""
     call = plgpu.kernel(
         body,
@@ -130,15 +126,10 @@ def _encode(
 
 
 def encode(
-    x: jax.Array,
-    seed: jax.Array | None,
-    *,
-    fmt: str,
-    block: int | None,
-    rounding: str,
-    rotation: int,
+    x: jax.Array, seed: jax.Array | None, *,
+    fmt: str, block: int | None, rounding: str, rotation: int,
     otherwise: Implementation = reference.encode,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.encode``; ``otherwise`` is the fallback."""
     payload = None
     if block is not None and _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
@@ -247,16 +238,9 @@ def decode_sum(
 
 
 def decode_sum_encode(
-    payload: jax.Array,
-    seed: jax.Array | None,
-    *,
-    fmt_in: str,
-    fmt_out: str,
-    rows_out: int,
-    n: int,
-    block: int | None,
-    rounding: str,
-) -> jax.Array:
+    payload: jax.Array, seed: jax.Array | None, *,
+    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored in between."""
 
     def default() -> jax.Array:

@@ -63,15 +63,9 @@ def _options(out: jax.ShapeDtypeStruct) -> dict[str, Any]:
 
 
 def _call(
-    kernel: Any,
-    arrays: tuple[jax.Array, ...],
-    out: jax.ShapeDtypeStruct,
-    rows: int,
-    n: int,
-    block: int | None,
-    shape: tuple[int, int],
-    **constants: Any,
-) -> jax.Array:
+    kernel: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
+    block: int | None, shape: tuple[int, int], **constants: Any,
+) -> jax.Array:  # fmt: skip
     """Launch one program per UNROLL (or 1) * T * K elements of each of ``rows`` rows of n."""
     assert block is not None  # as in all quantized formats
     lanes, warps = shape
@@ -93,20 +87,10 @@ def _call(
 
 
 def _encode(
-    x: jax.Array,
-    base: jax.Array | None,
-    seed: jax.Array | None,
-    rows: int,
-    n: int,
-    reorder: tuple[int, int, int],
-    out: tuple[int, ...],
-    *,
-    fmt: str,
-    width: int,
-    block: int | None,
-    rounding: str,
-    rotation: int,
-) -> jax.Array:
+    x: jax.Array, base: jax.Array | None, seed: jax.Array | None, rows: int, n: int,
+    reorder: tuple[int, int, int], out: tuple[int, ...], *,
+    fmt: str, width: int, block: int | None, rounding: str, rotation: int,
+) -> jax.Array:  # fmt: skip
     """Encode x as ``rows`` rows of n into ``out``, whose payload rows hold ``width`` elements."""
     local, nodes, chunks = reorder
     stochastic = rounding == "stochastic"
@@ -156,17 +140,9 @@ def encode_delta(
 
 
 def encode_reordered(
-    g: jax.Array,
-    seed: jax.Array | None,
-    *,
-    fmt: str,
-    local: int,
-    nodes: int,
-    chunks: int,
-    block: int | None,
-    rounding: str,
-    rotation: int,
-) -> jax.Array:
+    g: jax.Array, seed: jax.Array | None, *,
+    fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.encode_reordered``."""
     options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows = local * nodes * chunks
@@ -215,19 +191,10 @@ def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | No
 
 
 def _sum(
-    payload: jax.Array,
-    seed: jax.Array | None,
-    out: jax.ShapeDtypeStruct,
-    *,
-    fmt: str,
-    fmt_out: str,
-    rows: int,
-    n: int,
-    block: int | None,
-    rotation: int,
-    factor: float,
+    payload: jax.Array, seed: jax.Array | None, out: jax.ShapeDtypeStruct, *,
+    fmt: str, fmt_out: str, rows: int, n: int, block: int | None, rotation: int, factor: float,
     rounding: str,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Sum the payload's rows of rows * n elements into ``out``, in fmt_out ("sum": fp32)."""
     encoded = fmt_out in QUANTIZED
     lanes, warps, unroll = sum_shape(fmt, rotation, not encoded)
@@ -274,16 +241,9 @@ def decode_sum(
 
 
 def decode_sum_encode(
-    payload: jax.Array,
-    seed: jax.Array | None,
-    *,
-    fmt_in: str,
-    fmt_out: str,
-    rows_out: int,
-    n: int,
-    block: int | None,
-    rounding: str,
-) -> jax.Array:
+    payload: jax.Array, seed: jax.Array | None, *,
+    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
+) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.decode_sum_encode``."""
     total = rows_out * n
     re_encode = partial(encode, fmt=fmt_out, block=block, rounding=rounding, rotation=0)
