@@ -1,4 +1,4 @@
-"""How numbers are written for people, and tables as plain text."""
+"""Formats numbers for people, and tables as plain text."""
 
 import io
 
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
 
 
 def plain_text(renderable: RenderableType, width: int = 120) -> str:
-    """What rich draws, at most ``width`` columns wide, without colours or trailing blanks."""
+    """Render with rich as plain text, at most ``width`` columns wide, without trailing blanks."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False).print(renderable)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -71,7 +71,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the planned memory."""
+        """Relative error of the planned memory."""
         return self.memory[0] / self.memory[1] - 1
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How the time to trace, lower and compile a training step grows with a Stack's depth.
+"""Measure the time to trace, lower and compile a training step over the depth of a Stack.
 
     scripts/bench/compile_time.py --layers 12 48 --preset zero++
 

@@ -150,7 +150,7 @@ def gaussian_error(fmt: str, block: int, rounding: str) -> float:
 
 
 def norm(parts: list[np.ndarray]) -> float:
-    """Of all values together."""
+    """The figures over all values."""
     return float(np.sqrt(sum(float(np.sum(np.square(part, dtype=np.float64))) for part in parts)))
 
 

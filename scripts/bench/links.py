@@ -69,7 +69,7 @@ def in_sequences(tokens: int) -> tuple[int, int]:
     """
     length = min(tokens, LONGEST)
     if tokens < 1 or tokens % length:
-        raise ValueError(f"{tokens} tokens are no number of sequences of {LONGEST}")
+        raise ValueError(f"{tokens} tokens do not divide into sequences of {LONGEST}")
     return tokens // length, length
 
 

@@ -37,7 +37,7 @@ _BATCH = 2048
 
 
 def default_roots() -> list[Path]:
-    """Where the machine keeps such files: the running Python's library and packages, and /usr."""
+    """The folders of such files: the running Python's library and packages, and /usr."""
     own = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     return [*own, Path("/usr/include"), Path("/usr/local"), Path("/usr/share")]
 

@@ -183,7 +183,7 @@ def make_parser(description: str, peers: list[str], default: list[str]) -> argpa
         "--warm-up",
         type=int,
         default=3,
-        help="untimed steps: the first of all, and the others anew at each of --rates",
+        help="untimed steps: the first once, the others again at each of --rates",
     )
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--peers", nargs="+", choices=peers, default=default)

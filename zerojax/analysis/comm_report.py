@@ -46,7 +46,7 @@ PHASES = {
     "weights forward": "gathers before the forward pass or within it",
     "weights backward": "gathers of the backward pass",
     "delta": "the change of the weights, once per optimizer step",
-    "resync": "the whole weights instead of the delta, every so many steps",
+    "resync": "the whole weights instead of the delta, every delta_resync steps",
     "gradients": "the hops of the gradients",
     "optimizer": "matrices sent to be orthogonalised, and back",
     "metrics": "sums of losses, counts and model state",
@@ -121,7 +121,7 @@ class CommReport:
 
     @property
     def zero3_bytes(self) -> float:
-        """What ZeRO-3 in bf16 sends between nodes, per node and step: 3M (N-1)/N for N nodes."""
+        """Bytes that ZeRO-3 in bf16 sends between nodes, per node and step: 3M (N-1)/N for N nodes."""
         return 3 * self.model_bytes * (self.nodes - 1) / self.nodes
 
     def phases(self) -> dict[str, tuple[float, float]]:

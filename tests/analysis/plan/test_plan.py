@@ -82,11 +82,9 @@ def test_awkward_sizes():
 def test_settings_without_effect_are_named():
     state = abstract_state("stacked", zerojax.make_mesh(1, 8), config("zero++"))
     text = describe_plan(state)
-    assert "one node: there is no hop over node; weights='int8', grads[1]='int4' without effect" in text
+    assert "one node: no hop over node; weights='int8', grads[1]='int4' without effect" in text
     state = abstract_state("stacked", zerojax.make_mesh(8, 1), config("zero++"))
-    assert "one device per node: there is no hop over local; grads[0]='int4' without effect" in describe_plan(
-        state
-    )
+    assert "one device per node: no hop over local; grads[0]='int4' without effect" in describe_plan(state)
 
 
 def test_the_table_shows_units_leaves_formats_and_sizes():

@@ -54,7 +54,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: [(p / n).unlink() for n in ("_META", "params/manifest")],
         r"_META is missing \(and 1 more\)",
     ),
-    "link": (lambda p: (p / "params/link").symlink_to("/etc/passwd"), "params/link is no plain file"),
+    "link": (lambda p: (p / "params/link").symlink_to("/etc/passwd"), "params/link is not a plain file"),
     "no manifest": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
     "cut manifest": (lambda p: os.truncate(p / "seal.json", 200), "seal.json is damaged"),
     "changed manifest": (
@@ -114,7 +114,7 @@ def test_all_damaged_is_refused_and_none_is_none(tmp_path: Path) -> None:
     assert newest_valid(tmp_path).step is None
     for step in (1, 2):
         (make(tmp_path, step) / "_META").unlink()
-    with pytest.raises(ZeroError, match=r"2 is damaged: _META is missing; .*1 is damaged: .*start afresh"):
+    with pytest.raises(ZeroError, match=r"2 is damaged: _META is missing; .*1 is damaged: .*start over"):
         newest_valid(tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_names(tmp_path: Path) -> None:
 def test_find_refuses_what_is_none(tmp_path: Path) -> None:
     with pytest.raises(ZeroError, match="neither a run's folder nor a checkpoint"):
         find(tmp_path / "nothing")
-    with pytest.raises(ZeroError, match=r"no checkpoint, or a damaged one: seal\.json is missing"):
+    with pytest.raises(ZeroError, match=r"not a checkpoint, or is damaged: seal\.json is missing"):
         find(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ZeroError, match="there is no checkpoint yet"):

@@ -75,9 +75,9 @@ def settings_of(program: Program) -> Iterator[str]:
         yield f"gradient hops overlapped in {zero.chunks} chunks"
     if world.nodes == 1:
         named = {"weights": zero.weights, "grads[1]": zero.grads[1]}
-        yield f"one node: there is no hop over node{_without_effect(named)}"
+        yield f"one node: no hop over node{_without_effect(named)}"
     if world.local == 1:
-        yield f"one device per node: there is no hop over local{_without_effect({'grads[0]': zero.grads[0]})}"
+        yield f"one device per node: no hop over local{_without_effect({'grads[0]': zero.grads[0]})}"
 
 
 def _without_effect(named: dict[str, str | None]) -> str:

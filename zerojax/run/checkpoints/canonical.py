@@ -27,8 +27,8 @@ from zerojax.train.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
-MADE_ANEW = ("secondary", "residual", "average", "losses")
-"""Kinds that are initialised afresh where a checkpoint has none that fits."""
+REINITIALISED = ("secondary", "residual", "average", "losses")
+"""Kinds that are initialised again if a checkpoint has none that fits."""
 
 
 def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
@@ -79,8 +79,8 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    made_anew = tuple(f"{kind}/" for kind in MADE_ANEW if kind not in tree)
-    lacking = sorted(n for n in entries if n not in given and not n.startswith(made_anew))
+    reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
+    lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
     if lacking:
         raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
     stored = {
@@ -201,7 +201,7 @@ def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct 
     One function is compiled per layout and cached by the program.
     """
     source, target = _spec(x), _spec(like)
-    cut = _cut_alike if _is_cut_by_rows(leaf) else _cut_anew
+    cut = _cut_rows if _is_cut_by_rows(leaf) else _gather_and_cut
     on_device = cut(leaf, source, target, like)
 
     def make() -> Callable[[Array], Array]:
@@ -221,7 +221,7 @@ def _is_cut_by_rows(leaf: Leaf) -> bool:
     return leaf.padded == leaf.size and bool(leaf.shape) and leaf.shape[0] % leaf.world.size == 0
 
 
-def _cut_alike(
+def _cut_rows(
     leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
     """The conversion on a device for a leaf cut by rows: both forms have their numbers in the same order."""
@@ -242,7 +242,7 @@ def _cut_alike(
     return on_device
 
 
-def _cut_anew(
+def _gather_and_cut(
     leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
     """The conversion on a device for any other leaf: gather it and cut out the device's part.

@@ -30,7 +30,7 @@ class DamagedError(ZeroError):
 
 @dataclass(frozen=True)
 class Record:
-    """What is saved with the arrays.
+    """The trainer's record, saved with the arrays.
 
     Attributes:
         config: the run's settings, as ``config_to_dict`` returns them.
@@ -168,7 +168,7 @@ def _files(path: Path) -> Iterator[str]:
         for name in [*folders, *names]:
             entry = Path(folder, name)
             if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
-                raise DamagedError(f"{entry.relative_to(path)} is no plain file")
+                raise DamagedError(f"{entry.relative_to(path)} is not a plain file")
         yield from (
             str(relative)
             for name in names

@@ -10,7 +10,7 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ZeroError
-from zerojax.run.checkpoints.canonical import MADE_ANEW, abstract_canonical, from_canonical, with_weights
+from zerojax.run.checkpoints.canonical import REINITIALISED, abstract_canonical, from_canonical, with_weights
 from zerojax.train.state import TrainState
 
 
@@ -31,7 +31,7 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
     wanted = {
         kind: tree
         for kind, tree in abstract_canonical(state).items()
-        if kind not in MADE_ANEW or not _differences(tree, saved.get(kind))
+        if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
     if not average:
         return from_canonical(state, _load(path, wanted, saved))

@@ -41,7 +41,7 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
             found[step] = str(error)
     if found:
         each = "; ".join(damage_line(folder, step, why) for step, why in found.items())
-        raise ZeroError(f"no checkpoint can be used: {each}. Restore one, or move them away to start afresh")
+        raise ZeroError(f"no checkpoint can be used: {each}. Restore one, or move them away to start over")
     return Choice(None, {})
 
 
@@ -75,7 +75,7 @@ def find(run_or_checkpoint: Path) -> Path:
     try:
         verify(path)
     except DamagedError as error:
-        raise ZeroError(f"{path} is no checkpoint, or a damaged one: {error}") from error
+        raise ZeroError(f"{path} is not a checkpoint, or is damaged: {error}") from error
     return path
 
 
