@@ -79,12 +79,12 @@ def check(case: Case) -> Check:
     """Plan a case, compile it, compare."""
     config = load_config(find_config(case.config))
     state = _state(case, config)
-    zero, length = state.program.zero, config.train.sequence_length
+    zero, length = state.spec.zero, config.train.sequence_length
     work = decoder_work(
         config.model, remat=case.remat, dtype=str(zero.compute_dtype), sequences=case.sequences, length=length
     )
     plan: Plan = plan_state(state)
-    memory = predict_memory(state.program, work, workspace=GPUS["h100"].workspace)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
     rows = case.nodes * case.local * case.accumulate * case.sequences
     batch = {"tokens": jax.ShapeDtypeStruct((rows, length + 1), np.int32)}
     with aot.cudnn_assumed():

@@ -304,7 +304,7 @@ def train(trainee: Trainee, seed: int, data: Dataset, exact: Trainee) -> dict[st
     return {
         "variant": trainee.name,
         "seed": seed,
-        "zero": {key: value for key, value in vars(state.program.zero).items() if key != "units"},
+        "zero": {key: value for key, value in vars(state.spec.zero).items() if key != "units"},
         "steps": config.train.steps,
         "tokens": config.train.steps * size,
         "loss": curve[-1][1],
@@ -333,15 +333,15 @@ def with_weights_of(state: zerojax.TrainState, exact: zerojax.TrainState) -> zer
 
 def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> Any:
     """Parameters or gradients of a run, laid out as another run of the same model has them."""
-    pairs = list(zip(state.program.leaves, other.program.leaves, strict=True))
+    pairs = list(zip(state.spec.leaves, other.spec.leaves, strict=True))
 
     def move(values: Any) -> Any:
         stored = from_tree(values)
         return to_tree({b.path: to_stored(from_stored(stored[a.path], a), b) for a, b in pairs})
 
     shardings = shardings_of(other.params)
-    name = f"moved to {id(other.program)}"
-    return state.program.once(name, lambda: jax.jit(move, out_shardings=shardings))(values)
+    name = f"moved to {id(other.spec)}"
+    return state.spec.once(name, lambda: jax.jit(move, out_shardings=shardings))(values)
 
 
 def means(values: list[float]) -> list[float]:

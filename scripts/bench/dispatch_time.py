@@ -33,7 +33,7 @@ def microseconds(preset: str) -> list[float]:
         mesh=zerojax.make_mesh(1, 1),
         zero=zerojax.ZeroConfig.preset(preset),
     )
-    program = state.program
+    program = state.spec
     tokens = jax.device_put(np.zeros((1, 9), np.int32), program.sharding(program.batch_spec))
     calls = []
     for _ in range(STEPS):

@@ -32,9 +32,9 @@ from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import predict_step
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPTConfig
-from zerojax.sharding.mesh import World
+from zerojax.sharding.mesh import MeshShape
 from zerojax.testing.emulated_cluster.network import bytes_per_second
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 
 UNTHROTTLED = bytes_per_second("400gbit")
 Cells = dict[tuple[str, int, str, str], tuple[float, float | None]]
@@ -73,10 +73,10 @@ def main() -> None:
 def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
     """Tokens/s of one GPU by the planner."""
     sequences, length = in_sequences(tokens)
-    config, program = abstract(model, length)
+    config, spec = abstract(model, length)
     fields = dict(train.VARIANTS[variant])
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat="full", **fields)
-    there = on_world(program, World(cluster.nodes, cluster.local), zero)
+    there = on_world(spec, MeshShape(cluster.nodes, cluster.local), zero)
     work = decoder_work(
         config, remat="full", dtype="bfloat16", sequences=sequences, length=length, head=False
     )
@@ -85,7 +85,7 @@ def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
 
 
 @cache
-def abstract(model: str, length: int) -> tuple[GPTConfig, Program]:
+def abstract(model: str, length: int) -> tuple[GPTConfig, TrainSpec]:
     """A model of links.py, and its abstract program on two devices."""
     parser = argparse.ArgumentParser()
     add_model_options(parser)
@@ -96,7 +96,7 @@ def abstract(model: str, length: int) -> tuple[GPTConfig, Program]:
         train.loss_fn,
         mesh=zerojax.make_mesh(2, 1),
     )
-    return config, state.program
+    return config, state.spec
 
 
 def names(cells: Cells, field: int) -> list[Any]:

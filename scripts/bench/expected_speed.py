@@ -67,7 +67,7 @@ def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
 
     def outlook(cluster: Cluster, tokens: int) -> Outlook:
         sequences, length = in_sequences(tokens)
-        return foresee(state.program, settings.model, cluster, sequences=sequences, length=length)
+        return foresee(state.spec, settings.model, cluster, sequences=sequences, length=length)
 
     return {
         (gigabits, tokens): {

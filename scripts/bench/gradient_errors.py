@@ -37,8 +37,8 @@ from zerojax.comm.collectives import Way, reduce_gradients
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.data import TrainBatches, make_rows, open_dataset
 from zerojax.run.run_dir import RunFolder
-from zerojax.sharding.layout import Leaf, make_leaf, unflatten
-from zerojax.sharding.mesh import AXES, World
+from zerojax.sharding.layout import ParamLayout, make_layout, unflatten
+from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.step import gradients
 from zerojax.zero_config import ZeroConfig
@@ -98,17 +98,17 @@ def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
     batch = {name: x.reshape(NODES * LOCAL, 4, -1) for name, x in next(batches).items()}
     parts = [{name: x[device] for name, x in batch.items()} for device in range(NODES * LOCAL)]
     found = [from_tree(gradients(trained.state, part)) for part in parts]
-    leaves = {leaf.path: leaf for leaf in trained.state.program.leaves if len(leaf.shape) > 1}
+    leaves = {leaf.path: leaf for leaf in trained.state.spec.leaves if len(leaf.shape) > 1}
 
-    def unsharded(path: tuple[str, ...], leaf: Leaf) -> np.ndarray:
-        layers = leaf.layers or 1
+    def unsharded(path: tuple[str, ...], leaf: ParamLayout) -> np.ndarray:
+        layers = leaf.layers
         rows = [np.asarray(each[path]).reshape(layers, -1)[:, : leaf.size] for each in found]
         return np.stack(rows).reshape(len(found), layers, *leaf.shape)
 
     return {
         (*path, str(layer)): unsharded(path, leaf)[:, layer]
         for path, leaf in leaves.items()
-        for layer in range(leaf.layers or 1)
+        for layer in rangeleaf.layers
     }
 
 
@@ -116,7 +116,7 @@ def reduced(grads: dict[tuple[str, ...], np.ndarray], zero: ZeroConfig) -> dict[
     """The mean over the mesh by the two hops."""
     mesh = zerojax.make_mesh(NODES, LOCAL)
     leaves = [
-        make_leaf(path, x.shape[1:], "float32", None, number=i, world=World(NODES, LOCAL), zero=zero)
+        make_layout(path, x.shape[1:], "float32", None, index=i, world=MeshShape(NODES, LOCAL), zero=zero)
         for i, (path, x) in enumerate(grads.items())
     ]
 

@@ -21,8 +21,8 @@ from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_mem
 from zerojax.analysis.plan.speed import predict_step
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.sharding.mesh import World
-from zerojax.train.spec import Program
+from zerojax.sharding.mesh import MeshShape
+from zerojax.train.spec import TrainSpec
 
 # layers, width, heads
 SHAPES = {
@@ -69,22 +69,22 @@ TABLE_8 = [
 ]
 
 
-def model(size: str) -> tuple[GPTConfig, Program]:
+def model(size: str) -> tuple[GPTConfig, TrainSpec]:
     """A size's shape and its program, without values."""
     layers, width, heads = SHAPES[size]
     config = GPTConfig(vocab_size=50304, layers=layers, d_model=width, heads=heads, max_seq_len=2048)
     state = zerojax.TrainState.abstract(
         lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), lm_loss, mesh=zerojax.make_mesh(2, 1)
     )
-    return config, state.program
+    return config, state.spec
 
 
-def teraflops(config: GPTConfig, program: Program, cluster: Cluster, tokens: int, preset: str) -> float:
+def teraflops(config: GPTConfig, spec: TrainSpec, cluster: Cluster, tokens: int, preset: str) -> float:
     """Predicted TFLOP/s of one GPU, recomputation counted, the attention as a full square."""
     zero = zerojax.ZeroConfig.preset(preset)
-    there = on_world(program, World(cluster.nodes, cluster.local), zero)
+    there = on_world(spec, MeshShape(cluster.nodes, cluster.local), zero)
     work = decoder_work(config, remat="full", dtype="bfloat16", sequences=1, length=tokens)
-    memory = predict_memory(there, work, held=held_elsewhere(held_bytes(program), program, there))
+    memory = predict_memory(there, work, held=held_elsewhere(held_bytes(spec), spec, there))
     seconds = predict_step(there, work, hops_of(there), memory, cluster).seconds
     head = 6 * config.vocab_size * config.d_model * tokens
     return (4 / 3 * (work.model_flops - head) + head) / seconds / 1e12

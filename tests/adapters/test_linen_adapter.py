@@ -313,13 +313,13 @@ class Lifted(linen.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "unit", "layers"), [("class", "Coder", None), ("method", "Coder", None), ("scan", "Coder", 3)]
+    ("how", "unit", "stack"), [("class", "Coder", ()), ("method", "Coder", ()), ("scan", "Coder", (3,))]
 )
-def test_units_under_transforms_are_found_where_they_are(how, unit, layers):
+def test_units_under_transforms_are_found_where_they_are(how, unit, stack):
     model = Lifted(how)
     state = create(whole, (Coder,), model)
-    units = {group.unit: group.layers for group in state.program.groups if group.unit}
-    assert list(units.values()) == [layers], units
+    units = {group.unit: group.stack for group in state.spec.groups if group.unit}
+    assert list(units.values()) == [stack], units
     assert all(unit in name for name in units)
     params = jax.tree.map(jnp.asarray, masters(state))
     stats = model.init(jax.random.key(0), BATCH["x"])["batch_stats"]

@@ -9,23 +9,23 @@ from zerojax.cli.on_config import Options, parse
 from zerojax.cli.savings import Savings, Trial
 from zerojax.cli.untrained import abstract_run
 from zerojax.run.config import RunConfig
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
 TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--model.loss-chunk", "256"]
 
 
-def opened(*options: str) -> tuple[RunConfig, Program]:
+def opened(*options: str) -> tuple[RunConfig, TrainSpec]:
     config = parse(Options, "plan", [*TINY, *options]).settings
-    return config, abstract_run(config)[0].program
+    return config, abstract_run(config)[0].spec
 
 
 def check(trial: Trial, *options: str) -> None:
     """What a trial says is what the plan of the command line with that option says."""
-    config, program = opened(*options, *trial.option.split())
-    train, zero = config.train, program.zero
-    plan = plan_state(program)
-    assert trial.sent == (plan.between_nodes if program.world.nodes > 1 else plan.local_bytes)
+    config, spec = opened(*options, *trial.option.split())
+    train, zero = config.train, spec.zero
+    plan = plan_state(spec)
+    assert trial.sent == (plan.between_nodes if spec.world.nodes > 1 else plan.local_bytes)
     work = decoder_work(
         config.model,
         remat=zero.remat,
@@ -33,7 +33,7 @@ def check(trial: Trial, *options: str) -> None:
         sequences=train.batch_size // (8 * train.accumulate),
         length=train.sequence_length,
     )
-    assert trial.held == pytest.approx(predict_memory(program, work).total, rel=1e-3)
+    assert trial.held == pytest.approx(predict_memory(spec, work).total, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_count_of_the_traced_step_agrees():
         return config, state, comm_report(state, batch)
 
     config, state, report = counted()
-    savings = Savings(config, state.program, report)
+    savings = Savings(config, state.spec, report)
     assert savings.now.sent == round(report.between_nodes) > plan_state(state).between_nodes
     least, same = savings.sent()
     assert counted(*same.option.split())[2].between_nodes == pytest.approx(same.sent, abs=16)

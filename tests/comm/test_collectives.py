@@ -4,6 +4,7 @@ One call carries a whole unit: leaves of every format and of sizes that divide n
 joining into one payload is under test as well.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +21,12 @@ from jax.sharding import PartitionSpec
 from wire_reference import Wire, mix
 
 import zerojax
-from zerojax.comm import coalesced, collectives
-from zerojax.comm.collectives import Way, reduce_gradients
+from zerojax.comm import coalesced
+from zerojax.comm.collectives import UnitComm
 from zerojax.sharding import wire_format
-from zerojax.sharding.layout import Leaf, make_leaf
-from zerojax.sharding.mesh import World
+from zerojax.sharding.layout import ParamLayout, make_layout
+from zerojax.sharding.mesh import MeshShape
+from zerojax.sharding.strategy import ReductionPlan, ShardingStrategy
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)
@@ -41,6 +43,7 @@ GRADS = [
     ("int4", "int2"),
     ("fp32", "fp32"),
 ]
+DTYPES = ("float32", "bfloat16")
 MESHES = ((2, 4), (3, 2), (1, 5), (4, 1), (1, 1))
 SEED = 77
 QUIET = settings(
@@ -48,13 +51,13 @@ QUIET = settings(
 )
 
 
-def leaf_and_wire(mesh: tuple[int, int], size: int, number: int = 0, **zero: Any) -> tuple[Leaf, Wire]:
+def leaf_and_wire(
+    mesh: tuple[int, int], size: int, number: int = 0, dtype: str = "float32", **zero: Any
+) -> tuple[ParamLayout, Wire]:
     """The same leaf as zerojax lays it out and as the reference does."""
     nodes, local = mesh
     config = zerojax.ZeroConfig(compute_dtype="float32", precise=(), **zero)
-    leaf = make_leaf(
-        ("w",), (1, size), "float32", None, number=number, world=World(nodes, local), zero=config
-    )
+    leaf = make_layout(("w",), (1, size), dtype, (), index=number, world=MeshShape(nodes, local), zero=config)
     formats = (*config.weight_formats, *config.grad_formats)
     quantized = any(fmt in reference_codec.TOP for fmt in formats)
     wire = Wire(
@@ -62,7 +65,7 @@ def leaf_and_wire(mesh: tuple[int, int], size: int, number: int = 0, **zero: Any
         local,
         size,
         config.weight_formats,
-        config.grad_formats,
+        (config.grad_formats.local, config.grad_formats.node),
         config.block_size,
         padded_to=config.chunks * (config.block_size if quantized else 1),
         rounding=config.rounding,
@@ -71,6 +74,12 @@ def leaf_and_wire(mesh: tuple[int, int], size: int, number: int = 0, **zero: Any
     )
     assert leaf.shard == wire.shard
     return leaf, wire
+
+
+def comm_of(leaves: Sequence[ParamLayout], to: Any = "primary", **plan: Any) -> UnitComm:
+    """Their communication, at stage 3 in fp32."""
+    strategy = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
+    return UnitComm(dataclasses.replace(strategy, reduction=ReductionPlan(to, **plan)), tuple(leaves))
 
 
 def on_mesh(mesh: tuple[int, int], run: Callable[..., Any], *values: Any) -> Any:
@@ -112,20 +121,19 @@ def same_bits(found: np.ndarray, wanted: np.ndarray) -> None:
 )
 def test_gather_brings_every_weight_to_everyone(mesh, block):
     pairs = [
-        leaf_and_wire(mesh, size, i, weights=node, local_weights=local, block_size=block)
+        leaf_and_wire(mesh, size, i, DTYPES[i % 2], weights=node, local_weights=local, block_size=block)
         for i, (size, (node, local)) in enumerate(zip((*SIZES, 512), WEIGHTS, strict=True))
     ]
     leaves, wires = zip(*pairs, strict=True)
-    dtypes = [jnp.dtype(jnp.bfloat16 if i % 2 else jnp.float32) for i in range(len(leaves))]
+    comm = comm_of(leaves)
     natural = weights_of(wires)
 
     def run(*shards: jax.Array) -> Any:
-        secondary = collectives.gather_node(shards, leaves)
-        return collectives.gather_local(secondary, leaves, dtypes)
+        return comm.gather_local(comm.gather_node(shards))
 
     shards = [owned(wire, w) for wire, w in zip(wires, natural, strict=True)]
-    for wire, w, dtype, found in zip(wires, natural, dtypes, on_mesh(mesh, run, *shards), strict=True):
-        wanted = wire.whole(w).astype(dtype).reshape(1, wire.size)
+    for wire, w, leaf, found in zip(wires, natural, leaves, on_mesh(mesh, run, *shards), strict=True):
+        wanted = wire.whole(w).astype(jnp.dtype(leaf.dtype)).reshape(1, wire.size)
         same_bits(found, np.broadcast_to(wanted, found.shape))
 
 
@@ -161,7 +169,7 @@ def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
     grads, chunks = grads_of(wires), options["chunks"]
 
     def run(*grads: jax.Array) -> Any:
-        return reduce_gradients(grads, leaves, jnp.uint32(SEED), Way("primary", chunks=chunks))
+        return comm_of(leaves, "primary", chunks=chunks).reduce_gradients(grads, jnp.uint32(SEED))
 
     for wire, grad, found in zip(wires, grads, on_mesh(mesh, run, *grads), strict=True):
         same_bits(found, wire.two_hops(grad, SEED, chunks))
@@ -174,12 +182,13 @@ def test_separate_hops_and_error_feedback(mesh, options):
     grads = grads_of(wires)
 
     def first(*grads: Any) -> Any:
-        return reduce_gradients(grads, leaves, jnp.uint32(SEED), Way("secondary"))
+        return comm_of(leaves, "secondary").reduce_gradients(grads, jnp.uint32(SEED))
 
     def second(sums: Any, residuals: Any) -> Any:
-        plain, nothing = collectives.reduce_node(sums, leaves, jnp.uint32(SEED))
+        comm = comm_of(leaves)
+        plain, nothing = comm.reduce_node(sums, jnp.uint32(SEED))
         assert nothing is None
-        fed, kept = collectives.reduce_node(sums, leaves, jnp.uint32(SEED), residuals)
+        fed, kept = comm.reduce_node(sums, jnp.uint32(SEED), residuals)
         return plain, fed, residuals if kept is None else kept
 
     sums = on_mesh(mesh, first, *grads)
@@ -205,7 +214,7 @@ def test_one_hop_brings_every_sum_to_its_owner(mesh, options):
     grads = grads_of(wires)
 
     def run(*grads: jax.Array) -> Any:
-        return reduce_gradients(grads, leaves, jnp.uint32(SEED), Way("primary", hops=1))
+        return comm_of(leaves, "primary", hops=1).reduce_gradients(grads, jnp.uint32(SEED))
 
     for wire, grad, found in zip(wires, grads, on_mesh(mesh, run, *grads), strict=True):
         same_bits(found, wire.one_hop(grad, SEED))
@@ -226,7 +235,7 @@ def test_delta_adds_the_same_difference_everywhere(mesh, stored):
     held = [np.broadcast_to(copy, (mesh[0], *copy.shape)) for copy in copies]
 
     def run(shards: Any, copies: Any) -> Any:
-        return collectives.gather_delta(shards, copies, leaves)
+        return comm_of(leaves).gather_node(shards, copies)
 
     shards = [owned(wire, w) for wire, w in zip(wires, after, strict=True)]
     for i, found in enumerate(on_mesh(mesh, run, shards, held)):
@@ -242,11 +251,11 @@ def test_large_raw_leaves_travel_alone_and_arrive():
         *(leaf_and_wire(mesh, size, i, **options) for i, size in enumerate(sizes)), strict=True
     )
     natural, grads = weights_of(wires), grads_of(wires)
-    dtypes = [jnp.dtype(jnp.float32)] * 3
+    comm = comm_of(leaves)
 
     def run(shards: Any, grads: Any) -> Any:
-        whole = collectives.gather_local(collectives.gather_node(shards, leaves), leaves, dtypes)
-        return whole, reduce_gradients(grads, leaves, jnp.uint32(SEED), Way("primary"))
+        whole = comm.gather_local(comm.gather_node(shards))
+        return whole, comm_of(leaves, "primary").reduce_gradients(grads, jnp.uint32(SEED))
 
     shards = [owned(wire, w) for wire, w in zip(wires, natural, strict=True)]
     whole, sums = on_mesh(mesh, run, shards, grads)
@@ -261,9 +270,9 @@ def compiled_round_trip(mesh: tuple[int, int], size: int, fmt: str, block: int) 
     leaf, wire = leaf_and_wire(mesh, size, **options)
 
     def device(shard: jax.Array, grad: jax.Array) -> Any:
-        secondary = collectives.gather_node([shard[0, 0]], [leaf])
-        whole = collectives.gather_local(secondary, [leaf], [jnp.dtype(jnp.float32)])[0]
-        total = reduce_gradients([grad[0, 0]], [leaf], jnp.uint32(SEED), Way("primary", chunks=2))[0]
+        comm = comm_of([leaf], chunks=2)
+        whole = comm.gather_local(comm.gather_node((shard[0, 0],)))[0]
+        total = comm.reduce_gradients((grad[0, 0],), jnp.uint32(SEED))[0]
         return whole[None, None], total[None, None]
 
     spec = PartitionSpec("node", "local")
@@ -322,7 +331,7 @@ def test_padding_never_enters_a_scale():
     leaf, wire = leaf_and_wire((1, 2), 70, grads=("int8", "int8"), block_size=64)
     grads = np.full((1, 2, 1, 70), 1e-3, np.float32)
     (found,) = on_mesh(
-        (1, 2), lambda g: reduce_gradients([g], [leaf], jnp.uint32(SEED), Way("primary")), grads
+        (1, 2), lambda g: comm_of([leaf], "primary").reduce_gradients((g,), jnp.uint32(SEED)), grads
     )
     total = found.transpose(1, 0, 2).reshape(-1)
     # 127 steps reach the block's own maximum; the scale is a bf16 number, good to 1 in 256.
@@ -337,7 +346,7 @@ def test_a_bad_number_poisons_its_own_block_and_no_other(bad):
     grads = np.ones((2, 2, 1, 256), np.float32)
     grads[1, 0, 0, 70] = bad
     (found,) = on_mesh(
-        (2, 2), lambda g: reduce_gradients([g], [leaf], jnp.uint32(SEED), Way("primary")), grads
+        (2, 2), lambda g: comm_of([leaf], "primary").reduce_gradients((g,), jnp.uint32(SEED)), grads
     )
     total = found.transpose(1, 0, 2).reshape(-1)
     assert not np.isfinite(total[64:128]).any()

@@ -7,7 +7,7 @@ import pytest
 import zerojax
 from zerojax import aot
 from zerojax.comm.xla_options import GPU_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
-from zerojax.schedule.strategy import Route
+from zerojax.sharding.strategy import ShardingStrategy
 
 VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 
@@ -38,7 +38,7 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
 
 
 @pytest.mark.parametrize(
-    ("preset", "fields", "apart"),
+    ("preset", "fields", "own_stream"),
     [
         ("zero3", {}, False),  # backward, weights and gradients cross nodes
         ("zero3", {"hpz": True}, False),  # gradients would be joined at full size
@@ -50,5 +50,5 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
         ("delta", {"accumulate": 8, "accumulate_order": "breadth"}, True),
     ],
 )
-def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, apart):
-    assert Route.of(zerojax.ZeroConfig.preset(preset, **fields)).way.apart is apart
+def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, own_stream):
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).reduction.own_stream is own_stream

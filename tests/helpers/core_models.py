@@ -55,7 +55,7 @@ class Case:
         assert not abstract.other
         state = zerojax.put_params(abstract, given)
         init = jax.jit(
-            abstract.program.tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state)
+            abstract.spec.tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state)
         )
         zeros = {
             name: jax.tree.map(

@@ -111,9 +111,9 @@ def masters(state: zerojax.TrainState) -> Tree:
     stored = by_path(state.params)
     whole = {
         leaf.path: np.asarray(stored[leaf.path])
-        .reshape(leaf.layers or 1, leaf.padded)[:, : leaf.size]
-        .reshape(leaf.natural_shape)
-        for leaf in state.program.leaves
+        .reshape(leaf.layers, leaf.padded)[:, : leaf.size]
+        .reshape(leaf.unsharded_shape)
+        for leaf in state.spec.leaves
     }
     return traverse_util.unflatten_dict(whole)
 

@@ -12,7 +12,7 @@ from plain_loop import distance, masters, plain_loop, plain_model
 
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.run.checkpoints.canonical import to_canonical
+from zerojax.run.checkpoints.canonical import to_natural
 
 ROWS = 24
 RATE = optax.linear_schedule(0.05, 0.01, 4)
@@ -85,9 +85,9 @@ def test_its_bytes_are_reported():
     state = case.create(sharded_muon(), nodes=2, local=2)
     report = zerojax.comm_report(state, case.batches(ROWS, 1)[0])
     world, sent = 4, 0
-    for leaf in state.program.leaves:
+    for leaf in state.spec.leaves:
         if len(leaf.shape) == 2:
-            sent += 2 * -(-(leaf.layers or 1) // world) * world * leaf.shard * 4 // 2
+            sent += 2 * -(-leaf.layers // world) * world * leaf.shard * 4 // 2
     _, between_nodes = report.phases()["optimizer"]
     # Leaves of one shape are dealt out together, so that padding to whole devices is shared.
     assert 0.5 * sent <= between_nodes <= sent
@@ -103,7 +103,7 @@ def test_its_state_is_restored_on_another_mesh(tmp_path):
         checkpoints.save(2, state, Record())
         checkpoints.wait()
     other = restore(tmp_path / "2", case.create(sharded_muon(), nodes=3, local=1))
-    expected, found = to_canonical(state), to_canonical(other)
+    expected, found = to_natural(state), to_natural(other)
     jax.tree.map(np.testing.assert_array_equal, found["optimizer"], expected["optimizer"])
     (batch,) = case.batches(ROWS, 1)
     _, first = zerojax.train_step(state, batch)

@@ -13,20 +13,20 @@ from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
 from zerojax.optim.shard_check import check_shardable
-from zerojax.sharding.layout import make_leaf
-from zerojax.sharding.mesh import World
+from zerojax.sharding.layout import make_layout
+from zerojax.sharding.mesh import MeshShape
 
 ROWS = 24
 
 
 def leaves() -> tuple[Any, ...]:
     """A vector, a matrix, and a stacked matrix."""
-    zero, world = zerojax.ZeroConfig(), World(2, 4)
-    shapes = [(("norm", "scale"), (200,), None), (("up", "kernel"), (200, 300), None)]
-    shapes += [(("blocks", "kernel"), (200, 130), 3), (("gain",), (), None)]
+    zero, world = zerojax.ZeroConfig(), MeshShape(2, 4)
+    shapes = [(("norm", "scale"), (200,), ()), (("up", "kernel"), (200, 300), ())]
+    shapes += [(("blocks", "kernel"), (200, 130), (3,)), (("gain",), (), ())]
     return tuple(
-        make_leaf(path, shape, "float32", layers, number=i, world=world, zero=zero)
-        for i, (path, shape, layers) in enumerate(shapes)
+        make_layout(path, shape, "float32", stack, index=i, world=world, zero=zero)
+        for i, (path, shape, stack) in enumerate(shapes)
     )
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches in breadth: what ``one_after_another`` computes, and models that make it hard."""
+"""Micro-batches in breadth: what ``map_microbatches`` computes, and models that make it hard."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 import zerojax
 from zerojax.errors import ZeroError
-from zerojax.schedule.breadth_first import one_after_another
+from zerojax.schedule.breadth_first import map_microbatches
 from zerojax.schedule.unit import refuse_mapped
 
 MICRO = 3
@@ -35,7 +35,7 @@ def body_arguments() -> tuple[Any, jax.Array, Any]:
 
 def test_one_after_another_is_a_map_with_summed_gradients():
     args = body_arguments()
-    run = one_after_another(jax.checkpoint(body), (True, (False, False)))
+    run = map_microbatches(jax.checkpoint(body), (True, (False, False)))
     plain = jax.vmap(body, in_axes=(None, 0, None))
     for found, wanted in zip(run(*args), plain(*args), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
@@ -53,7 +53,7 @@ def test_one_after_another_is_a_map_with_summed_gradients():
 def test_gradients_of_weights_are_summed_in_fp32():
     """1,000 times 1/1000 on top of 1 is 2; in bf16 it stays 1."""
     given = jnp.concatenate([jnp.ones(1), jnp.full(1000, 1e-3)]).astype(jnp.bfloat16)
-    run = one_after_another(lambda w, x: w * x, (True,))
+    run = map_microbatches(lambda w, x: w * x, (True,))
     found = jax.grad(lambda w: jnp.sum(run(w, given)))(jnp.bfloat16(1))
     assert found.dtype == jnp.bfloat16
     assert float(found) == pytest.approx(2, rel=0.01)
@@ -172,7 +172,7 @@ def test_it_learns_what_one_micro_batch_would(layer, run, units):
         steps = [zerojax.train_step(state, batch) for state in states]
         states = [state for state, _ in steps]
         np.testing.assert_allclose(steps[0][1]["loss"], steps[1][1]["loss"], rtol=1e-5)
-    assert states[0].program.zero.passes == 1
+    assert states[0].spec.zero.passes == 1
 
 
 class Mapped(linen.Module):

@@ -68,17 +68,17 @@ RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat]
 
 def all_at_once(state: Any) -> dict[Any, np.ndarray]:
     """The copies as they are after the next step's update, by path."""
-    program = state.program
-    spec = program.by_path(program.secondary_spec)
+    train_spec = state.spec
+    spec = train_spec.by_path(train_spec.secondary_spec)
 
     def update(params: Any, secondary: Any, step: Any) -> Any:
-        blocks = per_device.flat_blocks(params, program.leaves)
-        return per_device.next_secondary(program, blocks, secondary, step)
+        blocks = per_device.flat_blocks(params, train_spec.leaves)
+        return per_device.next_secondary(train_spec, blocks, secondary, step)
 
     run = jax.shard_map(
         update,
-        mesh=program.mesh,
-        in_specs=(program.by_path(program.param_spec), spec, jax.P()),
+        mesh=train_spec.mesh,
+        in_specs=(train_spec.by_path(train_spec.param_spec), spec, jax.P()),
         out_specs=spec,
         check_vma=False,
     )
@@ -96,7 +96,7 @@ def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, ord
     case = Case(functools.partial(make, run, layers), squared_error, (), regression_batch)
     # With weight decay, so that weights change of stacks, too, that the model does not call.
     state = case.create(optax.adamw(1e-2, weight_decay=0.1), nodes=2, local=2, **DELTA, **order)
-    names = {group.unit for group in state.program.updating}
+    names = {group.unit for group in state.spec.updating}
     assert names == {"first/block", "second/block"}
     for batch in case.batches(8, 3):
         expected, loss = all_at_once(state), eval_step(state, batch)["loss"]
@@ -114,4 +114,4 @@ def make(run: Any, layers: int, rngs: nnx.Rngs) -> Model:
 def test_nothing_is_left_to_the_forward_pass_where_it_would_be_done_twice_or_not_at_all(options):
     case = Case(functools.partial(make, in_order, 2), squared_error, (), regression_batch)
     options = {"nodes": 2, "local": 2, **DELTA, **options}
-    assert case.create(optax.sgd(0.1), **options).program.updating == ()
+    assert case.create(optax.sgd(0.1), **options).spec.updating == ()

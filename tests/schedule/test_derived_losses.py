@@ -81,7 +81,7 @@ def reference(kind: Any, loss: Any, linen_model: bool = False) -> tuple[float, d
     weights = {path: jnp.asarray(x) for path, x in from_tree(zerojax.gather_params(start)).items()}
 
     def whole(weights):
-        adapter = start.program.adapter
+        adapter = start.spec.adapter
         other = {name: x.addressable_data(0) for name, x in start.other.items()}
         model = adapter.whole(weights, other)
         call = (lambda x: model(x)) if isinstance(kind, linen.Module) else model
@@ -135,7 +135,7 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
 def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
     wanted, grads = reference(kind, loss)
     state = create(kind, loss, mesh, **zero)
-    leaves = state.program.leaves
+    leaves = state.spec.leaves
     found = from_tree(step.gradients(state, X))
     assert float(zerojax.eval_step(state, X)["loss"]) == pytest.approx(wanted, rel=2e-5)
     for leaf in leaves:
@@ -150,8 +150,8 @@ def test_quantized_gradients_of_a_penalty_are_near():
     zero = zerojax.ZeroConfig.preset("zero++", compute_dtype="float32").__dict__
     state = create(Stacked, gradient_penalty, (2, 4), **zero)
     found = from_tree(step.gradients(state, X))
-    mine = np.concatenate([np.ravel(from_stored(found[x.path], x)) for x in state.program.leaves])
-    theirs = np.concatenate([grads[x.path].ravel() for x in state.program.leaves])
+    mine = np.concatenate([np.ravel(from_stored(found[x.path], x)) for x in state.spec.leaves])
+    theirs = np.concatenate([grads[x.path].ravel() for x in state.spec.leaves])
     assert np.linalg.norm(mine - theirs) < 0.3 * np.linalg.norm(theirs)
     assert mine @ theirs / np.linalg.norm(mine) / np.linalg.norm(theirs) > 0.95
 

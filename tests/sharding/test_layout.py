@@ -38,7 +38,7 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def check(values: Any, state: zerojax.TrainState) -> None:
-    (leaf,), (x,) = state.program.leaves, jax.tree.leaves(values)
+    (leaf,), (x,) = state.spec.leaves, jax.tree.leaves(values)
     rows = np.asarray(x).reshape(-1, leaf.padded)
     assert leaf.padded > SIZE
     assert not rows[:, SIZE:].any()

@@ -61,7 +61,7 @@ def test_steps_are_queued_before_earlier_ones_are_done():
     mesh = zerojax.make_mesh(1, 1)
     zero = zerojax.ZeroConfig(compute_dtype="float32")
     state = zerojax.TrainState.create(stack(4), optax.adamw(1e-3), loss_fn, mesh=mesh, zero=zero)
-    program = state.program
+    program = state.spec
     x = np.ones((2048, WIDTH), np.float32)
     batch = {"x": jax.device_put(x, program.sharding(program.batch_spec))}
     state, metrics = zerojax.train_step(state, batch)

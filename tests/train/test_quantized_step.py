@@ -129,7 +129,7 @@ def test_leaves_and_layers_draw_bits_of_their_own(grads, rounding):
 def secondary_hashes(state: zerojax.TrainState) -> dict[tuple[str, int], set[str]]:
     """Hashes of each local device's part of each copy, over all nodes."""
     found = collections.defaultdict(set)
-    devices = state.program.mesh.devices
+    devices = state.spec.mesh.devices
     local_of = {device: lane for row in devices for lane, device in enumerate(row)}
     for path, copy in by_path(state.secondary).items():
         for shard in copy.addressable_shards:
@@ -140,7 +140,7 @@ def secondary_hashes(state: zerojax.TrainState) -> dict[tuple[str, int], set[str
 
 def as_blocks(x: Any, leaf: Any, world: Any) -> list[np.ndarray]:
     """A stored or a secondary array as one [local, nodes, shard] a layer."""
-    flat = np.asarray(x).reshape(leaf.layers or 1, world.local, world.nodes, leaf.shard)
+    flat = np.asarray(x).reshape(leaf.layers, world.local, world.nodes, leaf.shard)
     return list(flat)
 
 
@@ -149,7 +149,7 @@ def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
     """After each step: one hash over all nodes, the reference's bits, within half a code of the master."""
     case, mesh = CASES["stack"], (3, 2)
     state = case.create(optax.adam(1e-2), nodes=3, local=2, **{**DELTA, "weights": fmt})
-    program, world = state.program, state.program.world
+    spec, world = state.spec, state.spec.world
     top = {"int4": 7, "fp8": 448}[fmt]
     half_code = {"int4": 0.5, "fp8": 16}[fmt]
     for step, batch in enumerate(case.batches(36, 4)):
@@ -158,7 +158,7 @@ def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
         state, _ = zerojax.train_step(state, batch)
         assert {len(hashes) for hashes in secondary_hashes(state).values()} == {1}
         moved = by_path(state.secondary)
-        for leaf in program.leaves:
+        for leaf in spec.leaves:
             node, local = (codec.fmt for codec in leaf.weights)
             wire = Wire(*mesh, leaf.size, (node, local), ("fp32", "fp32"), 64, leaf.shard)
             layers = zip(
@@ -284,6 +284,6 @@ def test_forward_and_backward_of_a_step_use_the_same_bits(options):
 def test_no_weight_or_gradient_crosses_nodes_wider_than_asked():
     """Vectors travel in the compute format; every matrix of a unit as bytes."""
     state = CASES["stack"].create(optax.sgd(0.1), nodes=2, local=2, **DELTA, compute_dtype="bfloat16")
-    for leaf in state.program.leaves:
+    for leaf in state.spec.leaves:
         wanted = ("int4", "int8", "int4") if len(leaf.shape) > 1 else ("bf16", "bf16", "bf16")
-        assert (leaf.weights[0].fmt, leaf.grads[0].fmt, leaf.grads[1].fmt) == wanted
+        assert (leaf.weights.node.fmt, leaf.grads.local.fmt, leaf.grads.node.fmt) == wanted

@@ -220,8 +220,8 @@ def test_padding_stays_zero_in_weights_moments_and_residuals():
     state = case.create(tx, nodes=3, local=2, **options)
     for batch in case.batches(ROWS, 3):
         state, _ = zerojax.train_step(state, batch)
-    sizes = {leaf.name: leaf.size for leaf in state.program.leaves}
-    padded = {leaf.name: leaf.padded for leaf in state.program.leaves}
+    sizes = {leaf.name: leaf.size for leaf in state.spec.leaves}
+    padded = {leaf.name: leaf.padded for leaf in state.spec.leaves}
     checked = 0
     for path, x in jax.tree.leaves_with_path((state.params, state.opt_state, state.residual)):
         name = "/".join(key.key for key in path if isinstance(key, jax.tree_util.DictKey))

@@ -299,7 +299,7 @@ def test_tied_parameters_count_once_and_collect_all_their_gradients(outside):
     tx, batches = optax.sgd(0.02, momentum=0.9), case.batches(ROWS, 4)
     wanted_losses, wanted = plain_loop(Plain(case), tx, batches)
     state = case.create(tx, nodes=3, local=2)
-    assert len(state.program.leaves) == 2 * 2 + 2 + 2
+    assert len(state.spec.leaves) == 2 * 2 + 2 + 2
     state, losses = train(state, batches)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
     assert distance(zerojax.gather_params(state), wanted) < 1e-5

@@ -9,14 +9,16 @@ from zerojax.adapters.adapter import Adapter, Bound, LossFn, Other, Parameter, c
 from zerojax.adapters.linen_adapter import LinenAdapter
 from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.errors import ZeroError
-from zerojax.sharding.mesh import World
+from zerojax.sharding.mesh import MeshShape
 
 Model = Callable[[nnx.Rngs], nnx.Module] | linen.Module
 
 __all__ = ["Adapter", "Bound", "LossFn", "Model", "Other", "Parameter", "adapt", "call_loss"]
 
 
-def adapt(model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: Any, world: World) -> Adapter:
+def adapt(
+    model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: Any, world: MeshShape
+) -> Adapter:
     """The adapter for a model.
 
     Args:

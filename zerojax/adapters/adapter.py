@@ -1,4 +1,4 @@
-"""What the rest of zerojax knows of a model: one interface, whichever Flax API it was written in."""
+"""The interface between a model and the rest of zerojax, whichever Flax API the model uses."""
 
 import inspect
 import math
@@ -28,20 +28,20 @@ class Parameter:
         path: the model's own path to it.
         shape: natural shape; of one layer, where it is stacked.
         dtype: the dtype that the model gave it.
-        layers: how many layers are stacked along a leading axis, or None.
+        stack: ``(layers,)`` if so many layers are stacked along a leading axis, else ``()``.
         unit: the name of the unit that gathers it, or None: gathered for the whole step.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    layers: int | None
+    stack: tuple[int, ...]
     unit: str | None
 
     @property
     def count(self) -> int:
         """Elements, of all layers."""
-        return math.prod(self.shape) * (self.layers or 1)
+        return math.prod((*self.stack, *self.shape))
 
 
 class Bound(Protocol):
@@ -62,7 +62,7 @@ class Bound(Protocol):
 
 
 class Adapter(Protocol):
-    """A model, seen from outside."""
+    """One model: its parameters and units, and how to run it with given weights."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

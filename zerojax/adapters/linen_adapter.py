@@ -18,15 +18,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, LossFn, Other, Parameter, Weights, call_loss
-from zerojax.adapters.partition import split_traced
 from zerojax.errors import ZeroError
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
-from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 
+Shape = tuple[int, ...]
 PARAMS = "params"
-# What nothing tells apart from a parameter: the state that only lives within one pass.
+# Collections that live for one call only.
 _PASSING = frozenset({"intermediates", "perturbations"})
 
 
@@ -200,7 +201,7 @@ class LinenAdapter:
         units: tuple[type, ...],
         loss_fn: LossFn,
         sample_batch: Any,
-        world: World,
+        world: MeshShape,
     ):
         """Look at the model without making it.
 
@@ -225,22 +226,22 @@ class LinenAdapter:
         _, (weights, self.abstract_other) = self._trace(self._init, jax.random.key(0))
         if not weights:
             raise ZeroError("loss_fn made no parameters: it must call the model it is given.")
-        layers_of = self._find_units(weights)
+        found = self._find_units(weights)
         for cls in units:
-            if not any(cls in kinds for _, kinds in layers_of.values()):
+            if not any(cls in kinds for _, kinds in found.values()):
                 raise ZeroError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
-        self._paths = frozenset(layers_of)
-        self.parameters = tuple(_parameter(path, weight, layers_of) for path, weight in weights.items())
+        self._paths = frozenset(found)
+        self.parameters = tuple(_parameter(path, weight, found) for path, weight in weights.items())
 
     @property
     def updating(self) -> frozenset[str]:
-        """See ``Adapter.updating``: none, for a module has nowhere to keep what it made of its weights."""
+        """See ``Adapter.updating``: none, since a Linen module cannot keep an updated copy."""
         return frozenset()
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
         """See ``Adapter.init``."""
         jaxpr, shapes = self._trace(self._init, key)
-        # No axis has a name here, and the forward pass, whose collectives want one, has done its duty.
+        # No axis has a name here, so the forward pass, whose collectives need one, is eliminated.
         initial, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         try:
             values = jaxpr_as_fun(initial)(key)
@@ -275,12 +276,12 @@ class LinenAdapter:
         return functools.partial(self._module.apply, _variables(weights, other))
 
     def _trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """The jaxpr and the shapes of what a device of the mesh would compute; no device is touched."""
+        """The jaxpr and shapes of what one device of the mesh computes; no device is touched."""
         return jax.make_jaxpr(function, axis_env=self._axes, return_shape=True)(*args)
 
-    def _find_units(self, weights: Any) -> dict[Path, tuple[int | None, set[type]]]:
-        """Where units occur: per module path, the layers if stacked, and the classes."""
-        found: dict[Path, tuple[int | None, set[type]]] = {}
+    def _find_units(self, weights: Any) -> dict[Path, tuple[Shape, set[type]]]:
+        """Where units occur: per module path, its ``Parameter.stack`` and the classes."""
+        found: dict[Path, tuple[Shape, set[type]]] = {}
 
         def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
@@ -288,13 +289,13 @@ class LinenAdapter:
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
             if kinds and outermost and any(_is_method(cls, context) for cls in type(module).__mro__):
                 sliced = _flat(module.variables.get(PARAMS, {}))
-                layers = {_layers(weights[(*module.path, *path)], x) for path, x in sliced.items()}
-                if len(layers) > 1:
+                stacks = {_stack(weights[(*module.path, *path)], x) for path, x in sliced.items()}
+                if len(stacks) > 1:
                     raise ZeroError(
                         f"unit {'/'.join(module.path)!r}: some of its parameters are stacked and some "
                         "are not; scan them all over axis 0 (variable_axes={'params': 0})."
                     )
-                found[module.path] = (layers.pop() if layers else None, kinds)
+                found[module.path] = (stacks.pop() if stacks else (), kinds)
             return run(*args, **kwargs)
 
         def look(weights: Any, other: Any, batch: Any) -> Array:
@@ -320,25 +321,25 @@ def _variables(weights: Weights, other: Other) -> dict[str, Any]:
     return {PARAMS: traverse_util.unflatten_dict(dict(weights)), **rest}
 
 
-def _layers(whole: Any, sliced: Any) -> int | None:
-    """How many layers ``whole`` stacks along axis 0, if ``sliced`` is one of them; None if it is it."""
+def _stack(whole: Any, sliced: Any) -> Shape:
+    """The axis of layers that ``whole`` has in front of the shape of ``sliced``, if it has one."""
     if whole.shape == sliced.shape:
-        return None
+        return ()
     if whole.shape[1:] == sliced.shape:
-        return whole.shape[0]
+        return whole.shape[:1]
     raise ZeroError(
         f"a unit's parameter of shape {sliced.shape} is scanned out of one of shape {whole.shape} along an "
         "axis other than 0: use variable_axes={'params': 0}."
     )
 
 
-def _parameter(path: Path, weight: Any, units: Mapping[Path, tuple[int | None, set[type]]]) -> Parameter:
+def _parameter(path: Path, weight: Any, units: Mapping[Path, tuple[Shape, set[type]]]) -> Parameter:
     for depth in range(len(path)):
         if path[:depth] in units:
-            layers, _ = units[path[:depth]]
-            shape = weight.shape if layers is None else weight.shape[1:]
-            return Parameter(path, tuple(shape), weight.dtype.name, layers, "/".join(path[:depth]))
-    return Parameter(path, tuple(weight.shape), weight.dtype.name, None, None)
+            stack, _ = units[path[:depth]]
+            shape = weight.shape[len(stack) :]
+            return Parameter(path, shape, weight.dtype.name, stack, "/".join(path[:depth]))
+    return Parameter(path, weight.shape, weight.dtype.name, (), None)
 
 
 def _is_method(cls: type, context: Any) -> bool:
@@ -356,7 +357,7 @@ def _is_method(cls: type, context: Any) -> bool:
 def _call_module(module: Any, method: str, weights: Mapping[Path, Sharded], args: Any, kwargs: Any) -> Any:
     """Run a unit's method on a free copy of it that has whole weights, and take its state back."""
     paths = tuple(weights)
-    arrays, join = split_traced((args, kwargs))
+    arrays, join = split_arrays((args, kwargs))
     free, variables = module.unbind()
     state = {name: value for name, value in variables.items() if name != PARAMS}
     rngs = {name: module.make_rng(name) for name in module.scope.rngs}

@@ -18,9 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, Other, Parameter, Weights
-from zerojax.adapters.partition import split_traced
 from zerojax.adapters.stack import STATE, Stack
 from zerojax.errors import ZeroError
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.sharding.param_tree import Path
 
@@ -42,7 +42,7 @@ class BoundNNX:
         return {
             path: weight.source
             for path, weight in found
-            if isinstance(weight, Sharded) and weight.route.source == "secondary"
+            if isinstance(weight, Sharded) and weight.strategy.source == "secondary"
         }
 
 
@@ -74,7 +74,7 @@ class NNXAdapter:
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ZeroError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
-        self.updating = frozenset(name for name, _, layers in found.values() if layers is not None)
+        self.updating = frozenset(name for name, _, stack in found.values() if stack)
         for _, module, _ in found.values():
             module.__class__ = _gathering_class(type(module))
         self._graph, params, other = nnx.split(abstract, _is_weight, ...)
@@ -142,30 +142,30 @@ def _is_sharded(path: Any, variable: Any) -> bool:
 
 def _find_units(
     module: nnx.Module, units: tuple[type, ...]
-) -> Iterator[tuple[int, tuple[str, nnx.Module, int | None]]]:
-    """Outermost unit instances: by identity, their name, themselves, and their layers if stacked."""
+) -> Iterator[tuple[int, tuple[str, nnx.Module, tuple[int, ...]]]]:
+    """Outermost unit instances: by identity, their name, themselves, and their ``Parameter.stack``."""
     taken: set[int] = set()
     for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         if id(child) in taken:
             continue
-        layers = None
+        stack: tuple[int, ...] = ()
         if isinstance(child, Stack):
-            layers, path, child = child.layers, (*path, "block"), child.block
+            stack, path, child = (child.layers,), (*path, "block"), child.block
         elif not isinstance(child, units):
             continue
         taken.update(id(inner) for _, inner in nnx.iter_modules(child))
-        yield id(child), ("/".join(_key(path)), child, layers)
+        yield id(child), ("/".join(_key(path)), child, stack)
 
 
 def _parameters(
-    model: nnx.Module, units: dict[int, tuple[str, nnx.Module, int | None]]
+    model: nnx.Module, units: dict[int, tuple[str, nnx.Module, tuple[int, ...]]]
 ) -> tuple[Parameter, ...]:
     """Every parameter once, with its unit: none where something outside units reads it too."""
-    owner: dict[int, tuple[str, int | None]] = {}
-    for name, module, layers in units.values():
+    owner: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for name, module, stack in units.values():
         for _, variable in nnx.iter_graph(module):
             if isinstance(variable, nnx.Param):
-                owner.setdefault(id(variable), (name, layers))
+                owner.setdefault(id(variable), (name, stack))
     outside = _read_outside(model, set(units))
     parameters = []
     seen: set[int] = set()
@@ -173,12 +173,12 @@ def _parameters(
         if id(variable) in seen or not _is_weight(path, variable):
             continue
         seen.add(id(variable))
-        name, layers = owner.get(id(variable), (None, None))
+        name, stack = owner.get(id(variable), (None, ()))
         if id(variable) in outside:
-            name, layers = None, None
+            name, stack = None, ()
         value = variable.get_raw_value()
-        shape = value.shape if layers is None else value.shape[1:]
-        parameters.append(Parameter(_key(path), tuple(shape), value.dtype.name, layers, name))
+        shape = value.shape[len(stack) :]
+        parameters.append(Parameter(_key(path), shape, value.dtype.name, stack, name))
     order = {path: i for i, (path, _) in enumerate(nnx.to_flat_state(nnx.state(model, _is_weight)))}
     by_name = {_key(path): i for path, i in order.items()}
     return tuple(sorted(parameters, key=lambda parameter: by_name[parameter.path]))
@@ -236,7 +236,7 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         return method(module, *args, **kwargs)
     weights = [variable.get_raw_value() for _, variable in flat]
     empty = [(path, variable.replace(None)) for path, variable in flat]
-    arrays, join = split_traced((args, kwargs))
+    arrays, join = split_arrays((args, kwargs))
 
     def body(whole: Any, inputs: Any) -> Any:
         state, arrays = inputs

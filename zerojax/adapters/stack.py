@@ -9,8 +9,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jaxtyping import Array
 
-from zerojax.adapters.partition import split_traced
 from zerojax.errors import ZeroError
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.unit import is_gathered
 
@@ -62,7 +62,7 @@ class Stack(nnx.Module):
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
         weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
         if weights and all(is_gathered(weight) for weight in weights):
-            arrays, join = split_traced((args, kwargs))
+            arrays, join = split_arrays((args, kwargs))
             empty = [(path, variable.replace(None)) for path, variable in nnx.to_flat_state(params)]
 
             def body(whole: Any, x: Array, state: Any, arrays: Any) -> tuple[Array, Any]:
@@ -84,9 +84,9 @@ class Stack(nnx.Module):
         return x
 
     def _keep(self, weights: list[tuple[Any, nnx.Variable]]) -> None:
-        """Let the next call find what this one brought up to date."""
-        # From within a transformation of JAX's own (jax.checkpoint, jax.lax.cond) nothing can be kept: the
-        # next call, or the step itself, will bring the same about again.
+        """Keep the updated copies for the next call."""
+        # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: the next call, or
+        # the step itself, does the same again.
         with contextlib.suppress(TraceContextError):
             nnx.update(self.block, nnx.from_flat_state(weights))
 

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from zerojax.errors import ZeroError
 from zerojax.formatting import plain_text, size
-from zerojax.sharding.mesh import AXES, LOCAL, NODE, World
+from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
 from zerojax.train.state import TrainState
 from zerojax.train.step import NUMBER, trace_train_step
 
@@ -200,7 +200,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     Raises:
         ZeroError: the loss has a collective that cannot be counted, such as one in a while loop.
     """
-    program = state.program
+    program = state.spec
     traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
     found: dict[JaxprCollective, None] = {}
     counts: dict[JaxprCollective, int] = {}
@@ -220,7 +220,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
 class _Place:
     """A position in the program: how often it runs, in which name scopes, and whether in usual steps."""
 
-    world: World
+    world: MeshShape
     count: int = 1
     names: str = ""
     usual: bool = True
@@ -303,13 +303,13 @@ def _phase(place: _Place) -> str:
     return "metrics" if "metrics" in scopes else "other"
 
 
-def _counted(key: JaxprCollective, count: int, world: World) -> JaxprCollective:
+def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollective:
     payload = key.elements * np.dtype(key.dtype).itemsize
     local, node = _sent(key.primitive, key.axes, payload, world)
     return dataclasses.replace(key, count=count, local_bytes=count * local, node_bytes=count * node)
 
 
-def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: World) -> tuple[float, float]:
+def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape) -> tuple[float, float]:
     """Bytes that one device sends by one collective: (within its node, to others)."""
     nodes = world.nodes if NODE in axes else 1
     local = world.local if LOCAL in axes else 1

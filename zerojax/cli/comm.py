@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> None:
     options = on_config.parse(Options, "comm", arguments)
     state, batch = abstract_run(options.settings)
     report = comm_report(state, batch)
-    savings = Savings(options.settings, state.program, report)
+    savings = Savings(options.settings, state.spec, report)
     if options.json:
         print(json.dumps({**report.to_dict(), "savings": savings.to_dict()}, indent=2))
     else:

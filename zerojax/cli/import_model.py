@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> None:
         if is_first():
             for note in source.notes:
                 print(note)
-            mesh = state.program.mesh
+            mesh = state.spec.mesh
             print(
                 f"{folder.path}: {source.family.model_type}, {parameter_count(settings.model):,} parameters, "
                 f"read into the shards of {mesh.shape['node']} x {mesh.shape['local']} devices; "

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> None:
         return
     _refuse_without_gpu(options)
     state, _ = abstract_run(options.settings)
-    plan, savings = plan_state(state), Savings(options.settings, state.program)
+    plan, savings = plan_state(state), Savings(options.settings, state.spec)
     if options.json:
         print(json.dumps({**plan.to_dict(), "savings": savings.to_dict()}, indent=2))
     else:
@@ -128,4 +128,4 @@ def _outlook(options: Options, cluster: Cluster) -> Outlook:
     sequences = options.sequences
     if sequences is None:
         sequences = max(1, train.batch_size // (cluster.world.size * train.accumulate))
-    return foresee(state.program, settings.model, cluster, sequences=sequences, length=train.sequence_length)
+    return foresee(state.spec, settings.model, cluster, sequences=sequences, length=train.sequence_length)

@@ -16,7 +16,7 @@ from zerojax.analysis.plan.work import decoder_work
 from zerojax.errors import ZeroError
 from zerojax.formatting import size
 from zerojax.run.config import RunConfig
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import ZeroConfig
 
 SAME = "in the same formats"
@@ -49,7 +49,7 @@ class Trial:
 class Savings:
     """The options of a config, tried one at a time."""
 
-    def __init__(self, config: RunConfig, program: Program, report: CommReport | None = None) -> None:
+    def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
         """Try the config as it is.
 
         Args:
@@ -58,9 +58,9 @@ class Savings:
             report: what was counted of it. What the formulas leave out (Muon's matrices, sums of losses)
                 stays the same under all of these options.
         """
-        self._config, self._program = config, program
-        self._held = held_bytes(program)
-        self._nodes = program.world.nodes
+        self._config, self._program = config, spec
+        self._held = held_bytes(spec)
+        self._nodes = spec.world.nodes
         self._besides = 0
         self.now = self._try("", config)
         if report is not None:

@@ -1,4 +1,4 @@
-"""One collective for what belongs together: parts are joined to cross an axis, and taken apart behind it."""
+"""One collective for several payloads: they are joined to cross an axis and split behind it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,18 +8,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.comm.xla_options import own_stream
+from zerojax.comm.xla_options import on_own_stream
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.wire_format import as_bytes, from_bytes
 
 ALONE_BYTES = 1 << 20
-"""Parts of so much go alone: joining them would cost a copy of a full-size buffer."""
+"""Payloads of this size and more have a collective each: joining them would copy a full-size buffer."""
 
 Axis = str | tuple[str, ...]
 Rows = Num[Array, "rows m"]
 
 
-def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, apart: bool = False) -> list[Rows]:
+def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream: bool = False) -> list[Rows]:
     """All-gather ``parts`` over an axis; ``[extent, m]`` each.
 
     Small ones share a collective, large ones have one each, which XLA combines without a copy.
@@ -27,17 +27,17 @@ def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, apart: bool
     Args:
         parts: one payload each.
         axis: to gather over.
-        apart: whether it has, between nodes, a stream of its own; see ``exchange_together``.
+        own_stream: whether it has, between nodes, a stream of its own; see ``exchange_together``.
     """
 
     def gather(wire: Array) -> Array:
-        with own_stream(apart and axis == NODE):
+        with on_own_stream(own_stream and axis == NODE):
             return lax.all_gather(wire, axis)
 
     return _together(parts, gather, ALONE_BYTES)
 
 
-def exchange_together(parts: Sequence[Rows], axis: Axis, *, apart: bool = False) -> list[Rows]:
+def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> list[Rows]:
     """All-to-all of ``parts`` over an axis; row i of each goes to peer i.
 
     Small ones share a collective. Large ones have one each, for XLA combines none of this kind.
@@ -45,16 +45,16 @@ def exchange_together(parts: Sequence[Rows], axis: Axis, *, apart: bool = False)
     Args:
         parts: ``[extent, m]`` each.
         axis: to exchange over.
-        apart: whether, where there are several nodes, hops between them have a stream of their own, so that
-            they and hops within do not wait for each other. XLA then lets no two collectives of the same
-            devices run at once: large parts are joined as well, at the price of a copy.
+        own_stream: whether, where there are several nodes, hops between them have a stream of their own,
+            so that they and hops within do not wait for each other. XLA then lets no two collectives of the
+            same devices run at once: large parts are joined as well, at the price of a copy.
     """
 
     def exchange(wire: Array) -> Array:
-        with own_stream(apart and axis == NODE):
+        with on_own_stream(own_stream and axis == NODE):
             return lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True)
 
-    return _together(parts, exchange, math.inf if apart and lax.axis_size(NODE) > 1 else ALONE_BYTES)
+    return _together(parts, exchange, math.inf if own_stream and lax.axis_size(NODE) > 1 else ALONE_BYTES)
 
 
 def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> list[Array]:

@@ -1,20 +1,21 @@
-"""The hops: every byte that crosses the mesh on behalf of a weight or a gradient goes through here.
+"""The hops of one unit's weights and gradients: every byte that crosses the mesh on their behalf.
 
-All functions run inside ``shard_map`` on one device's values, for the leaves of one unit at once. What
-belongs together travels together (``coalesced``): the leaves of a unit share one collective per hop,
-except where a payload of a megabyte or more goes alone.
+All methods of ``UnitComm`` run inside ``shard_map`` on one device's values. What belongs together travels
+together (``coalesced``): the parameters of a unit share one collective per hop, except where a payload of a
+megabyte or more goes alone.
 
-The phases of one step, for one unit:
+The phases of one step:
 
 1. ``gather_node``: the owner encodes its primary shard; an all-gather over ``node`` gives every node the
-   secondary partition (qwZ, ZeRO++ section 3.1). It comes in three parts as well, which a pipeline can have
-   in different iterations, so that the next hop between nodes waits for no encoding or decoding.
-2. ``gather_local``: an all-gather over ``local`` gives every device the leaf, in the buffer the matmuls
-   read. The backward pass repeats this phase alone (hpZ, section 3.2), or both.
+   secondary partition (qwZ, ZeRO++ section 3.1). Its three parts can also be called one by one, so that a
+   prefetching scan has them in different iterations and the next hop between nodes waits for no encoding or
+   decoding.
+2. ``gather_local``: an all-gather over ``local`` gives every device the whole parameter, in the buffer that
+   the matmuls read. The backward pass repeats this phase alone (hpZ, section 3.2), or both.
 3. ``encode_gradients``, ``send_gradients`` and ``sum_gradients``: gradients are encoded, exchanged over
    ``local``, decoded and summed in fp32, encoded again, exchanged over ``node``, decoded and summed in fp32
-   at the owner (qgZ, section 3.3). A pipeline can have each hop in an iteration of its own.
-4. ``reduce_node``: the last hop on its own, where it is taken once per step.
+   at the owner (qgZ, section 3.3). A scan can have each hop in an iteration of its own.
+4. ``reduce_node``: the last hop alone, where it is taken once per step.
 
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each phase has a named scope: profiles
 show it, and ``zerojax.analysis.comm_report`` tells by it what a collective is for.
@@ -22,7 +23,7 @@ show it, and ``zerojax.analysis.comm_report`` tells by it what a collective is f
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,352 +32,341 @@ from jaxtyping import Array, Float, Num
 
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
-from zerojax.sharding.layout import OWNED, Leaf, flatten, unflatten
-from zerojax.sharding.mesh import LOCAL, NODE, World
-from zerojax.sharding.wire_format import Seed, mix
+from zerojax.sharding.layout import ParamLayout, flatten, unflatten
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.strategy import Level, ShardingStrategy
+from zerojax.sharding.wire_format import Codec, Seed, mix
 
 _LOCAL_HOP, _NODE_HOP = 1, 2
 
+Values = tuple[Num[Array, "..."], ...]
+"""One array per parameter of a unit."""
+
+Payload = tuple[Values, ...]
+"""Gradients on their way: per chunk and parameter."""
+
 
 @dataclass(frozen=True)
-class Way:
-    """How far a gradient travels, and in how many hops.
+class UnitComm:
+    """The communication of the parameters that travel together.
 
     Attributes:
-        to: "secondary" sums over ``local`` alone, "primary" over the world.
-        hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3), in which every device
-            sends every other its block: M between nodes per device where two hops send M per node.
-        chunks: into how many pieces the owner's block is cut where there are two hops.
-        apart: whether hops between nodes, those of the weights too, have a stream of their own
-            (``coalesced``).
+        strategy: between which levels they travel.
+        leaves: their layouts; all of one world. Every ``Values`` has one array for each.
     """
 
-    to: Literal["secondary", "primary"]
-    hops: int = 2
-    chunks: int = 1
-    apart: bool = False
+    strategy: ShardingStrategy
+    leaves: tuple[ParamLayout, ...]
 
-    def axes(self, world: World) -> tuple[str | tuple[str, str], ...]:
-        """The mesh axes to cross, in order, an axis of extent 1 left out."""
-        if self.to == "primary" and self.hops == 1:
-            return (OWNED,) if world.size > 1 else ()
-        extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.to == "primary" else {})
-        return tuple(axis for axis, extent in extents.items() if extent > 1)
+    @property
+    def world(self) -> MeshShape:
+        """The mesh's extents."""
+        return self.leaves[0].world
 
+    # Weights.
 
-def encode_weights(
-    shards: Sequence[Float[Array, " shard"]], copies: Sequence[Rows] | None, leaves: Sequence[Leaf]
-) -> list[Num[Array, " m"]]:
-    """Encode primary shards for the node hop: the weights, or what changed since delta's copies were made.
+    def crosses_nodes(self, level: Level) -> bool:
+        """Whether weights come from that level over a hop between nodes."""
+        return level == "primary" and self.world.nodes > 1
 
-    The owner encodes its weights minus its row of the copy; every node, its own included, adds the same
-    decoded difference, so copies stay bit-identical, and what rounding left out comes along next time
-    (SDP4Bit, section 3.1).
+    def encode_weights(self, shards: Values, copies: Values | None = None) -> Values:
+        """Encode primary shards for the node hop: the weights, or how they differ from delta's copies.
 
-    Args:
-        shards: per leaf, the owner's fp32 block.
-        copies: per leaf ``[nodes, shard]``, delta's copy so far in its raw local format; or None.
-        leaves: their layouts; all of one world.
+        The owner encodes its weights minus its row of the copy; every node, its own included, adds the same
+        decoded difference, so copies stay bit-identical, and what rounding left out comes along next time
+        (SDP4Bit, section 3.1).
 
-    Returns:
-        Per leaf its payload; on one node, which has no such hop, in the local format.
-    """
-    with jax.named_scope(_node_scope(copies)):
-        if leaves[0].world.nodes == 1:
-            return [leaf.weights[1].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
-        if copies is None:
-            return [leaf.weights[0].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
-        row = lax.axis_index(NODE)
-        return [
-            leaf.weights[0].encode_delta(x[None], lax.dynamic_index_in_dim(copy, row))[0]
-            for x, copy, leaf in zip(shards, copies, leaves, strict=True)
+        Args:
+            shards: ``[shard]``, the owner's fp32 block.
+            copies: ``[nodes, shard]``, delta's copy so far in its raw local format; or None.
+
+        Returns:
+            The payloads; on one node, which has no such hop, in the local format.
+        """
+        with jax.named_scope(_node_scope(copies)):
+            if self.world.nodes == 1:
+                return self._in_local_format(shards)
+            if copies is None:
+                return tuple(leaf.weights.node.encode(x[None])[0] for x, leaf in self._each(shards))
+            row = lax.axis_index(NODE)
+            return tuple(
+                leaf.weights.node.encode_delta(x[None], lax.dynamic_index_in_dim(copy, row))[0]
+                for x, copy, leaf in self._each(shards, copies)
+            )
+
+    def cross_nodes(self, payloads: Values, *, delta: bool, own_stream: bool | None = None) -> Values:
+        """All-gather what ``encode_weights`` returned over ``node``, row after row, not yet decoded.
+
+        Args:
+            payloads: ``[m]`` each.
+            delta: whether they are differences.
+            own_stream: see ``coalesced``; by default the strategy's.
+        """
+        if self.world.nodes == 1:
+            return payloads
+        if own_stream is None:
+            own_stream = self.strategy.reduction.own_stream
+        with jax.named_scope("gather_delta" if delta else "gather_node"):
+            return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
+
+    def decode_weights(self, arrived: Values, copies: Values | None = None) -> Values:
+        """Secondary partitions of what crossed the nodes.
+
+        Args:
+            arrived: as ``cross_nodes`` returns.
+            copies: the same as were encoded against.
+
+        Returns:
+            ``[nodes, m]`` in the local format: row n is what node n owned. With ``copies``, new ones.
+        """
+        rows = tuple(x.reshape(self.world.nodes, -1) for x in arrived)
+        if self.world.nodes == 1:
+            return rows
+        with jax.named_scope(_node_scope(copies)):
+            if copies is None:
+                return tuple(_in_local_format(x, leaf) for x, leaf in self._each(rows))
+            return tuple(leaf.weights.node.decode_add(x, copy) for x, copy, leaf in self._each(rows, copies))
+
+    def gather_node(self, shards: Values, copies: Values | None = None) -> Values:
+        """All-gather primary shards over ``node`` into secondary partitions: the three above in turn.
+
+        With ``copies`` it brings delta's copies up to date.
+        """
+        payloads = self.encode_weights(shards, copies)
+        arrived = self.cross_nodes(payloads, delta=copies is not None, own_stream=False)
+        return self.decode_weights(arrived, copies)
+
+    @jax.named_scope("gather_exact")
+    def gather_exact(self, shards: Values) -> Values:
+        """Secondary copies sent whole in the local format: the birth and the resync of delta's copies."""
+        sent = self._in_local_format(shards)
+        return tuple(gather_together(sent, NODE) if self.world.nodes > 1 else (x[None] for x in sent))
+
+    @jax.named_scope("gather_local")
+    def gather_local(self, secondary: Values) -> Values:
+        """All-gather secondary partitions over ``local`` into whole parameters in their compute dtype.
+
+        Args:
+            secondary: ``[nodes, m]``, as ``gather_node`` returns.
+
+        Returns:
+            One layer of unsharded shape, without padding.
+        """
+        arrived = secondary
+        if self.world.local > 1:
+            arrived = gather_together([rows.reshape(-1) for rows in secondary], LOCAL)
+        return tuple(
+            unflatten(_decode_blocks(blocks, leaf, self.strategy.weight_dtype(leaf)), leaf)
+            for blocks, leaf in self._each(arrived)
+        )
+
+    def to_secondary(self, level: Level, values: Values) -> Values:
+        """From a level, the source's or the kept one, to secondary partitions: the node hop, or nothing."""
+        return self.gather_node(values) if level == "primary" else values
+
+    def to_whole(self, secondary: Values) -> Values:
+        """From secondary partitions to whole parameters; those that are whole already stay as they are."""
+        return secondary if self.strategy.keep == "full" else self.gather_local(secondary)
+
+    # Gradients.
+
+    @property
+    def axes(self) -> tuple[str | tuple[str, str], ...]:
+        """The mesh axes that a gradient crosses, in order, without those of extent 1."""
+        return self.strategy.reduction.axes(self.world)
+
+    @jax.named_scope("encode_gradients")
+    def encode_gradients(self, grads: Values, seed: Seed) -> Payload:
+        """Encode gradients for their first hop.
+
+        Args:
+            grads: one layer of unsharded shape, this device's contribution.
+            seed: salts stochastic rounding.
+
+        Returns:
+            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk and
+            one row, as it came.
+        """
+        axes, chunks = self.axes, self.strategy.reduction.chunks
+        if not axes:
+            return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
+        if len(axes) == 2:
+            staged = [_encode_stages(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
+            return tuple(tuple(payload[chunk] for payload in staged) for chunk in range(chunks))
+        salt = _LOCAL_HOP if axes[0] == LOCAL else _NODE_HOP
+        peers = lax.axis_size(axes[0])
+        return (
+            tuple(
+                self._last_codec(leaf).encode(
+                    flatten(grad, leaf).reshape(peers, -1),
+                    seed=_salt(seed, leaf, salt),
+                    rotation=leaf.rotation,
+                )
+                for grad, leaf in self._each(grads)
+            ),
+        )
+
+    def send_gradients(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
+        """Take encoded gradients over one hop, and make them ready for the next if there is one.
+
+        Between two hops one fused pass decodes, sums and encodes again. Chunks are chains of their own:
+        where both hops of a unit follow each other, one's node hop overlaps the next one's local hop (qgZ's
+        pipeline, ZeRO++ Figure 8).
+
+        Args:
+            chunks: as ``encode_gradients`` returns, or this method for the hop before.
+            seed: the same as there.
+            hop: which of the ``axes``, from 0.
+
+        Returns:
+            What the next hop sends; of the last, what arrived, not yet decoded.
+        """
+        axes, own_stream = self.axes, self.strategy.reduction.own_stream
+        if hop == len(axes) - 1:
+            with jax.named_scope(self._last_scope):
+                return tuple(
+                    tuple(exchange_together(chunk, axes[hop], own_stream=own_stream)) for chunk in chunks
+                )
+        sent: list[Values] = []
+        with jax.named_scope("reduce_local"):
+            for index, chunk in enumerate(chunks):
+                arrived = exchange_together(chunk, LOCAL, own_stream=own_stream)
+                salted = mix(seed, index)
+                sent.append(
+                    tuple(
+                        _between_hops(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
+                    )
+                )
+        return tuple(sent)
+
+    def sum_gradients(self, arrived: Payload) -> Values:
+        """Decode and add up what the last hop brought; without hops, what ``encode_gradients`` returned.
+
+        Returns:
+            The fp32 sum, not yet a mean: over the world at its owner, or over the node as a secondary
+            partition.
+        """
+        if not self.axes:
+            return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0])
+        to_owner = self.strategy.reduction.to == "primary"
+
+        def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
+            size = (leaf.shard if to_owner else leaf.secondary) // len(arrived)
+            return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
+
+        with jax.named_scope(self._last_scope):
+            pieces = [tuple(total(rows, leaf) for rows, leaf in self._each(chunk)) for chunk in arrived]
+        if len(pieces) == 1:
+            return pieces[0]
+        return tuple(jnp.concatenate(parts) for parts in zip(*pieces, strict=True))
+
+    def deliver(self, payload: Payload, seed: Seed) -> Values:
+        """Sums of what ``encode_gradients`` returned: over all hops."""
+        for hop in range(len(self.axes)):
+            payload = self.send_gradients(payload, seed, hop)
+        return self.sum_gradients(payload)
+
+    def reduce_gradients(self, grads: Values, seed: Seed) -> Values:
+        """Sum gradients over the mesh: encode, send over every hop, and sum them."""
+        return self.deliver(self.encode_gradients(grads, seed), seed)
+
+    def to_sink(self, grads: Values, seed: Seed) -> Values:
+        """Whole gradients, this device's part, as their sums at the sink; at "full" they stay its part."""
+        if self.strategy.sink == "full":
+            return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
+        return self.reduce_gradients(grads, seed)
+
+    @jax.named_scope("reduce_node")
+    def reduce_node(
+        self, sums: Values, seed: Seed, residuals: Values | None = None
+    ) -> tuple[Values, Values | None]:
+        """Sum node-local sums over ``node``: from secondary partitions to the owners.
+
+        Args:
+            sums: ``[secondary]``, the fp32 sum over the node's devices, un-rotated.
+            seed: salts stochastic rounding.
+            residuals: with error feedback, what encoding lost last time (fp32, un-rotated): it is added
+                before encoding.
+
+        Returns:
+            ``[shard]``, the fp32 sum over the world at its owner; and the new residuals, or None.
+        """
+        nodes = self.world.nodes
+        if nodes == 1:
+            return sums, None
+        if residuals is not None:
+            sums = tuple(x + residual for x, residual in zip(sums, residuals, strict=True))
+        sent = [
+            leaf.grads.node.encode(
+                x.reshape(nodes, leaf.shard), seed=_salt(seed, leaf, _NODE_HOP), rotation=leaf.rotation
+            )
+            for x, leaf in self._each(sums)
         ]
+        kept = None
+        if residuals is not None:
+            kept = tuple(x - _decode_each(rows, leaf).reshape(-1) for x, rows, leaf in self._each(sums, sent))
+        owned = tuple(
+            leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
+            for rows, leaf in self._each(exchange_together(sent, NODE))
+        )
+        return owned, kept
+
+    @jax.named_scope("all_gather_sum")
+    def all_gather_sum(self, sums: Values) -> Values:
+        """Give everyone the owners' sums: the second half of stage 0's all-reduce.
+
+        They stay in the wire's raw format, for all of them are whole: the optimizer widens as it reads.
+        """
+        rows = [x.astype(leaf.grads.node.dtype) for x, leaf in self._each(sums)]
+        for axis in (NODE, LOCAL):
+            rows = [x.reshape(-1) for x in gather_together([x.reshape(-1) for x in rows], axis)]
+        return tuple(unflatten(x, leaf) for x, leaf in self._each(rows))
+
+    def _each(self, *values: Sequence[Array]) -> "zip[tuple[Any, ...]]":
+        """One array of each of ``values`` and the layout, for every parameter."""
+        return zip(*values, self.leaves, strict=True)
+
+    def _in_local_format(self, shards: Values) -> Values:
+        return tuple(leaf.weights.local.encode(x[None])[0] for x, leaf in self._each(shards))
+
+    def _last_codec(self, leaf: ParamLayout) -> Codec:
+        return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
+
+    @property
+    def _last_scope(self) -> str:
+        return "reduce_local" if self.axes[-1] == LOCAL else "reduce_node"
 
 
-def cross_nodes(
-    payloads: Sequence[Num[Array, " m"]], leaves: Sequence[Leaf], *, delta: bool, apart: bool = False
-) -> list[Num[Array, " n"]]:
-    """All-gather what ``encode_weights`` returned over ``node``, row after row, not yet decoded.
-
-    ``apart`` has it on a stream of its own (``coalesced``).
-    """
-    if leaves[0].world.nodes == 1:
-        return list(payloads)
-    with jax.named_scope("gather_delta" if delta else "gather_node"):
-        return [rows.reshape(-1) for rows in gather_together(payloads, NODE, apart=apart)]
-
-
-def decode_weights(
-    arrived: Sequence[Num[Array, " n"]], copies: Sequence[Rows] | None, leaves: Sequence[Leaf]
-) -> list[Rows]:
-    """What crossed the nodes, as secondary partitions.
-
-    Args:
-        arrived: as ``cross_nodes`` returns.
-        copies: the same as were encoded against.
-        leaves: their layouts.
-
-    Returns:
-        Per leaf ``[nodes, m]`` in its local format: row n is what node n owned. With ``copies``, new ones.
-    """
-    nodes = leaves[0].world.nodes
-    rows = [x.reshape(nodes, -1) for x in arrived]
-    if nodes == 1:
-        return rows
-    with jax.named_scope(_node_scope(copies)):
-        if copies is None:
-            return [_settle(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
-        return [
-            leaf.weights[0].decode_add(x, copy) for x, copy, leaf in zip(rows, copies, leaves, strict=True)
-        ]
-
-
-def _node_scope(copies: Sequence[Rows] | None) -> str:
+def _node_scope(copies: Values | None) -> str:
     return "gather_node" if copies is None else "gather_delta"
 
 
-def gather_node(shards: Sequence[Float[Array, " shard"]], leaves: Sequence[Leaf]) -> list[Rows]:
-    """All-gather primary shards over ``node`` into secondary partitions: the three above in turn."""
-    return decode_weights(
-        cross_nodes(encode_weights(shards, None, leaves), leaves, delta=False), None, leaves
-    )
-
-
-def gather_delta(
-    shards: Sequence[Float[Array, " shard"]], copies: Sequence[Rows], leaves: Sequence[Leaf]
-) -> list[Rows]:
-    """Bring delta's secondary copies up to date: the same with ``copies``."""
-    payloads = encode_weights(shards, copies, leaves)
-    return decode_weights(cross_nodes(payloads, leaves, delta=True), copies, leaves)
-
-
-@jax.named_scope("gather_exact")
-def gather_exact(shards: Sequence[Float[Array, " shard"]], leaves: Sequence[Leaf]) -> list[Rows]:
-    """Secondary copies sent whole in the local format: the birth and the resync of delta's copies."""
-    sent = [leaf.weights[1].encode(x[None])[0] for x, leaf in zip(shards, leaves, strict=True)]
-    return gather_together(sent, NODE) if leaves[0].world.nodes > 1 else [x[None] for x in sent]
-
-
-@jax.named_scope("gather_local")
-def gather_local(
-    secondary: Sequence[Rows], leaves: Sequence[Leaf], dtypes: Sequence[jnp.dtype]
-) -> list[Num[Array, "..."]]:
-    """All-gather secondary partitions over ``local`` into whole leaves.
-
-    Args:
-        secondary: per leaf ``[nodes, m]``, as ``gather_node`` returns.
-        leaves: their layouts.
-        dtypes: per leaf, the dtype to compute in.
-
-    Returns:
-        Per leaf, one layer of natural shape, without padding.
-    """
-    arrived = list(secondary)
-    if leaves[0].world.local > 1:
-        flat = [rows.reshape(-1) for rows in secondary]
-        arrived = gather_together(flat, LOCAL)
-    return [
-        unflatten(_decode_blocks(blocks, leaf, dtype), leaf)
-        for blocks, leaf, dtype in zip(arrived, leaves, dtypes, strict=True)
-    ]
-
-
-@jax.named_scope("encode_gradients")
-def encode_gradients(
-    grads: Sequence[Num[Array, "..."]], leaves: Sequence[Leaf], seed: Seed, way: Way
-) -> list[list[Rows]]:
-    """Encode gradients for the first hop of their way: what a pipelined backward pass carries along.
-
-    Args:
-        grads: per leaf, one layer of natural shape, this device's contribution.
-        leaves: their layouts.
-        seed: salts stochastic rounding.
-        way: the hops that follow.
-
-    Returns:
-        Per chunk and leaf the payload ``[peers, m]``; row i is for peer i of the first axis. Without hops
-        one chunk and one row, as it came.
-    """
-    axes = way.axes(leaves[0].world)
-    if not axes:
-        return [[flatten(grad, leaf)[None] for grad, leaf in zip(grads, leaves, strict=True)]]
-    if len(axes) == 2:
-        staged = [
-            _encode_stages(grad, leaf, seed, way.chunks) for grad, leaf in zip(grads, leaves, strict=True)
-        ]
-        return [[payload[chunk] for payload in staged] for chunk in range(way.chunks)]
-    hop, salt = (0, _LOCAL_HOP) if axes[0] == LOCAL else (1, _NODE_HOP)
-    peers = lax.axis_size(axes[0])
-    return [
-        [
-            leaf.grads[hop].encode(
-                flatten(grad, leaf).reshape(peers, -1),
-                seed=_salt(seed, leaf, salt),
-                rotation=leaf.rotation,
-            )
-            for grad, leaf in zip(grads, leaves, strict=True)
-        ]
-    ]
-
-
-def send_gradients(
-    chunks: Sequence[Sequence[Rows]], leaves: Sequence[Leaf], seed: Seed, way: Way, hop: int
-) -> list[list[Rows]]:
-    """Take encoded gradients over one hop of their way, and make them ready for the next if there is one.
-
-    Between two hops one fused pass decodes, sums and encodes again. Chunks are chains of their own: where
-    both hops of a unit follow each other, one's node hop overlaps the next one's local hop (qgZ's pipeline,
-    ZeRO++ Figure 8).
-
-    Args:
-        chunks: as ``encode_gradients`` returns, or this function for the hop before.
-        leaves: their layouts.
-        seed: the same as there.
-        way: the same as there.
-        hop: which of the way's hops, from 0.
-
-    Returns:
-        Per chunk and leaf, what the next hop sends; of the last, what arrived, not yet decoded.
-    """
-    axes = way.axes(leaves[0].world)
-    if hop == len(axes) - 1:
-        with jax.named_scope(_last_hop(axes)[1]):
-            return [exchange_together(chunk, axes[hop], apart=way.apart) for chunk in chunks]
-    sent = []
-    with jax.named_scope("reduce_local"):
-        for index, chunk in enumerate(chunks):
-            arrived = exchange_together(chunk, LOCAL, apart=way.apart)
-            salted = mix(seed, index)
-            sent.append(
-                [
-                    _between_hops(rows, leaf, salted, len(chunks))
-                    for rows, leaf in zip(arrived, leaves, strict=True)
-                ]
-            )
-    return sent
-
-
-def sum_gradients(
-    arrived: Sequence[Sequence[Rows]], leaves: Sequence[Leaf], way: Way
-) -> list[Float[Array, " n"]]:
-    """Decode and add up what the last hop brought; where there is none, what ``encode_gradients`` returned.
-
-    Returns:
-        Per leaf the fp32 sum: over the world at its owner, or over the node as a secondary partition.
-    """
-    axes = way.axes(leaves[0].world)
-    if not axes:
-        return [rows.reshape(-1).astype(jnp.float32) for rows in arrived[0]]
-    codec, scope = _last_hop(axes)
-    sizes = [(leaf.shard if way.to == "primary" else leaf.secondary) // len(arrived) for leaf in leaves]
-    with jax.named_scope(scope):
-        pieces = [
-            [
-                leaf.grads[codec].decode_sum(rows, size, rotation=leaf.rotation)
-                for rows, size, leaf in zip(chunk, sizes, leaves, strict=True)
-            ]
-            for chunk in arrived
-        ]
-    if len(pieces) == 1:
-        return pieces[0]
-    return [jnp.concatenate(parts) for parts in zip(*pieces, strict=True)]
-
-
-def reduce_gradients(
-    grads: Sequence[Num[Array, "..."]], leaves: Sequence[Leaf], seed: Seed, way: Way
-) -> list[Float[Array, " n"]]:
-    """Sum gradients over the mesh: encode, send over every hop, and sum them."""
-    chunks = encode_gradients(grads, leaves, seed, way)
-    for hop in range(len(way.axes(leaves[0].world))):
-        chunks = send_gradients(chunks, leaves, seed, way, hop)
-    return sum_gradients(chunks, leaves, way)
-
-
-@jax.named_scope("reduce_node")
-def reduce_node(
-    sums: Sequence[Float[Array, " secondary"]],
-    leaves: Sequence[Leaf],
-    seed: Seed,
-    residuals: Sequence[Float[Array, " secondary"]] | None = None,
-) -> tuple[list[Float[Array, " shard"]], list[Float[Array, " secondary"]] | None]:
-    """Sum node-local sums over ``node``: from secondary partitions to the owners.
-
-    Args:
-        sums: per leaf, the fp32 sum over the node's devices, un-rotated.
-        leaves: their layouts.
-        seed: salts stochastic rounding.
-        residuals: with error feedback, what encoding lost last time (fp32, un-rotated): it is added
-            before encoding.
-
-    Returns:
-        Per leaf, the fp32 sum over the world at its owner; and the new residuals, or None.
-    """
-    world = leaves[0].world
-    if world.nodes == 1:
-        return list(sums), None
-    if residuals is not None:
-        sums = [x + residual for x, residual in zip(sums, residuals, strict=True)]
-    sent = [
-        leaf.grads[1].encode(
-            x.reshape(world.nodes, leaf.shard),
-            seed=_salt(seed, leaf, _NODE_HOP),
-            rotation=leaf.rotation,
-        )
-        for x, leaf in zip(sums, leaves, strict=True)
-    ]
-    kept = None
-    if residuals is not None:
-        kept = [
-            x - _decode_each(rows, leaf).reshape(-1) for x, rows, leaf in zip(sums, sent, leaves, strict=True)
-        ]
-    arrived = exchange_together(sent, NODE)
-    owned = [
-        leaf.grads[1].decode_sum(rows, leaf.shard, rotation=leaf.rotation)
-        for rows, leaf in zip(arrived, leaves, strict=True)
-    ]
-    return owned, kept
-
-
-@jax.named_scope("all_gather_sum")
-def all_gather_sum(
-    sums: Sequence[Float[Array, " shard"]], leaves: Sequence[Leaf]
-) -> list[Float[Array, "..."]]:
-    """Give everyone the owners' sums: the second half of stage 0's all-reduce.
-
-    They stay in the wire's raw format, for all of them are whole: the optimizer widens as it reads.
-    """
-    rows = [x.astype(leaf.grads[1].dtype) for x, leaf in zip(sums, leaves, strict=True)]
-    for axis in (NODE, LOCAL):
-        rows = [x.reshape(-1) for x in gather_together([x.reshape(-1) for x in rows], axis)]
-    return [unflatten(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
-
-
-def _settle(rows: Rows, leaf: Leaf) -> Rows:
+def _in_local_format(rows: Rows, leaf: ParamLayout) -> Rows:
     """From the node hop's format to the local one's; nothing to do where they are the same."""
-    node, local = leaf.weights
+    node, local = leaf.weights.node, leaf.weights.local
     if node == local:
         return rows
     return local.encode(node.decode(rows, leaf.shard, jnp.dtype(jnp.float32)))
 
 
-def _decode_blocks(blocks: Rows, leaf: Leaf, dtype: jnp.dtype) -> Num[Array, " padded"]:
-    codec = leaf.weights[1]
+def _decode_blocks(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Num[Array, " padded"]:
+    codec = leaf.weights.local
     rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
     return codec.decode(rows, leaf.shard, dtype).reshape(-1)
 
 
-def _decode_each(rows: Rows, leaf: Leaf) -> Float[Array, "rows n"]:
+def _decode_each(rows: Rows, leaf: ParamLayout) -> Float[Array, "rows n"]:
     """What each row will be read as, un-rotated: a sum over one peer, row by row."""
-    codec = leaf.grads[1]
+    codec = leaf.grads.node
     decoded = [codec.decode_sum(row[None], leaf.shard, rotation=leaf.rotation) for row in rows]
     return jnp.stack(decoded)
 
 
 def _encode_stages(
-    grad: Num[Array, "..."], leaf: Leaf, seed: Seed, chunks: int
+    grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
 ) -> Num[Array, "chunks local m"]:
     """The payload of the first hop, stage by stage: the reordering is the encoder's index map."""
-    world, codec, flat = leaf.world, leaf.grads[0], flatten(grad, leaf)
+    world, codec, flat = leaf.world, leaf.grads.local, flatten(grad, leaf)
     if codec.raw:
         staged = flat.reshape(world.local, world.nodes, chunks, leaf.shard // chunks)
         staged = staged.transpose(2, 0, 1, 3).reshape(chunks, world.local, -1)
@@ -394,12 +384,12 @@ def _encode_stages(
     )
 
 
-def _between_hops(rows: Rows, leaf: Leaf, seed: Seed, chunks: int) -> Rows:
+def _between_hops(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Sum over the node's devices and encode for the owners.
 
     Where both hops are quantized the values stay rotated; where only one is, it rotates on its own.
     """
-    first, second = leaf.grads
+    first, second = leaf.grads.local, leaf.grads.node
     nodes, n = leaf.world.nodes, leaf.shard // chunks
     salted = _salt(seed, leaf, _NODE_HOP)
     if not first.raw and not second.raw:
@@ -408,11 +398,6 @@ def _between_hops(rows: Rows, leaf: Leaf, seed: Seed, chunks: int) -> Rows:
     return second.encode(total.reshape(nodes, n), seed=salted, rotation=leaf.rotation)
 
 
-def _last_hop(axes: Sequence[str | tuple[str, str]]) -> tuple[int, str]:
-    """Which of a leaf's gradient codecs the last hop has, and its scope."""
-    return (0, "reduce_local") if axes[-1] == LOCAL else (1, "reduce_node")
-
-
-def _salt(seed: Seed, leaf: Leaf, hop: int) -> Seed:
+def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:
     """A seed of its own for each leaf, hop and device."""
-    return mix(seed, leaf.number, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))
+    return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))

@@ -1,6 +1,6 @@
 """What the GPU compiler is told, per function and never through the environment.
 
-Each option is here for a reason that ``docs/benchmarks.md`` gives figures for.
+Each option is here for a reason that ``docs/benchmark-notes.md`` gives figures for.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -50,8 +50,8 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
 
 
-def own_stream(wanted: bool) -> AbstractContextManager[Any]:
-    """If ``wanted``, collectives made in this context run on a stream apart from all others'.
+def on_own_stream(wanted: bool) -> AbstractContextManager[Any]:
+    """If ``wanted``, collectives made in this context run on a stream of their own.
 
     On one stream a hop within a node waits for the hop between nodes before it, and the next one between
     nodes for that. XLA knows two domains of wires with a stream each; this names the one that nothing else is

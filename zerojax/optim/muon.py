@@ -23,17 +23,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, PyTree, Shaped
 
 from zerojax.optim.shard_check import OnLayout
-from zerojax.sharding.layout import OWNED, Leaf
+from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
-IsMatrix = Callable[[Leaf], bool]
+IsMatrix = Callable[[ParamLayout], bool]
 # Updates get the root-mean-square of AdamW's (Liu et al., "Muon is Scalable for LLM Training", section
 # 2.2), so that one learning rate and one weight decay do for both.
 _CONSISTENT_RMS = 0.2
 
 
-def is_hidden_matrix(leaf: Leaf) -> bool:
+def is_hidden_matrix(leaf: ParamLayout) -> bool:
     """Matrices but those of embeddings, whose rows are looked up rather than multiplied with."""
     return len(leaf.shape) == 2 and leaf.path[-1] != "embedding"
 
@@ -62,7 +62,7 @@ def scale_by_muon(
         What `TrainState.create` makes a transform of, once the layout is known.
     """
 
-    def make(mesh: Mesh, leaves: Sequence[Leaf], zero: ZeroConfig) -> optax.GradientTransformation:
+    def make(mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig) -> optax.GradientTransformation:
         matrices = [leaf for leaf in leaves if is_matrix(leaf) and leaf.size]
         mine = {leaf.path for leaf in matrices}
         labels = to_tree({leaf.path: "muon" if leaf.path in mine else "adam" for leaf in leaves})
@@ -100,10 +100,10 @@ def _momentum(beta: float) -> optax.GradientTransformation:
 
 
 def _orthogonalised(
-    mesh: Mesh, matrices: Sequence[Leaf], axes: tuple[str, ...], wire: jnp.dtype
+    mesh: Mesh, matrices: Sequence[ParamLayout], axes: tuple[str, ...], wire: jnp.dtype
 ) -> optax.GradientTransformation:
     """Replace stored leaves by their orthogonalised selves, scaled by shape."""
-    shapes: dict[tuple[int, ...], list[Leaf]] = {}
+    shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
     for leaf in matrices:
         shapes.setdefault((*leaf.shape, leaf.shard), []).append(leaf)
     specs = {leaf.path: leaf.spec(axes) for leaf in matrices}
@@ -111,7 +111,7 @@ def _orthogonalised(
     def on_device(blocks: dict[Path, Array]) -> dict[Path, Array]:
         result = {}
         for leaves in shapes.values():
-            parts = [blocks[leaf.path].reshape(leaf.layers or 1, -1) for leaf in leaves]
+            parts = [blocks[leaf.path].reshape(leaf.layers, -1) for leaf in leaves]
             rows = _dealt_out(jnp.concatenate(parts), leaves[0], axes, wire)
             ends = [sum(len(part) for part in parts[: i + 1]) for i in range(len(parts) - 1)]
             for leaf, part in zip(leaves, jnp.split(rows, ends), strict=True):
@@ -130,7 +130,7 @@ def _orthogonalised(
 
 @jax.named_scope("orthogonalise")
 def _dealt_out(
-    rows: Float[Array, "n shard"], leaf: Leaf, axes: tuple[str, ...], wire: jnp.dtype
+    rows: Float[Array, "n shard"], leaf: ParamLayout, axes: tuple[str, ...], wire: jnp.dtype
 ) -> Float[Array, "n shard"]:
     """This device's pieces of n matrices, orthogonalised on whichever device has each whole."""
     n, devices = len(rows), leaf.world.size if axes else 1

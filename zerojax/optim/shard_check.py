@@ -1,9 +1,9 @@
-"""Optimizers on shards: which are right there, and where their state lives.
+"""Which optimizers are correct on shards, and where their state lives.
 
-An optimizer sees the model's own tree of paths, each leaf flat and padded but of its natural rank
-(``Leaf.stored_shape``), as global arrays: norms over a leaf or over the whole tree are right across
-shards, and padding stays zero. What looks at a leaf's shape (Adafactor's factors, Muon's matrices) can't
-be right, and is found out by comparing, on a small copy of the tree, natural against flat.
+An optimizer sees the model's own tree as global arrays, each leaf flat and padded but of its unsharded rank
+(``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
+stays zero. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct. The
+check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.errors import ZeroError
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
@@ -28,33 +28,33 @@ _PADDING = 3
 
 @dataclass(frozen=True)
 class OnLayout:
-    """An optimizer that must know where each element lives: a transform is made of it for each program.
+    """An optimizer that must know where each element lives: a transform is made for each mesh and model.
 
-    Whoever writes one answers for its being right on shards; it is not probed.
+    It is not checked; its author is responsible for its being correct on shards.
 
     Attributes:
         make: from the mesh, the layouts and the options to the transform of stored leaves.
     """
 
-    make: Callable[[Mesh, Sequence[Leaf], ZeroConfig], optax.GradientTransformation]
+    make: Callable[[Mesh, Sequence[ParamLayout], ZeroConfig], optax.GradientTransformation]
 
 
 Optimizer = optax.GradientTransformation | OnLayout
 
 
 def chain(*parts: Optimizer) -> Optimizer:
-    """As `optax.chain`, of parts some of which must know the layout."""
+    """``optax.chain`` for parts some of which are ``OnLayout``."""
     if not any(isinstance(part, OnLayout) for part in parts):
         return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
 
-    def make(mesh: Mesh, leaves: Sequence[Leaf], zero: ZeroConfig) -> optax.GradientTransformation:
+    def make(mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig) -> optax.GradientTransformation:
         made = (part.make(mesh, leaves, zero) if isinstance(part, OnLayout) else part for part in parts)
         return optax.chain(*made)
 
     return OnLayout(make)
 
 
-def state_specs(tx: optax.GradientTransformation, leaves: Sequence[Leaf], specs: Any) -> Any:
+def optimizer_specs(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], specs: Any) -> Any:
     """How the optimizer's state is sharded: moments like their parameters, the rest replicated.
 
     Args:
@@ -84,7 +84,7 @@ def state_specs(tx: optax.GradientTransformation, leaves: Sequence[Leaf], specs:
     )
 
 
-def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[Leaf]) -> None:
+def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:
     """Refuse an optimizer whose update of a flat, padded leaf differs from that of the leaf itself.
 
     Two updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared.
@@ -97,15 +97,15 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[Leaf]) ->
     seen: set[tuple[int, ...]] = set()
     for leaf in leaves:
         # One leaf of each shape is large enough to be factored; the others only need the right rank.
-        side = 3 if leaf.natural_shape in seen else _PROBE_SIDE
-        seen.add(leaf.natural_shape)
-        keep = 1 if leaf.layers else 0
-        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.natural_shape))
+        side = 3 if leaf.unsharded_shape in seen else _PROBE_SIDE
+        seen.add(leaf.unsharded_shape)
+        keep = len(leaf.stack)
+        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.unsharded_shape))
         natural[leaf.path] = rng.standard_normal(shape).astype(np.float32)
     grads = [
         {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in natural.items()} for _ in "12"
     ]
-    stacked = {leaf.path: leaf.layers is not None for leaf in leaves}
+    stacked = {leaf.path: bool(leaf.stack) for leaf in leaves}
 
     def flat(values: Any) -> dict[Any, np.ndarray]:
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
@@ -131,7 +131,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[Leaf]) ->
 
 
 def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
-    """As ``Leaf.stored_shape`` has it, with some padding."""
+    """As ``ParamLayout.stored_shape`` has it, with some padding."""
     rows = x.reshape(x.shape[0] if stacked else 1, -1)
     padded = np.pad(rows, ((0, 0), (0, _PADDING)))
     rank = max(1, x.ndim - (1 if stacked else 0))

@@ -189,7 +189,7 @@ def make_log(
         StepCosts(
             tokens=predicted,
             flops=predicted * flops_per_token(config.model, train.sequence_length),
-            devices=state.program.world.size,
+            devices=state.spec.world.size,
             internode_bytes=report.between_nodes,
         ),
         start=step,

@@ -227,7 +227,7 @@ class Trainer:
             RunError: the disk is full.
             Stopped: a signal asked any process of the run to stop; it has saved.
         """
-        agreement, wanted = Agreement(self.state.program.mesh), Wishes()
+        agreement, wanted = Agreement(self.state.spec.mesh), Wishes()
         with StopRequest() as request, told_of_disk_errors(self.folder), told_the_way_back(self):
             while self.step < self.config.train.steps:
                 self.watchdog.step(self.step + 1)
@@ -262,7 +262,7 @@ class Trainer:
         """Begin to save a checkpoint; False where that has to wait, as the step was skipped."""
         self.log.drain()
         self.watchdog.phase(f"the checkpoint at step {self.step}")
-        mesh = self.state.program.mesh
+        mesh = self.state.spec.mesh
         record = Record(
             config=config_to_dict(self.config),
             position=self.batches.get_state(),
@@ -306,7 +306,7 @@ class Trainer:
     def announce(self, notes: list[str]) -> None:
         """Say what is going to run, and from where, and note it in run.json."""
         config = self.config
-        mesh = self.state.program.mesh
+        mesh = self.state.spec.mesh
         self.log.say(
             f"{self.folder.path}: {parameter_count(config.model):,} parameters, {self.data.describe()}, "
             f"{config.zero.preset} on {mesh.shape['node']} x "

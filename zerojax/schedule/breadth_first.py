@@ -1,4 +1,4 @@
-"""Micro-batches in breadth: all of a step's go through one layer before the first goes on to the next.
+"""Breadth-first accumulation: all micro-batches of a step go through one layer before the next layer.
 
 In depth, a micro-batch runs through the whole model before the next one begins, so that weights are gathered
 for each, and gradients can cross the nodes only when the last one has nothing left to hide that behind. In
@@ -7,8 +7,8 @@ their way, while earlier layers still are at work (Lamy-Poirier, "Breadth-First 
 on gradient accumulation). Activations that wait for the backward pass are those of all micro-batches; what
 a layer needs while it is at work is that of one.
 
-The model is mapped over micro-batches by ``jax.vmap``. Functions that are called through ``mapped_by``
-say themselves how they are mapped: units run for one micro-batch after another (``one_after_another``).
+The model is mapped over micro-batches by ``jax.vmap``. Functions called through ``with_batching_rule`` say
+themselves how they are mapped: units run for one micro-batch after another (``map_microbatches``).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from zerojax.schedule.float0 import inexact, with_float0
+from zerojax.schedule.partition import inexact, partition, with_float0
 
 AXIS = "micro_batch"
 _mapping = ContextVar("mapping", default=False)
@@ -38,7 +38,9 @@ def over_micro_batches(function: Callable[..., Any], *, out_axes: Any) -> Callab
     return mapped
 
 
-def mapped_by(rule: Callable[..., tuple[Any, Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+def with_batching_rule(
+    rule: Callable[..., tuple[Any, Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
     """``function``; within ``over_micro_batches`` one whose mapping is what ``rule`` says.
 
     Args:
@@ -55,7 +57,7 @@ def mapped_by(rule: Callable[..., tuple[Any, Any]], function: Callable[..., Any]
     return lambda *args: call(lax.axis_index(AXIS), *args)
 
 
-def one_after_another(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Callable[..., Any]:
+def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Callable[..., Any]:
     """``body`` for one micro-batch after another, as a function of all.
 
     Args:
@@ -75,11 +77,11 @@ def one_after_another(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Call
 
     @jax.custom_vjp
     def run(weights: Any, *args: Any) -> Any:
-        each, common, join = _apart(flags, args)
+        each, common, join = partition(args, flags)
         return lax.map(lambda own: alone(weights, *join(own, common)), each)
 
     def forward(weights: Any, *args: Any) -> tuple[Any, Any]:
-        each, common, join = _apart(flags, args)
+        each, common, join = partition(args, flags)
 
         def one(own: list[Array]) -> tuple[Any, Any]:
             vjp: Any
@@ -91,7 +93,7 @@ def one_after_another(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Call
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         weights, args, vjps = residuals
-        each, common, join = _apart(flags, args)
+        each, common, join = partition(args, flags)
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cotangents)
 
         def one(sums: Any, given: Any) -> tuple[Any, list[Array]]:
@@ -100,7 +102,7 @@ def one_after_another(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Call
             sums, (own, vjp, cotangent) = lax.optimization_barrier((sums, given))
             held = vjp.replace(args_res=[weights, *join(own, common)])
             of_weights, *of_args = held(with_float0(cotangent, of_one))
-            of_own, of_common, _ = _apart(flags, tuple(of_args))
+            of_own, of_common, _ = partition(tuple(of_args), flags)
             return jax.tree.map(jnp.add, sums, (of_weights, inexact(of_common))), inexact(of_own)
 
         floats = [x for x in common if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -113,12 +115,12 @@ def one_after_another(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Call
     return run
 
 
-def spread(size: int, mapped: Any, values: Any) -> Any:
+def broadcast_unbatched(size: int, mapped: Any, values: Any) -> Any:
     """Values with a leading axis of ``size`` micro-batches: those that have none, repeated."""
     return jax.tree.map(lambda own, x: x if own else jnp.broadcast_to(x, (size, *x.shape)), mapped, values)
 
 
-def all_of(values: Any, mapped: bool) -> Any:
+def all_batched(values: Any, mapped: bool) -> Any:
     """What a rule says of results that all have the axis, or none of which has."""
     return jax.tree.map(lambda _: mapped, values)
 
@@ -130,19 +132,6 @@ def _set(mapping: bool) -> Iterator[None]:
         yield
     finally:
         _mapping.reset(before)
-
-
-def _apart(flags: list[bool], args: tuple[Any, ...]) -> tuple[list[Any], list[Any], Callable[..., Any]]:
-    """The arrays with the axis, those without, and how to put such lists together again."""
-    leaves, tree = jax.tree.flatten(args)
-    each = [x for x, own in zip(leaves, flags, strict=True) if own]
-    common = [x for x, own in zip(leaves, flags, strict=True) if not own]
-
-    def join(each: list[Any], common: list[Any]) -> tuple[Any, ...]:
-        own, rest = iter(each), iter(common)
-        return jax.tree.unflatten(tree, [next(own) if flag else next(rest) for flag in flags])
-
-    return each, common, join
 
 
 def _zero_sum(like: Array) -> Array:

@@ -1,14 +1,12 @@
-"""The schedule of a stack of equal units: gathers ahead of the layer at work, reductions behind it.
+"""The prefetching scan: a stack of equal units, gathered ahead of the layer at work and reduced behind it.
 
-One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's
-iterations by itself. In the order of the program:
+One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's iterations by
+itself. In the order of the program:
 
-- forward, layer i: layer i + 2 crosses the nodes; decode layer i + 1 (which brings delta's copy of it up to
-  date) and gather it within the node; encode layer i + 3 for the next crossing; run layer i.
+- forward, layer i: the ``WeightPrefetcher`` takes a stage of layers i + 1 to i + 3, then layer i computes.
 - the last layer's weights stay for the backward pass, which begins with them.
-- backward, layer i: the same for i - 2, i - 1 and i - 3 (without hpZ); layer i + 1's gradients take their hop
-  within the node, layer i + 2's that between nodes; sum layer i + 3's up; run layer i's vjp; encode its
-  gradients.
+- backward, layer i: the ``WeightPrefetcher`` takes a stage of layers i - 1 to i - 3 and the
+  ``GradientQueue`` one of layers i + 1 to i + 3, then layer i's vjp computes and its gradients are encoded.
 
 Within an iteration none of these depends on another, so that the scheduler can run them side by side, and
 what crosses nodes is there when it begins: between two crossings lies nothing but the end of the loop.
@@ -24,7 +22,7 @@ one after another (``_one_by_one``), of any order, with each layer's hops in lin
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +30,19 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from zerojax.schedule.breadth_first import all_of, mapped_by, one_after_another, spread
-from zerojax.schedule.float0 import inexact, with_float0
-from zerojax.schedule.gradient_queue import Belt, put_layer
+from zerojax.comm.collectives import UnitComm, Values
+from zerojax.schedule.breadth_first import (
+    all_batched,
+    broadcast_unbatched,
+    map_microbatches,
+    with_batching_rule,
+)
+from zerojax.schedule.gradient_queue import GradientQueue, InFlight
+from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.remat import rematerialised
-from zerojax.schedule.strategy import Route, Values
+from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
 from zerojax.schedule.unit import Body, Sharded, call_gathered, refuse_mapped, take_apart, taken
-from zerojax.sharding.layout import Leaf
+from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.wire_format import Seed
 
 
@@ -58,23 +62,27 @@ def scan_units(
         The last layer's ``x``; the new state, stacked; and where the weights have a ``copy``, these copies
         as the gathers brought them up to date, stacked, else None.
     """
-    route, leaves, (sources, sinks, seeds), copies = take_apart(taken(list(weights)))
-    body = jax.named_scope("layer")(rematerialised(body, route.remat))
+    comm, (sources, sinks, seeds), copies = take_apart(taken(list(weights)))
+    body = jax.named_scope("layer")(rematerialised(body, comm.strategy.remat))
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
         """Every layer for all micro-batches, one after another; each layer's state has them, too."""
         *weights, x, state, shared = args
         *weights_mapped, x_mapped, state_mapped, shared_mapped = mapped
         refuse_mapped(weights_mapped)
-        x, state = spread(size, x_mapped, x), spread(size, state_mapped, state)
+        x, state = broadcast_unbatched(size, x_mapped, x), broadcast_unbatched(size, state_mapped, state)
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        turns = one_after_another(body, (all_of(x, True), all_of(state, True), shared_mapped))
-        out: Any = _scan(route, leaves, _Layer(turns), *weights, x, state, shared)
+        turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), shared_mapped))
+        out: Any = _scan(comm, _Layer(turns), *weights, x, state, shared)
         x, state, copies = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        return (x, state, copies), (all_of(x, True), all_of(state, True), all_of(copies, False))
+        return (x, state, copies), (
+            all_batched(x, True),
+            all_batched(state, True),
+            all_batched(copies, False),
+        )
 
-    run = mapped_by(in_breadth, functools.partial(_scan, route, leaves, _Layer(body)))
+    run = with_batching_rule(in_breadth, functools.partial(_scan, comm, _Layer(body)))
     return run(sources, sinks, seeds, copies, x, state, shared)
 
 
@@ -100,10 +108,9 @@ class _Layer:
         self.run_keeping = _TracedOnce(keeping)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scan(
-    route: Route,
-    leaves: tuple[Leaf, ...],
+    comm: UnitComm,
     layer: _Layer,
     sources: Values,
     sinks: Values,
@@ -114,13 +121,12 @@ def _scan(
     shared: Any,
 ) -> tuple[Any, Any, Values | None]:
     del sinks, seeds
-    x, states, copies, *_ = _forward(route, leaves, layer.run, sources, copies, x, state, shared)
+    x, states, copies, *_ = _forward(comm, layer.run, sources, copies, x, state, shared)
     return x, states, copies
 
 
 def _one_by_one(
-    route: Route,
-    leaves: tuple[Leaf, ...],
+    comm: UnitComm,
     layer: _Layer,
     fresh: Values | None,
     sources: Values,
@@ -135,7 +141,8 @@ def _one_by_one(
     ``fresh`` are delta's copies, up to date already, where there are any.
     """
     if fresh is not None:
-        route, sources = dataclasses.replace(route, source="secondary"), fresh
+        strategy = dataclasses.replace(comm.strategy, source="secondary")
+        comm, sources = dataclasses.replace(comm, strategy=strategy), fresh
     sources = lax.stop_gradient(sources)  # gradients go to the sinks, and kernels that encode have none
 
     def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
@@ -144,7 +151,7 @@ def _one_by_one(
 
     def one(x: Any, own: Any) -> tuple[Any, Any]:
         source, sink, seed, state = own
-        return call_gathered(route, leaves, body, source, sink, seed, (x, state, shared))
+        return call_gathered(comm, body, source, sink, seed, (x, state, shared))
 
     return lax.scan(one, x, (sources, sinks, seeds, state))
 
@@ -173,14 +180,30 @@ def _after(values: Any, others: Any) -> Any:
 
     XLA:CPU may otherwise run loops that don't depend on each other at once, and mix up their collectives.
     """
-    arrays, tree = jax.tree.flatten((values, others))
-    held = iter(lax.optimization_barrier(inexact(arrays)))
-    return jax.tree.unflatten(tree, [x if x.dtype == jax.dtypes.float0 else next(held) for x in arrays])
+    arrays, float0, combine = partition((values, others), lambda x: x.dtype != jax.dtypes.float0)
+    return combine(lax.optimization_barrier(arrays), float0)
+
+
+class _ForwardCarry(NamedTuple):
+    """From one layer of the forward pass to the next.
+
+    Attributes:
+        x: activations.
+        fetching: the weights of later layers.
+        own: this layer's secondary partitions, where the backward pass begins with those.
+        whole: this layer's weights.
+        stacks: what earlier layers leave: their new state, their vjp's residuals, their ``own``.
+    """
+
+    x: Any
+    fetching: Fetching
+    own: Values | None
+    whole: Values
+    stacks: tuple[Any, Any, Values | None]
 
 
 def _forward(
-    route: Route,
-    leaves: tuple[Leaf, ...],
+    comm: UnitComm,
     run: "_TracedOnce",
     sources: Values,
     copies: Values | None,
@@ -193,66 +216,42 @@ def _forward(
     Returns the activations, the stacked state, the copies, and what the backward pass needs: of all layers
     but the last, stacked, and of the last.
     """
-    last = sources[0].shape[0] - 1
-    crosses = route.crosses_nodes(route.source, leaves)
-    keep = copies is None and route.source != route.keep
+    strategy, last = comm.strategy, sources[0].shape[0] - 1
+    weights = WeightPrefetcher(comm, strategy.source, sources, end=last, step=1)
+    keep = copies is None and strategy.source != strategy.keep
 
-    def encode(copies: Values | None, index: Any) -> Values:
-        return route.encode_weights(_at(sources, index), _at(copies, index), leaves)
+    def layer(carry: _ForwardCarry, index: Any, *, crossing: bool) -> _ForwardCarry:
+        fetching, secondary = weights.advance(carry.fetching, index, crossing=crossing)
+        whole = comm.to_whole(secondary)
+        x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
+        stacks = put_layer(carry.stacks, (after, residual, carry.own), index)
+        return _ForwardCarry(x, fetching, secondary if keep else None, whole, stacks)
 
-    def cross(payload: Values) -> Values:
-        return route.cross_nodes(payload, leaves, delta=copies is not None)
-
-    def settle(copies: Values | None, arrived: Values, index: Any) -> tuple[Values | None, Values]:
-        if not crosses:
-            return copies, route.to_secondary(route.source, _at(sources, index), leaves)
-        fresh = route.decode_weights(arrived, _at(copies, index), leaves)
-        return (None if copies is None else put_layer(copies, fresh, index)), fresh
-
-    def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
-        x, copies, payload, arrived, own, whole, stacks = carry
-        copies, secondary = settle(copies, arrived, index + 1)
-        if crossing:
-            arrived = cross(payload)
-            # The last one encoded is never sent: that costs less than a layer outside the loop.
-            payload = encode(copies, jnp.minimum(index + 3, last))
-        next_whole = route.to_whole(secondary, leaves)
-        x, after, residual = run(whole, x, _at(state, index), shared)
-        stacks = put_layer(stacks, (after, residual, own), index)
-        return x, copies, payload, arrived, secondary if keep else None, next_whole, stacks
-
-    payload, arrived = (), ()
-    if crosses:
-        arrived = cross(encode(copies, 0))
-    copies, secondary = settle(copies, arrived, 0)
-    if crosses and last > 0:
-        arrived = cross(encode(copies, 1))
-        payload = encode(copies, min(2, last))
-    whole = route.to_whole(secondary, leaves)
-    _, *one = run.shapes(whole, x, _at(state, 0), shared)
+    fetching, secondary = weights.start(0, copies)
+    whole = comm.to_whole(secondary)
+    _, *one = run.shapes(whole, x, layer_at(state, 0), shared)
     # Filled by hand, in place: a scan would stack what its own iterations leave, and no more.
     own = secondary if keep else None
-    stacks = _empty((*one, own), last)
-    carry = (x, copies, payload, arrived, own, whole, stacks)
-    looped = max(last - 1, 0) if crosses else last
+    carry = _ForwardCarry(x, fetching, own, whole, empty_layers((*one, own), last))
+    looped = max(last - 1, 0) if weights.crosses else last
     if looped:
-        carry, _ = lax.scan(lambda c, i: (layer(c, i, crossing=crosses), None), carry, jnp.arange(looped))
+        carry, _ = lax.scan(
+            lambda c, i: (layer(c, i, crossing=weights.crosses), None), carry, jnp.arange(looped)
+        )
     for index in range(looped, last):
         carry = layer(carry, index, crossing=False)
-    x, copies, *_, whole, (states, residuals, kept) = carry
-    x, after, residual = run(whole, x, _at(state, last), shared)
+    copies, (states, residuals, kept) = carry.fetching.copies, carry.stacks
+    x, after, residual = run(carry.whole, carry.x, layer_at(state, last), shared)
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    return x, states, copies, (residuals, kept if copies is None else copies), (residual, whole)
+    return x, states, copies, (residuals, kept if copies is None else copies), (residual, carry.whole)
 
 
-def _scan_fwd(
-    route: Route, leaves: tuple[Leaf, ...], layer: _Layer, *args: Any
-) -> tuple[tuple[Any, Any, Values | None], Any]:
+def _scan_fwd(comm: UnitComm, layer: _Layer, *args: Any) -> tuple[tuple[Any, Any, Values | None], Any]:
     def function(
         sources: Values, sinks: Values, seeds: Seed, copies: Values | None, x: Any, state: Any, shared: Any
     ) -> Any:
         del sinks, seeds
-        return _forward(route, leaves, layer.run_keeping, sources, copies, x, state, shared)
+        return _forward(comm, layer.run_keeping, sources, copies, x, state, shared)
 
     def plain(
         result: Any,
@@ -266,7 +265,7 @@ def _scan_fwd(
     ) -> Any:
         del copies
         _, _, fresh, *kept = result
-        own = _one_by_one(route, leaves, layer, fresh, sources, sinks, seeds, x, state, shared)
+        own = _one_by_one(comm, layer, fresh, sources, sinks, seeds, x, state, shared)
         return *own, fresh, *kept
 
     x, states, fresh, *kept = _with_derivatives_of(plain, function)(*args)
@@ -274,9 +273,7 @@ def _scan_fwd(
     return (x, states, fresh), ((fresh, sources, sinks, seeds, *inputs), kept)
 
 
-def _scan_bwd(
-    route: Route, leaves: tuple[Leaf, ...], layer: _Layer, residuals: Any, cotangents: Any
-) -> tuple[Any, ...]:
+def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     args, kept = residuals
     cotangent, state_cotangents, _ = cotangents
     # No gradient flows through the state; its cotangents only say which shapes zeros must have.
@@ -294,7 +291,7 @@ def _scan_bwd(
         shared: Any,
     ) -> Any:
         del fresh, sinks, x, state
-        return _backward(route, leaves, after, kept, cotangent, sources, seeds, shared)
+        return _backward(comm, after, kept, cotangent, sources, seeds, shared)
 
     def plain(
         result: Any,
@@ -311,7 +308,7 @@ def _scan_bwd(
         del result, kept
 
         def run(sinks: Values, x: Any, shared: Any) -> Any:
-            return _one_by_one(route, leaves, layer, fresh, sources, sinks, seeds, x, state, shared)[0]
+            return _one_by_one(comm, layer, fresh, sources, sinks, seeds, x, state, shared)[0]
 
         sums, of_x, of_shared = jax.vjp(run, sinks, x, shared)[1](cotangent)
         return sums, of_x, inexact(of_shared)
@@ -320,9 +317,28 @@ def _scan_bwd(
     return None, sums, None, None, of_x, None, with_float0(of_shared, args[-1])
 
 
+class _BackwardCarry(NamedTuple):
+    """From one layer of the backward pass to the one before it.
+
+    Attributes:
+        cotangent: of the activations.
+        of_shared: of what is floating-point in ``shared``, summed so far.
+        fetching: the weights of earlier layers.
+        whole: this layer's weights.
+        in_flight: the gradients of later layers.
+        sums: those that have arrived, of all layers.
+    """
+
+    cotangent: Any
+    of_shared: list[Any]
+    fetching: Fetching
+    whole: Values
+    in_flight: InFlight
+    sums: Values
+
+
 def _backward(
-    route: Route,
-    leaves: tuple[Leaf, ...],
+    comm: UnitComm,
     after: Any,
     kept: Any,
     cotangent: Any,
@@ -333,8 +349,7 @@ def _backward(
     """Every layer's vjp in reverse order, each gathered again, and its gradients sent, beside the others'.
 
     Args:
-        route: as of the forward pass, with ``leaves``.
-        leaves: see ``route``.
+        comm: of one layer.
         after: shapes of a layer's new state.
         kept: what ``_forward`` kept.
         cotangent: of its activations.
@@ -350,22 +365,10 @@ def _backward(
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
     no_state = jax.tree.map(_zeros, after)
-    last = sources[0].shape[0] - 1
-
-    kept = sources if route.source == route.keep else copies
-    crosses = route.crosses_nodes(route.keep, leaves)
-    belt = Belt(route, leaves, seeds, last)
-
-    def encode_weights(index: Any) -> Values:
-        return route.encode_weights(_at(kept, index), None, leaves)
-
-    def cross(payload: Values) -> Values:
-        return route.cross_nodes(payload, leaves, delta=False)
-
-    def settle(arrived: Values, index: Any) -> Values:
-        if crosses:
-            return route.decode_weights(arrived, None, leaves)
-        return route.to_secondary(route.keep, _at(kept, index), leaves)
+    strategy, last = comm.strategy, sources[0].shape[0] - 1
+    kept = sources if strategy.source == strategy.keep else copies
+    weights = WeightPrefetcher(comm, strategy.keep, kept, end=0, step=-1)
+    queue = GradientQueue(comm, seeds, last)
 
     def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:
         _, x, state, _ = residual.args_res
@@ -373,67 +376,46 @@ def _backward(
         grads, before, _, of_shared = vjp((cotangent, no_state))
         return grads, before, inexact(of_shared)
 
+    def layer(carry: _BackwardCarry, index: Any, *, crossing: bool) -> _BackwardCarry:
+        fetching, secondary = weights.advance(carry.fetching, index, crossing=crossing)
+        whole = comm.to_whole(secondary)
+        sent, sums = queue.advance(carry.in_flight, carry.sums, index + 1)
+        grads, cotangent, more = run(layer_at(stacked, index), carry.whole, carry.cotangent)
+        of_shared = jax.tree.map(jnp.add, carry.of_shared, more)
+        return _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, index, sent), sums)
+
     # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
-    sums = tuple(route.zero_sink(leaf) for leaf in leaves)
-    payload, arrived = (), ()
-    whole = last_whole
+    sums = tuple(strategy.zero_sink(leaf) for leaf in comm.leaves)
+    fetching, whole = Fetching(None, (), ()), last_whole
     if last > 0:
-        if crosses:
-            arrived = cross(encode_weights(last - 1))
-        whole = route.to_whole(settle(arrived, last - 1), leaves)
-        if crosses and last > 1:
-            arrived = cross(encode_weights(last - 2))
-            payload = encode_weights(max(last - 3, 0))
+        fetching, secondary = weights.start(last - 1)
+        whole = comm.to_whole(secondary)
     grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
-
-    def layer(carry: Any, index: Any, *, crossing: bool) -> Any:
-        cotangent, of_shared, payload, arrived, whole, load, sums = carry
-        secondary = settle(arrived, index - 1)
-        if crossing:
-            arrived = cross(payload)
-            payload = encode_weights(jnp.maximum(index - 3, 0))
-        next_whole = route.to_whole(secondary, leaves)
-        sent, sums = belt.advance(load, sums, index + 1)
-        grads, cotangent, more = run(_at(stacked, index), whole, cotangent)
-        of_shared = jax.tree.map(jnp.add, of_shared, more)
-        return cotangent, of_shared, payload, arrived, next_whole, belt.put(grads, index, sent), sums
-
-    carry = (cotangent, of_shared, payload, arrived, whole, belt.put(grads, last), sums)
+    carry = _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, last), sums)
     # The loop takes the layers from `top` - 1 down to `stop`: those before it leave something for every hop.
-    stop = min(2 if crosses else 1, last)
-    top = max(last - max(belt.hops - 1, 0), stop)
+    stop = min(2 if weights.crosses else 1, last)
+    top = max(last - max(queue.hops - 1, 0), stop)
     for index in range(last - 1, top - 1, -1):
-        carry = layer(carry, index, crossing=crosses)
+        carry = layer(carry, index, crossing=weights.crosses)
     if top > stop:
-        *others, load, sums = carry
         carry, _ = lax.scan(
-            lambda c, i: (layer(c, i, crossing=crosses), None),
-            (*others, belt.fill(load), sums),
+            lambda c, i: (layer(c, i, crossing=weights.crosses), None),
+            carry._replace(in_flight=queue.prime(carry.in_flight)),
             jnp.arange(stop, top),
             reverse=True,
         )
     for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)
-    cotangent, of_shared, _, _, whole, load, sums = carry
+    cotangent, of_shared, _, whole, in_flight, sums = carry
     if last > 0:
-        sent, sums = belt.advance(load, sums, 1)
-        grads, cotangent, more = run(_at(stacked, 0), whole, cotangent)
+        sent, sums = queue.advance(in_flight, sums, 1)
+        grads, cotangent, more = run(layer_at(stacked, 0), whole, cotangent)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
-        load = belt.put(grads, 0, sent)
-    return belt.drain(load, sums), cotangent, of_shared
+        in_flight = queue.enqueue(grads, 0, sent)
+    return queue.drain(in_flight, sums), cotangent, of_shared
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
-
-
-def _at(stacked: Any, index: Any) -> Any:
-    """One layer of a stacked pytree."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
-
-
-def _empty(one: Any, layers: int) -> Any:
-    """Room for what so many layers leave: on GPUs memory that nobody has written yet."""
-    return jax.tree.map(lambda x: lax.empty((layers, *x.shape), x.dtype), one)
 
 
 class _TracedOnce:

@@ -1,4 +1,4 @@
-"""What a unit's backward pass computes again, and what it keeps from the forward pass."""
+"""Rematerialisation policies: what a unit's backward pass recomputes and what it keeps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,8 @@ import jax
 
 from zerojax.zero_config import Remat
 
-# Operations worth keeping under "none". All others fuse into whatever reads them, where a kept result
-# would be written and read through memory, and kept casts or transposes
-# would be copies of gathered weights.
+# Operations whose results are kept under "none". All others fuse into their readers: keeping a result would
+# write and read it through memory, and kept casts or transposes would be copies of gathered weights.
 _EXPENSIVE = frozenset(
     (
         "conv_general_dilated",

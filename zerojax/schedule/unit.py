@@ -4,7 +4,7 @@ A unit's parameters reach the model as ``Sharded`` values, which carry all that 
 unit goes through ``call_unit``: one ``custom_vjp`` that gathers the weights, runs the module, and in the
 backward pass gathers again, runs the module's own vjp and reduces the gradients to their owners.
 
-Where its weights come from and where its gradients go is the ``Route``'s business.
+Where its weights come from and where its gradients go is the ``ShardingStrategy``'s business.
 """
 
 import contextlib
@@ -19,11 +19,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Num
 
+from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ZeroError
-from zerojax.schedule.breadth_first import all_of, mapped_by, one_after_another
+from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
-from zerojax.schedule.strategy import Route, Values
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
 
 Body = Callable[..., Any]
@@ -35,18 +36,18 @@ TAKEN = "zerojax: a weight as its unit takes it"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["source", "sink", "seed", "copy"],
-    meta_fields=["leaf", "route"],
+    meta_fields=["leaf", "strategy"],
 )
 @dataclasses.dataclass(frozen=True)
 class Sharded:
     """One parameter as a unit receives it: a value of the model's tree, sliced by scans like any other.
 
     Attributes:
-        source: the weight at the route's source level.
+        source: the weight at the strategy's source level.
         sink: zeros at the sink's level; the gradient is the cotangent of this.
         seed: salts stochastic rounding; of every layer, where the leaf is stacked.
         leaf: its layout.
-        route: how it travels.
+        strategy: how it travels.
         copy: delta's secondary copy, where the unit brings it up to date itself: ``updated`` is what the
             weight is from then on.
     """
@@ -54,21 +55,21 @@ class Sharded:
     source: Num[Array, "..."]
     sink: Num[Array, "..."]
     seed: Seed
-    leaf: Leaf
-    route: Route
+    leaf: ParamLayout
+    strategy: ShardingStrategy
     copy: Num[Array, "..."] | None = None
 
     def updated(self, copy: Num[Array, "..."]) -> "Sharded":
         """The same weight, from now on found in its secondary copy."""
-        route = dataclasses.replace(self.route, source="secondary")
-        return dataclasses.replace(self, source=copy, copy=None, route=route)
+        strategy = dataclasses.replace(self.strategy, source="secondary")
+        return dataclasses.replace(self, source=copy, copy=None, strategy=strategy)
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call: there is no whole weight to give."""
         raise ZeroError(read_outside(self.leaf.name))
 
     def __repr__(self) -> str:
-        """Its name alone, as ``translated_errors`` finds it in the errors of others."""
+        """Its name alone: ``translated_errors`` looks for it in messages."""
         return f"Sharded({self.leaf.name!r})"
 
 
@@ -84,7 +85,7 @@ for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
 
 
 def read_outside(weight: str) -> str:
-    """What is wrong with reading a unit's weight of that name outside a call, and what to do instead."""
+    """The error message for a read of that weight outside a call of its unit."""
     return (
         f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
         "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
@@ -98,7 +99,7 @@ FORWARD_MODE = (
     "derivatives."
 )
 
-# What JAX says where a loss asks for what units do not have, and what to do instead.
+# Parts of JAX's messages about what units do not support, and the messages to show instead.
 _IN_WORDS = {
     "can't apply forward-mode differentiation": FORWARD_MODE,
     "does not support reverse-mode autodiff": (
@@ -114,7 +115,7 @@ _IN_WORDS = {
 
 @contextlib.contextmanager
 def translated_errors() -> Iterator[None]:
-    """Say in zerojax's words what JAX refuses of a loss for reasons that lie in units.
+    """Replace JAX's errors that are caused by units by messages that name the way out.
 
     Raises:
         ZeroError: for such a TypeError or ValueError.
@@ -131,8 +132,8 @@ def translated_errors() -> Iterator[None]:
 
 
 def is_gathered(weight: Any) -> bool:
-    """Whether a unit's parameter has to be gathered, rather than being there whole (stages 0 to 2)."""
-    return isinstance(weight, Sharded) and weight.route.keep != "full"
+    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
+    return isinstance(weight, Sharded) and weight.strategy.keep != "full"
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
@@ -142,8 +143,8 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     """
     if not weights:
         return ()
-    route, leaves, (sources, sinks, seed), _ = take_apart(weights)
-    return _to_whole(route, leaves, route.to_secondary(route.source, sources, leaves), sinks, seed)
+    comm, (sources, sinks, seed), _ = take_apart(weights)
+    return _to_whole(comm, comm.to_secondary(comm.strategy.source, sources), sinks, seed)
 
 
 def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
@@ -159,8 +160,8 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         What ``body`` returns. Cotangents of ``inputs`` are ordinary ones, those of the weights land in
         their sinks.
     """
-    route, leaves, (sources, sinks, seed), _ = take_apart(weights)
-    body = jax.named_scope("layer")(rematerialised(body, route.remat))
+    comm, (sources, sinks, seed), _ = take_apart(weights)
+    body = jax.named_scope("layer")(rematerialised(body, comm.strategy.remat))
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
         """For all micro-batches, one after another."""
@@ -168,12 +169,12 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         *weights_mapped, inputs_mapped = mapped
         refuse_mapped(weights_mapped)
         if not any(jax.tree.leaves(inputs_mapped)):
-            out = call_gathered(route, leaves, body, *args)
-            return out, all_of(out, False)
-        out = call_gathered(route, leaves, one_after_another(body, (inputs_mapped,)), *args)
-        return out, all_of(out, True)
+            out = call_gathered(comm, body, *args)
+            return out, all_batched(out, False)
+        out = call_gathered(comm, map_microbatches(body, (inputs_mapped,)), *args)
+        return out, all_batched(out, True)
 
-    run = mapped_by(in_breadth, functools.partial(call_gathered, route, leaves, body))
+    run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, body))
     return run(sources, sinks, seed, inputs)
 
 
@@ -195,13 +196,13 @@ def refuse_mapped(weights: Any) -> None:
 
 def take_apart(
     weights: Sequence[Sharded],
-) -> tuple[Route, tuple[Leaf, ...], tuple[Values, Values, Seed], Values | None]:
-    """A unit's route and layouts; its sources, sinks and seed; its copies, where it has any."""
+) -> tuple[UnitComm, tuple[Values, Values, Seed], Values | None]:
+    """A unit's communication; its sources, sinks and seed; its copies, where it has any."""
     leaves = tuple(weight.leaf for weight in weights)
     sources = tuple(weight.source for weight in weights)
     sinks = tuple(weight.sink for weight in weights)
     copies = tuple(weight.copy for weight in weights if weight.copy is not None)
-    return weights[0].route, leaves, (sources, sinks, weights[0].seed), copies or None
+    return UnitComm(weights[0].strategy, leaves), (sources, sinks, weights[0].seed), copies or None
 
 
 def taken[T](values: T) -> T:
@@ -209,75 +210,57 @@ def taken[T](values: T) -> T:
     return checkpoint_name(values, TAKEN)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _to_whole(route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed) -> Values:
-    """Whole leaves, whose gradient goes to the sinks: that of a loss, and that of a loss's own gradient."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_whole(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) -> Values:
+    """Whole parameters, whose gradients go to the sinks: those of a loss, and those of its own gradient."""
     del sinks, seed
-    return route.to_whole(secondary, leaves)
+    return comm.to_whole(secondary)
 
 
-def _to_whole_fwd(
-    route: Route, leaves: tuple[Leaf, ...], secondary: Values, sinks: Values, seed: Seed
-) -> tuple[Values, Seed]:
-    return _to_whole(route, leaves, secondary, sinks, seed), seed
+def _to_whole_fwd(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) -> tuple[Values, Seed]:
+    return _to_whole(comm, secondary, sinks, seed), seed
 
 
-def _to_whole_bwd(route: Route, leaves: tuple[Leaf, ...], seed: Seed, grads: Values) -> Any:
-    return None, route.deliver(route.encode(grads, leaves, seed), leaves, seed), None
+def _to_whole_bwd(comm: UnitComm, seed: Seed, grads: Values) -> Any:
+    return None, comm.to_sink(grads, seed), None
 
 
 _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def call_gathered(
-    route: Route,
-    leaves: tuple[Leaf, ...],
-    body: Body,
-    sources: Values,
-    sinks: Values,
-    seed: Seed,
-    inputs: Any,
-) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def call_gathered(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: Seed, inputs: Any) -> Any:
     """``call_unit`` for a unit that is taken apart already."""
     del sinks, seed
     # Without the barrier the compiler may gather every unit's weights before the first is used.
     sources, inputs = lax.optimization_barrier((taken(sources), inputs))
-    return body(route.to_whole(route.to_secondary(route.source, sources, leaves), leaves), inputs)
+    return body(comm.to_whole(comm.to_secondary(comm.strategy.source, sources)), inputs)
 
 
-def _call_fwd(
-    route: Route,
-    leaves: tuple[Leaf, ...],
-    body: Body,
-    sources: Values,
-    sinks: Values,
-    seed: Seed,
-    inputs: Any,
-) -> Any:
+def _call_fwd(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: Seed, inputs: Any) -> Any:
+    strategy = comm.strategy
     held, inputs = lax.optimization_barrier((taken(sources), inputs))
-    started = route.to_secondary(route.source, held, leaves)
+    started = comm.to_secondary(strategy.source, held)
     # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
-    kept = sources if route.source == route.keep else started
+    kept = sources if strategy.source == strategy.keep else started
     vjp: Any
-    out, vjp = jax.vjp(body, _to_whole(route, leaves, started, sinks, seed), inputs)
+    out, vjp = jax.vjp(body, _to_whole(comm, started, sinks, seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
     return out, (kept, sinks, vjp.replace(args_res=[None, *others]), seed)
 
 
-def _call_bwd(route: Route, leaves: tuple[Leaf, ...], body: Body, residuals: Any, cotangent: Any) -> Any:
+def _call_bwd(comm: UnitComm, body: Body, residuals: Any, cotangent: Any) -> Any:
     del body
     kept, sinks, vjp, seed = residuals
     kept, seed = taken((kept, seed))
     # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    secondary = route.to_secondary(route.keep, kept, leaves)
+    secondary = comm.to_secondary(comm.strategy.keep, kept)
     # Where the loss has a gradient of its own in it, this gather has a gradient, too.
-    whole = _to_whole(route, leaves, secondary, sinks, mix(seed, 1))
+    whole = _to_whole(comm, secondary, sinks, mix(seed, 1))
     grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
-    sums = route.deliver(route.encode(grads, leaves, seed), leaves, seed)
-    return None, sums, None, inputs
+    return None, comm.to_sink(grads, seed), None, inputs
 
 
 call_gathered.defvjp(_call_fwd, _call_bwd)

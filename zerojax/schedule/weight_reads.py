@@ -1,10 +1,10 @@
 """Refuses a model that reads a unit's weights anywhere but in a call of the unit.
 
-A unit's parameters stand in the model's tree as ``Sharded`` values, whose arrays are shards, zeros and random
+In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are shards, zeros and random
 seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``, ``module.variables["params"]``, an optax
-norm) would compute with those. Nothing in the tree can prevent it: transformations have to slice, stack and
-pass on the same arrays. So the traced program is checked instead: from a ``Sharded`` value an array may go
-into a unit, which takes it by ``zerojax.schedule.unit.take_apart``, and nowhere else.
+norm) would compute with those. The tree itself cannot prevent it, since transformations have to slice, stack
+and pass on the same arrays. So the traced program is checked: an array of a ``Sharded`` value may enter a
+unit, which takes it by ``zerojax.schedule.unit.take_apart``, and nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from zerojax.errors import ZeroError
 from zerojax.schedule.unit import FORWARD_MODE, TAKEN, Sharded, read_outside
 from zerojax.sharding.param_tree import Path
 
-# What moves arrays without computing: vmapped, scanned and rematerialised modules do it to their weights.
+# Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.
 _MOVES = frozenset(
     (
         "broadcast_in_dim",
@@ -38,7 +38,7 @@ Names = list[str | None]
 
 
 def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> None:
-    """Trace ``loss(weights)`` and check what becomes of those that are ``Sharded``.
+    """Trace ``loss(weights)`` and check every use of those that are ``Sharded``.
 
     Args:
         loss: returns a pytree of arrays.
@@ -61,7 +61,7 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
-    """Which weights leave a program that these enter."""
+    """The weights that a jaxpr returns, given those that it receives."""
     known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
     for equation in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]

@@ -1,8 +1,8 @@
 """Norms and penalties of the weights, computed on the shards of the master weights.
 
-A loss function cannot read the weights of units through the model: each is gathered for its unit's call
-alone. What it can have is a sum over their elements. Every device sums over the fp32 master weights that it
-owns, and one scalar crosses the mesh; backward, each element's gradient arises at its owner.
+A loss function cannot read the weights of units through the model: each is gathered only for its unit's call.
+It can use a sum over their elements instead. Every device sums over the fp32 master weights that it owns, and
+one scalar crosses the mesh; in the backward pass each element's gradient is computed by its owner.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from zerojax.errors import ZeroError
-from zerojax.schedule.strategy import Level
 from zerojax.schedule.unit import Sharded
-from zerojax.sharding.layout import OWNED, Leaf
+from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import Level
 
 Elementwise = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 Sink = Num[Array, "..."]
@@ -38,10 +38,10 @@ class MasterWeights:
         leaves: the layouts of all parameters.
         shards: per path ``[.., shard]``, fp32.
         sinks: per path, where gradients are left (``Sharded.sink``), at ``level``.
-        level: see ``zerojax.schedule.strategy``.
+        level: see ``zerojax.sharding.strategy``.
     """
 
-    leaves: Sequence[Leaf] = ()
+    leaves: Sequence[ParamLayout] = ()
     shards: Mapping[Path, Float[Array, "... shard"]] = field(default_factory=dict)
     sinks: Mapping[Path, Sink] = field(default_factory=dict)
     level: Level = "primary"
@@ -135,20 +135,20 @@ def _sum_of_whole(function: Elementwise, x: Num[Array, "..."]) -> Float[Array, "
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _sum(
-    leaf: Leaf, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
+    leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
 ) -> Float[Array, ""]:
     del level, sink
     return lax.psum(_sum_of_shard(leaf, function, shard), AXES)
 
 
 def _sum_fwd(
-    leaf: Leaf, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
+    leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
 ) -> tuple[Float[Array, ""], Float[Array, "... shard"]]:
     return _sum(leaf, level, function, shard, sink), shard
 
 
 def _sum_bwd(
-    leaf: Leaf,
+    leaf: ParamLayout,
     level: Level,
     function: Elementwise,
     shard: Float[Array, "... shard"],
@@ -163,13 +163,15 @@ def _sum_bwd(
 _sum.defvjp(_sum_fwd, _sum_bwd)
 
 
-def _sum_of_shard(leaf: Leaf, function: Elementwise, shard: Float[Array, "... shard"]) -> Float[Array, ""]:
+def _sum_of_shard(
+    leaf: ParamLayout, function: Elementwise, shard: Float[Array, "... shard"]
+) -> Float[Array, ""]:
     """Over what this device owns, without the padding, of which a function may make more than zero."""
     first = lax.axis_index(OWNED) * leaf.shard
     return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
 
 
-def _at_sink(grad: Float[Array, "... shard"], leaf: Leaf, level: Level) -> Sink:
+def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -> Sink:
     """The owner's gradient among zeros, as a device's contribution to what the hops will sum."""
     if level == "primary":
         return grad
@@ -178,4 +180,4 @@ def _at_sink(grad: Float[Array, "... shard"], leaf: Leaf, level: Level) -> Sink:
     placed = lax.dynamic_update_slice_in_dim(zeros, grad, lax.axis_index(axes) * leaf.shard, axis=-1)
     if level == "secondary":
         return placed
-    return placed[..., : leaf.size].reshape(leaf.natural_shape)
+    return placed[..., : leaf.size].reshape(leaf.unsharded_shape)

@@ -26,39 +26,39 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from zerojax.sharding.mesh import LOCAL, NODE, World
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Codec
-from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config import PerHop, Rounding, ZeroConfig
 
 OWNED = (LOCAL, NODE)
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ParamLayout:
     """One parameter of the model: its shape, its place and its wire formats.
 
     Attributes:
         path: the model's own path to it.
-        shape: natural shape; of one layer, where the leaf is stacked.
+        shape: unsharded shape; of one layer, where the leaf is stacked.
         dtype: the dtype that the model gave it.
-        layers: how many layers are stacked along a leading axis, or None.
+        stack: ``(layers,)`` if so many layers are stacked along a leading axis, else ``()``.
         shard: elements of one layer that one device owns, padding included.
-        weights: codecs of its gather over node and over local.
-        grads: codecs of its gradient's hops over local and over node.
-        number: counts the leaves; salts their random bits.
+        weights: codecs of its gather's hops.
+        grads: codecs of its gradient's hops.
+        index: of the parameter in the model; salts its random bits.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    layers: int | None
-    world: World
+    stack: tuple[int, ...]
+    world: MeshShape
     shard: int
-    weights: tuple[Codec, Codec]
-    grads: tuple[Codec, Codec]
+    weights: PerHop[Codec]
+    grads: PerHop[Codec]
     rotation: int
-    number: int
+    index: int
 
     @property
     def name(self) -> str:
@@ -71,9 +71,14 @@ class Leaf:
         return math.prod(self.shape)
 
     @property
+    def layers(self) -> int:
+        """How many layers there are; 1, where it is not stacked."""
+        return math.prod(self.stack)
+
+    @property
     def count(self) -> int:
         """Elements of all layers, without padding."""
-        return self.size * (self.layers or 1)
+        return self.size * self.layers
 
     @property
     def padded(self) -> int:
@@ -86,69 +91,67 @@ class Leaf:
         return self.shard * self.world.nodes
 
     @property
-    def natural_shape(self) -> tuple[int, ...]:
+    def unsharded_shape(self) -> tuple[int, ...]:
         """The shape in the model, layers included."""
-        return self.shape if self.layers is None else (self.layers, *self.shape)
+        return (*self.stack, *self.shape)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the train state: flat, but of the natural rank.
+        """The shape in the train state: flat, but of the unsharded rank.
 
         The rank is kept by trailing ones, so that an optimizer mask such as ``x.ndim > 1`` sees what it
         would see on the model.
         """
-        flat = (self.padded, *(1,) * (len(self.shape) - 1))
-        return flat if self.layers is None else (self.layers, *flat)
+        return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
 
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:
         """How the stored array is sharded: over ``axes``, layer by layer where it is stacked."""
-        sharded = axes if axes else None
-        return PartitionSpec(sharded) if self.layers is None else PartitionSpec(None, sharded)
+        return PartitionSpec(*(None for _ in self.stack), axes or None)
 
 
-def make_leaf(
+def make_layout(
     path: Path,
     shape: tuple[int, ...],
     dtype: str,
-    layers: int | None,
+    stack: tuple[int, ...],
     *,
-    number: int,
-    world: World,
+    index: int,
+    world: MeshShape,
     zero: ZeroConfig,
-) -> Leaf:
+) -> ParamLayout:
     """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide)."""
     name, rank = "/".join(path), len(shape)
-    node, local = (zero.wire_format_of(name, rank, wanted) for wanted in zero.weight_formats)
-    first, second = (zero.wire_format_of(name, rank, wanted) for wanted in zero.grad_formats)
-    block = zero.block_size
-    weights = (Codec(node, block), Codec(local, block))
-    grads = (Codec(first, block, zero.rounding), Codec(second, block, zero.rounding))
+
+    def codecs(formats: PerHop[str], rounding: Rounding = "nearest") -> PerHop[Codec]:
+        return PerHop(
+            *(Codec(zero.wire_format_of(name, rank, x), zero.block_size, rounding) for x in formats)
+        )
+
+    weights, grads = codecs(zero.weight_formats), codecs(zero.grad_formats, zero.rounding)
     quantized = not all(codec.raw for codec in (*weights, *grads))
-    unit = zero.chunks * (block if quantized else 1)
+    unit = zero.chunks * (zero.block_size if quantized else 1)
     shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
-    return Leaf(path, shape, dtype, layers, world, shard, weights, grads, rotation, number)
+    return ParamLayout(path, shape, dtype, stack, world, shard, weights, grads, rotation, index)
 
 
-def flatten(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, " padded"]:
-    """One layer of natural shape, flat and padded with zeros."""
+def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:
+    """One layer of unsharded shape, flat and padded with zeros."""
     flat = x.reshape(-1)
     return flat if leaf.padded == leaf.size else jnp.pad(flat, (0, leaf.padded - leaf.size))
 
 
-def unflatten(flat: Num[Array, " padded"], leaf: Leaf) -> Num[Array, "..."]:
+def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``flatten``."""
     return flat.reshape(-1)[: leaf.size].reshape(leaf.shape)
 
 
-def to_stored(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, "..."]:
-    """A leaf of natural shape, all layers, as the train state stores it."""
-    flat = flatten(x, leaf) if leaf.layers is None else jax.vmap(lambda y: flatten(y, leaf))(x)
+def to_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
+    """A leaf of unsharded shape, all layers, as the train state stores it."""
+    flat = jax.vmap(lambda y: flatten(y, leaf))(x) if leaf.stack else flatten(x, leaf)
     return flat.reshape(leaf.stored_shape)
 
 
-def from_stored(x: Num[Array, "..."], leaf: Leaf) -> Num[Array, "..."]:
+def from_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``to_stored``."""
-    if leaf.layers is None:
-        return unflatten(x, leaf)
-    return jax.vmap(lambda y: unflatten(y, leaf))(x)
+    return jax.vmap(lambda y: unflatten(y, leaf))(x) if leaf.stack else unflatten(x, leaf)

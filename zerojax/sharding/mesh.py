@@ -21,8 +21,8 @@ AXES = (NODE, LOCAL)
 
 
 @dataclass(frozen=True)
-class World:
-    """The extents of the mesh, as plain numbers: what a layout needs to know of it."""
+class MeshShape:
+    """The extents of the mesh as plain numbers: all that a layout needs."""
 
     nodes: int
     local: int
@@ -33,9 +33,9 @@ class World:
         return self.nodes * self.local
 
     @staticmethod
-    def of(mesh: Mesh) -> "World":
+    def of(mesh: Mesh) -> "MeshShape":
         """The extents of ``mesh``."""
-        return World(nodes=mesh.shape[NODE], local=mesh.shape[LOCAL])
+        return MeshShape(nodes=mesh.shape[NODE], local=mesh.shape[LOCAL])
 
 
 def make_mesh(
@@ -53,9 +53,9 @@ def make_mesh(
             the devices of one process stand side by side on ``local``.
 
     Returns:
-        A mesh of ``nodes x local`` devices. With GPUs of several processes NCCL is told to keep their
-        communicators apart. Where that is fewer than there are, the first are taken (in
-        one process only: several processes must each own a part of the mesh).
+        A mesh of ``nodes x local`` devices, the first ones if there are more (in one process only: of
+        several, each must own a part of the mesh). With GPUs of several processes, NCCL is told not to
+        share resources between communicators.
 
     Raises:
         ZeroError: the extents are not positive, or ask for more devices than there are.
@@ -94,19 +94,19 @@ def make_mesh(
 
 
 def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
-    """Whether there is a GPU among them, be it a described one."""
+    """Whether any is a GPU, real or described (``zerojax.aot``)."""
     return any(device.platform in ("gpu", "cuda") for device in devices)
 
 
 def on_cpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
-    """Whether all of them are CPUs, of which there can be as many as one likes."""
+    """Whether all are CPUs, which can be emulated in any number."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def _keep_communicators_apart() -> None:
-    """Ask NCCL that a communicator within a node owes nothing to the one of all nodes; before either is made.
+    """Tell NCCL not to share resources between communicators, before any is made.
 
-    XLA splits the one from the other, and NCCL lets a communicator that was split have no more channels than
-    its parent: those of a slow network, of which there are few. A variable that is set already stays.
+    XLA splits the communicator within a node from that of all nodes, and NCCL gives a split communicator no
+    more channels than its parent has: few, on a slow network. A variable that is already set stays.
     """
     os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")

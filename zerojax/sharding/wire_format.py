@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, UInt32
 
 import pallas_kernels
-from zerojax.zero_config import RAW
+from zerojax.zero_config import RAW, Rounding
 
 _RAW_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 Seed = UInt32[Array, ""]
@@ -42,7 +42,7 @@ class Codec:
 
     fmt: str
     block: int
-    rounding: str = "nearest"
+    rounding: Rounding = "nearest"
 
     @property
     def raw(self) -> bool:

@@ -1,4 +1,4 @@
-"""One device's part of a step, inside ``shard_map``: sources, forward and backward, the last hops.
+"""One device's part of a step, inside ``shard_map``: sources, forward and backward, last hops.
 
 The order of a training step:
 
@@ -24,24 +24,16 @@ from jax import lax
 from jaxtyping import Array, Num
 
 from zerojax.adapters import Bound, Other, call_loss
-from zerojax.comm.collectives import (
-    all_gather_sum,
-    gather_delta,
-    gather_exact,
-    gather_local,
-    gather_node,
-    reduce_gradients,
-    reduce_node,
-)
+from zerojax.comm.collectives import UnitComm, Values
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.unit import Sharded, materialise, translated_errors
 from zerojax.schedule.weight_reads import refuse_reads
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
-from zerojax.sharding.layout import OWNED, Leaf, from_stored, to_stored
+from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.spec import Group, Program
+from zerojax.train.spec import ParamGroup, TrainSpec
 
 Blocks = dict[Path, Num[Array, "..."]]
 Sums = dict[str, Array]
@@ -53,7 +45,7 @@ class Weights(NamedTuple):
     """What units are given.
 
     Attributes:
-        sources: per path, at the level of the route; at "primary" where there is a copy.
+        sources: per path, at the strategy's source level; at "primary" where there is a copy.
         copies: delta's copies ``[.., nodes, shard]`` of the units that bring them up to date themselves.
         masters: per path this device's shard ``[.., shard]`` of the master weights.
     """
@@ -75,15 +67,12 @@ class Placed(NamedTuple):
     masters: MasterWeights
 
 
-def flat_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
+def flat_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
     """Stored blocks of this device without their trailing ones: ``[n]``, or ``[layers, n]``."""
-    return {
-        leaf.path: blocks[leaf.path].reshape(*(() if leaf.layers is None else (leaf.layers,)), -1)
-        for leaf in leaves
-    }
+    return {leaf.path: blocks[leaf.path].reshape(*leaf.stack, -1) for leaf in leaves}
 
 
-def stored_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
+def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
     """Undo ``flat_blocks``: give each block back its leaf's rank."""
     return {
         leaf.path: blocks[leaf.path].reshape(*blocks[leaf.path].shape, *(1,) * (len(leaf.shape) - 1))
@@ -91,13 +80,13 @@ def stored_blocks(blocks: Blocks, leaves: Sequence[Leaf]) -> Blocks:
     }
 
 
-def first_secondary(program: Program, params: Blocks) -> Blocks:
+def first_secondary(spec: TrainSpec, params: Blocks) -> Blocks:
     """Delta's secondary copies, sent whole: flat blocks in, flat blocks out."""
-    return _by_group(program, lambda leaves, _, shards: _flat(gather_exact(shards, leaves)), params)
+    return _by_group(spec, lambda comm, _, shards: _flat(comm.gather_exact(shards)), params)
 
 
 def next_secondary(
-    program: Program, params: Blocks, secondary: Blocks, step: Array, later: Sequence[Group] = ()
+    spec: TrainSpec, params: Blocks, secondary: Blocks, step: Array, later: Sequence[ParamGroup] = ()
 ) -> Blocks:
     """Delta's secondary copies, brought up to date by what changed, or resynchronised.
 
@@ -105,94 +94,93 @@ def next_secondary(
     """
 
     def update() -> Blocks:
-        return secondary | _by_group(program, _delta, params, secondary, skip=later)
+        return secondary | _by_group(spec, _delta, params, secondary, skip=later)
 
-    every = program.zero.delta_resync
+    every = spec.zero.delta_resync
     if not every:
         return update()
     due = (step > 0) & (step % every == 0)
-    return lax.cond(due, lambda: first_secondary(program, params), update)
+    return lax.cond(due, lambda: first_secondary(spec, params), update)
 
 
-def last_secondary(program: Program, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
+def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
     """Delta's secondary copies after a step, of which units have ``updated`` some.
 
     A unit that the model did not call, or whose result a transformation of JAX's own swallowed, has not:
     its copy is brought up to date now.
     """
-    missing = [g for g in program.updating if not all(leaf.path in updated for leaf in g.leaves)]
-    done = [group for group in program.groups if group not in missing]
-    late = _by_group(program, _delta, params, secondary, skip=done)
+    missing = [g for g in spec.updating if not all(leaf.path in updated for leaf in g.leaves)]
+    done = [group for group in spec.groups if group not in missing]
+    late = _by_group(spec, _delta, params, secondary, skip=done)
     flat = {path: copy.reshape(secondary[path].shape) for path, copy in updated.items()}
     return secondary | flat | late
 
 
-def sources(program: Program, params: Blocks, secondary: Blocks, updating: Sequence[Group] = ()) -> Weights:
+def sources(
+    spec: TrainSpec, params: Blocks, secondary: Blocks, updating: Sequence[ParamGroup] = ()
+) -> Weights:
     """Weights at the level at which units find them; ``updating`` bring their copies up to date."""
-    route, masters = program.route, _masters(program, params)
-    if route.source == "primary":
+    strategy, masters = spec.strategy, _masters(spec, params)
+    if strategy.source == "primary":
         return Weights(params, {}, masters)
-    if route.source == "secondary":
+    if strategy.source == "secondary":
         rows = {
-            leaf.path: secondary[leaf.path].reshape(
-                *(() if leaf.layers is None else (leaf.layers,)), leaf.world.nodes, leaf.shard
-            )
-            for leaf in program.leaves
+            leaf.path: secondary[leaf.path].reshape(*leaf.stack, leaf.world.nodes, leaf.shard)
+            for leaf in spec.leaves
         }
         later = [leaf.path for group in updating for leaf in group.leaves]
         found = rows | {path: params[path] for path in later}
         return Weights(found, {path: rows[path] for path in later}, masters)
-    if program.zero.stage == 0:
+    if spec.zero.stage == 0:
         whole = {
-            leaf.path: from_stored(params[leaf.path], leaf).astype(route.weight_dtype(leaf))
-            for leaf in program.leaves
+            leaf.path: from_stored(params[leaf.path], leaf).astype(strategy.weight_dtype(leaf))
+            for leaf in spec.leaves
         }
         return Weights(whole, {}, masters)
 
-    def gather(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array]) -> list[Array]:
-        dtypes = [route.weight_dtype(leaf) for leaf in leaves]
-        return gather_local(gather_node(shards, leaves), leaves, dtypes)
+    def gather(comm: UnitComm, _: Seed, shards: Values) -> Values:
+        return comm.gather_local(comm.gather_node(shards))
 
-    return Weights(_by_group(program, gather, params), {}, masters)
+    return Weights(_by_group(spec, gather, params), {}, masters)
 
 
-def _masters(program: Program, params: Blocks) -> Blocks:
+def _masters(spec: TrainSpec, params: Blocks) -> Blocks:
     """What this device owns of the master weights, which at stage 0 every device has whole."""
-    if program.zero.stage > 0:
+    if spec.zero.stage > 0:
         return params
     own = {}
-    for leaf in program.leaves:
+    for leaf in spec.leaves:
         first = lax.axis_index(OWNED) * leaf.shard
         own[leaf.path] = lax.dynamic_slice_in_dim(params[leaf.path], first, leaf.shard, axis=-1)
     return own
 
 
 def accumulate(
-    program: Program, weights: Weights, other: Other, batch: Any, seed: Seed
+    spec: TrainSpec, weights: Weights, other: Other, batch: Any, seed: Seed
 ) -> tuple[Blocks, Other, dict[str, Array], Blocks]:
     """Forward and backward over this device's micro-batches.
 
     Args:
-        program: what to run.
+        spec: what to run.
         weights: as ``sources`` returns.
         other: non-parameter state.
         batch: this device's rows.
         seed: of this step.
 
     Returns:
-        Gradient sums at the route's sink level; the state as the passes left it; the sums over the
+        Gradient sums at the strategy's sink level; the state as the passes left it; the sums over the
         world of the loss, of ``tokens`` and of what else the loss function measured; and the copies that
         units brought up to date.
     """
-    zero = program.zero
-    sinks = program.by_path(program.route.zero_sink)
+    zero = spec.zero
+    sinks = spec.by_path(spec.strategy.zero_sink)
     batches = _micro_batches(batch, zero.accumulate)
     first = jax.tree.map(lambda x: x[0], batches)
-    _refuse_reads(program, weights, sinks, other, first, seed)
+    _refuse_reads(spec, weights, sinks, other, first, seed)
 
     def run(forward: Forward, other: Other, batch: Any, seed: Seed) -> tuple[Blocks, Other, Sums, Blocks]:
         def loss(sinks: Blocks) -> tuple[Array, Any]:
-            total, *rest = forward(program, _place(program, weights, sinks, seed), other, batch, seed)
+            total, *rest = forward(spec, _place(spec, weights, sinks, seed), other, batch, seed)
             return total, rest
 
         (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
@@ -216,48 +204,48 @@ def accumulate(
     return grads, _shared(other), _over_world(sums), updated
 
 
-def evaluate(program: Program, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
+def evaluate(spec: TrainSpec, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
     """Forward only: the sums over the world that ``accumulate`` returns."""
-    sinks = program.by_path(program.route.zero_sink)
-    _refuse_reads(program, weights, sinks, other, batch, seed, train=False)
-    placed = _place(program, weights, sinks, seed)
-    _, sums, _, _ = _forward(program, placed, other, batch, seed, train=False)
+    sinks = spec.by_path(spec.strategy.zero_sink)
+    _refuse_reads(spec, weights, sinks, other, batch, seed, train=False)
+    placed = _place(spec, weights, sinks, seed)
+    _, sums, _, _ = _forward(spec, placed, other, batch, seed, train=False)
     return _over_world(sums)
 
 
-def to_owners(program: Program, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
+def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
     """The hops that are taken once per step.
 
     Args:
-        program: what to run.
-        grads: sums at the route's sink level.
+        spec: what to run.
+        grads: sums at the strategy's sink level.
         residual: with error feedback, per path ``[.., secondary]``; else empty.
         seed: of this step.
 
     Returns:
         The sums over the world, stored as the parameters are; and the next residuals.
     """
-    route = program.route
-    if route.sink == "primary":
-        return _without_padding(program, grads, OWNED), residual
-    if route.sink == "secondary":
+    strategy = spec.strategy
+    if strategy.sink == "primary":
+        return _without_padding(spec, grads, OWNED), residual
+    if strategy.sink == "secondary":
         if residual:
-            both = _by_group(program, _feed_back, grads, residual, seed=seed)
+            both = _by_group(spec, _feed_back, grads, residual, seed=seed)
             grads = {path: x for path, (x, _) in both.items()}
             residual = {path: r for path, (_, r) in both.items()}
         else:
-            grads = _by_group(program, lambda ls, own, x: reduce_node(x, ls, own)[0], grads, seed=seed)
-        return _without_padding(program, grads, OWNED), _without_padding(program, residual, LOCAL)
+            grads = _by_group(spec, lambda comm, own, x: comm.reduce_node(x, own)[0], grads, seed=seed)
+        return _without_padding(spec, grads, OWNED), _without_padding(spec, residual, LOCAL)
 
-    def reduce(leaves: Sequence[Leaf], own: Seed, whole: Sequence[Array]) -> list[Array]:
-        sums = reduce_gradients(whole, leaves, own, route.way)
-        return all_gather_sum(sums, leaves) if program.zero.stage == 0 else sums
+    def reduce(comm: UnitComm, own: Seed, whole: Values) -> Values:
+        sums = comm.reduce_gradients(whole, own)
+        return comm.all_gather_sum(sums) if spec.zero.stage == 0 else sums
 
-    sums = _by_group(program, reduce, grads, seed=seed)
-    if program.zero.stage == 0:
-        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in program.leaves}
-        return flat_blocks(stored, program.leaves), residual
-    return _without_padding(program, sums, OWNED), residual
+    sums = _by_group(spec, reduce, grads, seed=seed)
+    if spec.zero.stage == 0:
+        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
+        return flat_blocks(stored, spec.leaves), residual
+    return _without_padding(spec, sums, OWNED), residual
 
 
 def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
@@ -268,7 +256,7 @@ def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
 
 
 def _refuse_reads(
-    program: Program,
+    spec: TrainSpec,
     weights: Weights,
     sinks: Blocks,
     other: Other,
@@ -280,29 +268,29 @@ def _refuse_reads(
     """Refuse a loss that reads weights of units outside their calls; leaves nothing in the program."""
 
     def loss(placed: dict[Path, Any]) -> Any:
-        masters = _place(program, weights, sinks, seed).masters
-        return _loss(program, Placed(placed, masters), other, batch, seed, train=train)[1:]
+        masters = _place(spec, weights, sinks, seed).masters
+        return _loss(spec, Placed(placed, masters), other, batch, seed, train=train)[1:]
 
-    refuse_reads(loss, jax.eval_shape(lambda: _place(program, weights, sinks, seed).weights))
+    refuse_reads(loss, jax.eval_shape(lambda: _place(spec, weights, sinks, seed).weights))
 
 
 def _loss(
-    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool
+    spec: TrainSpec, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool
 ) -> tuple[Bound, Array, dict[str, Array]]:
     """Run the loss function on one micro-batch; returns the model as it left it, the loss and aux."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
-    bound = program.adapter.bind(placed.weights, other, train=train, key=key)
+    bound = spec.adapter.bind(placed.weights, other, train=train, key=key)
     with master_weights(bound.model, placed.masters), translated_errors():
-        value, aux = call_loss(program.loss_fn, bound.model, batch, key)
+        value, aux = call_loss(spec.loss_fn, bound.model, batch, key)
     return bound, value, aux
 
 
 def _forward(
-    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool = True
+    spec: TrainSpec, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool = True
 ) -> tuple[Array, Sums, Other, Blocks]:
     """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
-    bound, value, aux = _loss(program, placed, other, batch, seed, train=train)
+    bound, value, aux = _loss(spec, placed, other, batch, seed, train=train)
     count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
     total = value * count
     sums = {"loss": total, "count": count}
@@ -315,14 +303,14 @@ def _forward(
 
 
 def _forward_in_breadth(
-    program: Program, placed: Placed, other: Other, batch: Any, seed: Seed
+    spec: TrainSpec, placed: Placed, other: Other, batch: Any, seed: Seed
 ) -> tuple[Array, Sums, Other, Blocks]:
     """``_forward`` for all micro-batches at once. They count as devices do: state is their mean."""
 
     def forward(batch: Any, index: Array) -> tuple[Array, Sums, Other, Blocks]:
-        return _forward(program, placed, other, batch, mix(seed, index))
+        return _forward(spec, placed, other, batch, mix(seed, index))
 
-    micro = program.zero.accumulate
+    micro = spec.zero.accumulate
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
     totals, sums, after, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
@@ -339,23 +327,23 @@ def _micro_batches(batch: Any, count: int) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _place(program: Program, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
+def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
     """Every weight as the model gets it."""
     placed: dict[Path, Any] = {}
-    for number, group in enumerate(program.groups):
+    for number, group in enumerate(spec.groups):
         own = mix(seed, number)
-        if group.layers is not None:
+        if group.stack:
             own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
-        route, copies = program.route, [weights.copies.get(leaf.path) for leaf in group.leaves]
+        strategy, copies = spec.strategy, [weights.copies.get(leaf.path) for leaf in group.leaves]
         if copies[0] is not None:
-            route = dataclasses.replace(route, source="primary")
+            strategy = dataclasses.replace(strategy, source="primary")
         sharded = [
-            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, route, copy)
+            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, strategy, copy)
             for leaf, copy in zip(group.leaves, copies, strict=True)
         ]
         values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
         placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
-    return Placed(placed, MasterWeights(program.leaves, weights.masters, sinks, program.route.sink))
+    return Placed(placed, MasterWeights(spec.leaves, weights.masters, sinks, spec.strategy.sink))
 
 
 def _shared(other: Other) -> Other:
@@ -374,37 +362,38 @@ def _is_float(x: Array) -> bool:
 
 
 def _by_group(
-    program: Program,
+    spec: TrainSpec,
     hop: Callable[..., Sequence[Any]],
     *values: dict[Path, Any],
     seed: Seed | None = None,
-    skip: Sequence[Group] = (),
+    skip: Sequence[ParamGroup] = (),
 ) -> dict[Path, Any]:
-    """Run ``hop(leaves, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
+    """Run ``hop(comm, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
     result: dict[Path, Any] = {}
-    for number, group in enumerate(program.groups):
+    for number, group in enumerate(spec.groups):
         if group in skip:
             continue
         own = mix(jnp.uint32(0) if seed is None else seed, number)
         mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
-        out = _over_layers(group, hop, own, mine)
+        comm = UnitComm(spec.strategy, group.leaves)
+        out = _over_layers(group, functools.partial(hop, comm), own, mine)
         result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
     return result
 
 
 def _over_layers(
-    group: Group, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
+    group: ParamGroup, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
 ) -> Sequence[Any]:
     """Run a hop for every layer; where it gives what the last of its values look like, in their place.
 
     Otherwise the compiler holds the old and the new of all layers at once.
     """
-    if group.layers is None:
-        return hop(group.leaves, seed, *values)
+    if not group.stack:
+        return hop(seed, *values)
     *given, last = values
 
     def layer(index: Array, own: Any) -> tuple[Any, ...]:
-        return tuple(hop(group.leaves, mix(seed, index), *own))
+        return tuple(hop(mix(seed, index), *own))
 
     def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
         index, own = xs
@@ -419,14 +408,14 @@ def _over_layers(
     return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
 
 
-def _without_padding(program: Program, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
+def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
     """Blocks with zeros behind each leaf's end.
 
     A rotation spreads what rounding lost over 32 neighbours, some of which may be padding: left there, it
     would grow in the master weights and reach their scales, and the gradient's norm.
     """
     zeroed = {}
-    for leaf in program.leaves:
+    for leaf in spec.leaves:
         if not leaf.rotation or leaf.padded == leaf.size or leaf.path not in blocks:
             continue
         block = blocks[leaf.path]
@@ -439,13 +428,11 @@ def _flat(rows: Sequence[Array]) -> list[Array]:
     return [x.reshape(-1) for x in rows]
 
 
-def _delta(leaves: Sequence[Leaf], _: Seed, shards: Sequence[Array], copies: Sequence[Array]) -> list[Array]:
-    rows = [x.reshape(leaf.world.nodes, leaf.shard) for x, leaf in zip(copies, leaves, strict=True)]
-    return _flat(gather_delta(shards, rows, leaves))
+def _delta(comm: UnitComm, _: Seed, shards: Values, copies: Values) -> list[Array]:
+    rows = tuple(x.reshape(comm.world.nodes, leaf.shard) for x, leaf in zip(copies, comm.leaves, strict=True))
+    return _flat(comm.gather_node(shards, rows))
 
 
-def _feed_back(
-    leaves: Sequence[Leaf], seed: Seed, sums: Sequence[Array], residuals: Sequence[Array]
-) -> Sequence[Any]:
-    owned, kept = reduce_node(sums, leaves, seed, residuals)
+def _feed_back(comm: UnitComm, seed: Seed, sums: Values, residuals: Values) -> Sequence[Any]:
+    owned, kept = comm.reduce_node(sums, seed, residuals)
     return list(zip(owned, kept or residuals, strict=True))

@@ -7,37 +7,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.errors import ZeroError
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
-from zerojax.schedule.strategy import Route
-from zerojax.sharding.layout import OWNED, Leaf, make_leaf
-from zerojax.sharding.mesh import AXES, LOCAL, NODE, World
+from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
+from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.zero_config import ZeroConfig
 
+_EVERYONE = PartitionSpec()
+
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Leaves that travel together: those of one unit, or the rest of the model.
 
     Attributes:
         unit: the unit's name, or None for what belongs to no unit.
-        layers: how many layers it stacks, or None.
         leaves: their layouts, in the model's order.
     """
 
     unit: str | None
-    layers: int | None
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ParamLayout, ...]
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """As ``ParamLayout.stack``, which all of them share."""
+        return self.leaves[0].stack
+
+    @property
+    def layers(self) -> int:
+        """How many layers it stacks; 1 where it is no stack."""
+        return self.leaves[0].layers
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class TrainSpec:
     """A model, an optimizer, a loss, a mesh and a config, fitted to each other.
 
     Compared by identity, so that two programs in one process never share a compiled step.
@@ -48,46 +59,43 @@ class Program:
     adapter: Adapter
     tx: optax.GradientTransformation
     loss_fn: LossFn
-    leaves: tuple[Leaf, ...]
-    groups: tuple[Group, ...]
-    route: Route
+    leaves: tuple[ParamLayout, ...]
+    groups: tuple[ParamGroup, ...]
+    strategy: ShardingStrategy
     spikes: SpikeRule | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
-    def world(self) -> World:
+    def world(self) -> MeshShape:
         """The mesh's extents."""
-        return World.of(self.mesh)
+        return MeshShape.of(self.mesh)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A compiled function of this program, made at its first use."""
+        """A compiled function, made at its first use."""
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]
 
-    def param_spec(self, leaf: Leaf) -> PartitionSpec:
+    def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """How a parameter, its gradient and its moments are stored: at stage 0 by everyone."""
         return leaf.spec(OWNED if self.zero.stage > 0 else ())
 
-    def secondary_spec(self, leaf: Leaf) -> PartitionSpec:
+    def secondary_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """How delta's secondary copy is stored: once per node, spread over its devices."""
         return leaf.spec((LOCAL,))
 
-    def residual_spec(self, leaf: Leaf) -> PartitionSpec:
-        """How the error-feedback residual is stored: every device its own."""
-        return PartitionSpec(*(() if leaf.layers is None else (None,)), NODE, LOCAL)
+    def abstract_secondary(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
+        """Delta's secondary copy of a parameter, as stored."""
+        dtype = leaf.weights.local.dtype
+        return self.abstract((*leaf.stack, leaf.padded), dtype, self.secondary_spec(leaf))
 
-    def residual_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The global shape of a leaf's error-feedback residual."""
-        layers = () if leaf.layers is None else (leaf.layers,)
-        return (*layers, self.world.nodes, leaf.padded)
-
-    def secondary_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The global shape of a leaf's secondary copy."""
-        return (leaf.padded,) if leaf.layers is None else (leaf.layers, leaf.padded)
+    def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
+        """The error-feedback residual of a parameter: every device its own."""
+        shape = (*leaf.stack, self.world.nodes, leaf.padded)
+        return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 
     @property
-    def updating(self) -> tuple[Group, ...]:
+    def updating(self) -> tuple[ParamGroup, ...]:
         """Groups whose units bring delta's copies up to date on their way, beside the forward pass.
 
         With several passes a step, or copies sent whole from time to time, none does: it is done
@@ -104,10 +112,16 @@ class Program:
         return PartitionSpec(AXES)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A spec on this program's mesh."""
+        """A PartitionSpec on this mesh."""
         return NamedSharding(self.mesh, spec)
 
-    def by_path(self, make: Callable[[Leaf], Any]) -> dict[Path, Any]:
+    def abstract(
+        self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYONE
+    ) -> jax.ShapeDtypeStruct:
+        """The shape, dtype and place of an array that does not exist yet; by default everyone has it."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
+
+    def by_path(self, make: Callable[[ParamLayout], Any]) -> dict[Path, Any]:
         """Something for each leaf."""
         return {leaf.path: make(leaf) for leaf in self.leaves}
 
@@ -121,7 +135,7 @@ def build(
     zero: ZeroConfig,
     sample_batch: Any,
     spikes: SpikeRule | None = None,
-) -> Program:
+) -> TrainSpec:
     """Fit a model, an optimizer, a loss, a mesh and a config to each other; no device is touched.
 
     Raises:
@@ -129,13 +143,13 @@ def build(
     """
     if tuple(mesh.axis_names) != AXES:
         raise ZeroError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
-    world = World.of(mesh)
+    world = MeshShape.of(mesh)
     check_options(zero, world)
     adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
     if not adapter.parameters:
         raise ZeroError("the model has no floating-point parameters to train.")
     leaves = tuple(
-        make_leaf(p.path, p.shape, p.dtype, p.layers, number=i, world=world, zero=zero)
+        make_layout(p.path, p.shape, p.dtype, p.stack, index=i, world=world, zero=zero)
         for i, p in enumerate(adapter.parameters)
     )
     units = [p.unit for p in adapter.parameters]
@@ -155,10 +169,10 @@ def build(
         tx = tx.make(mesh, leaves, zero)
     else:
         check_shardable(tx, leaves)
-    return Program(mesh, zero, adapter, tx, loss_fn, leaves, groups, Route.of(zero), spikes)
+    return TrainSpec(mesh, zero, adapter, tx, loss_fn, leaves, groups, ShardingStrategy.of(zero), spikes)
 
 
-def check_options(zero: ZeroConfig, world: World) -> None:
+def check_options(zero: ZeroConfig, world: MeshShape) -> None:
     """Refuse options that do not go with a mesh, or with each other there.
 
     Raises:
@@ -173,16 +187,6 @@ def check_options(zero: ZeroConfig, world: World) -> None:
         )
 
 
-def _group(unit: str | None, leaves: tuple[Leaf, ...], units: list[str | None]) -> Group:
+def _group(unit: str | None, leaves: tuple[ParamLayout, ...], units: list[str | None]) -> ParamGroup:
     own = tuple(leaf for leaf, name in zip(leaves, units, strict=True) if name == unit)
-    return Group(unit, own[0].layers, own)
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Everyone has all of it."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def abstract(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and place of an array that does not exist yet."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return ParamGroup(unit, own)

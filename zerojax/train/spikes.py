@@ -1,4 +1,4 @@
-"""Loss spikes: a step whose loss is far above those before it is skipped, as one that is not finite is.
+"""Loss spikes: a step whose loss is far above recent ones is skipped, like one that is not finite.
 
 One bad update, from a bad batch or an exploding gradient, shows as a loss that jumps; skipping the batches
 around it is the usual cure (PaLM, Chowdhery et al., 2022, section 5.1). Whether a loss is a spike is decided

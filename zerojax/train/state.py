@@ -1,7 +1,8 @@
-"""The train state: what a step takes and returns, how it is made, and how the whole model is had back."""
+"""The train state: what a step takes and returns, how it is created, and how to get the whole model back."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,11 +16,11 @@ from jaxtyping import Array, Int32, PyTree, UInt32
 
 from zerojax.adapters import LossFn, Model, Other
 from zerojax.errors import ZeroError
-from zerojax.optim.shard_check import Optimizer, state_specs
-from zerojax.sharding.layout import from_stored, to_stored
+from zerojax.optim.shard_check import Optimizer, optimizer_specs
+from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.per_device import first_secondary, flat_blocks
-from zerojax.train.spec import Program, abstract, build
+from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.zero_config import ZeroConfig
 
@@ -37,23 +38,23 @@ from zerojax.zero_config import ZeroConfig
         "residual",
         "losses",
     ],
-    meta_fields=["program"],
+    meta_fields=["spec"],
 )
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes, as global arrays, and the program that changes it.
+    """Everything that a step changes, as global arrays, and what never changes.
 
     Attributes:
         step: steps taken, skipped ones included.
         skipped_in_row: steps skipped since the last that was not.
         seed: all that is random in a run follows from it and from ``step``.
-        params: fp32 master weights, nested by path, each as ``Leaf.stored_shape``.
+        params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
         opt_state: the optimizer's.
         other: non-parameter state by name, replicated.
         secondary: with ``weights_delta``, the node-local copies, nested by path; else empty.
         residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
         losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
-        program: what never changes.
+        spec: what never changes.
     """
 
     step: Int32[Array, ""]
@@ -65,7 +66,7 @@ class TrainState:
     secondary: PyTree
     residual: PyTree
     losses: Losses
-    program: Program
+    spec: TrainSpec
 
     @classmethod
     def create(
@@ -118,57 +119,46 @@ class TrainState:
         The mesh may be of devices that are not there. Arguments and errors as ``create``.
         """
         zero = zero or ZeroConfig()
-        program = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes)
-        return cls(**abstract_fields(program), program=program)
+        spec = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes)
+        return cls(**abstract_fields(spec), spec=spec)
 
     def replace(self, **changes: Any) -> Self:
         """The same state but for ``changes``."""
         return dataclasses.replace(self, **changes)
 
 
-def abstract_fields(program: Program) -> dict[str, Any]:
-    """Every field of a program's state but the program, as ShapeDtypeStructs with shardings."""
-    zero, everyone = program.zero, program.sharding(PartitionSpec())
-    specs = program.by_path(program.param_spec)
-    params = {
-        leaf.path: abstract(leaf.stored_shape, jnp.float32, program.sharding(specs[leaf.path]))
-        for leaf in program.leaves
-    }
+def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
+    """Every field of a state but ``spec``, as ShapeDtypeStructs with shardings."""
+
+    def like(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: spec.abstract(x.shape, x.dtype), tree)
+
+    def by_leaf(make: Callable[[ParamLayout], jax.ShapeDtypeStruct], wanted: bool = True) -> PyTree:
+        return to_tree(spec.by_path(make)) if wanted else {}
+
+    zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
+    params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
     opt_state = jax.tree.map(
-        lambda x, spec: abstract(x.shape, x.dtype, program.sharding(spec)),
-        jax.eval_shape(program.tx.init, to_tree(params)),
-        state_specs(program.tx, program.leaves, specs),
+        lambda x, place: spec.abstract(x.shape, x.dtype, place),
+        jax.eval_shape(spec.tx.init, params),
+        optimizer_specs(spec.tx, spec.leaves, spec.by_path(spec.param_spec)),
     )
-    secondary = {
-        leaf.path: abstract(
-            program.secondary_shape(leaf),
-            leaf.weights[1].dtype,
-            program.sharding(program.secondary_spec(leaf)),
-        )
-        for leaf in program.leaves
-    }
-    residual = {
-        leaf.path: abstract(
-            program.residual_shape(leaf), jnp.float32, program.sharding(program.residual_spec(leaf))
-        )
-        for leaf in program.leaves
-    }
     return {
-        "step": abstract((), jnp.int32, everyone),
-        "skipped_in_row": abstract((), jnp.int32, everyone),
-        "seed": abstract((), jnp.uint32, everyone),
-        "params": to_tree(params),
+        "step": like(scalar),
+        "skipped_in_row": like(scalar),
+        "seed": spec.abstract((), jnp.uint32),
+        "params": params,
         "opt_state": opt_state,
-        "other": {
-            name: abstract(x.shape, x.dtype, everyone) for name, x in program.adapter.abstract_other.items()
-        },
-        "secondary": to_tree(secondary) if zero.weights_delta else {},
-        "residual": to_tree(residual) if zero.error_feedback else {},
-        "losses": {
-            name: abstract(x.shape, x.dtype, everyone)
-            for name, x in (jax.eval_shape(program.spikes.start) if program.spikes else {}).items()
-        },
+        "other": like(spec.adapter.abstract_other),
+        "secondary": by_leaf(spec.abstract_secondary, zero.weights_delta),
+        "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
+        "losses": like(jax.eval_shape(spec.spikes.start)) if spec.spikes else {},
     }
+
+
+def state_specs(spec: TrainSpec) -> dict[str, PyTree]:
+    """The PartitionSpec of every array of a state, by field."""
+    return jax.tree.map(lambda x: x.sharding.spec, abstract_fields(spec))
 
 
 def shardings_of(tree: PyTree) -> PyTree:
@@ -176,13 +166,13 @@ def shardings_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def secondary_of(program: Program, params: PyTree) -> PyTree:
+def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
     """Delta's secondary copies, made whole from master weights: at birth, and after a change of mesh."""
-    shard_map = functools.partial(jax.shard_map, mesh=program.mesh, check_vma=False)
+    shard_map = functools.partial(jax.shard_map, mesh=spec.mesh, check_vma=False)
     make = shard_map(
-        lambda blocks: first_secondary(program, flat_blocks(blocks, program.leaves)),
-        in_specs=(program.by_path(program.param_spec),),
-        out_specs=program.by_path(program.secondary_spec),
+        lambda blocks: first_secondary(spec, flat_blocks(blocks, spec.leaves)),
+        in_specs=(spec.by_path(spec.param_spec),),
+        out_specs=spec.by_path(spec.secondary_spec),
     )
     return to_tree(make(from_tree(params)))
 
@@ -200,12 +190,12 @@ def gather_params(state: TrainState) -> dict[str, Any]:
         ZeroError: the state was donated, or is abstract.
     """
     check_there(state)
-    program = state.program
+    spec = state.spec
     params = from_tree(state.params)
-    everyone = program.sharding(PartitionSpec())
+    everyone = spec.sharding(PartitionSpec())
     whole = {}
-    for leaf in program.leaves:
-        natural = program.once(
+    for leaf in spec.leaves:
+        natural = spec.once(
             f"natural {leaf.name}",
             lambda leaf=leaf: jax.jit(
                 lambda x: from_stored(x, leaf).astype(leaf.dtype), out_shardings=everyone
@@ -227,21 +217,21 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
     Raises:
         ZeroError: a path is missing, unknown, or of the wrong shape.
     """
-    program, given = state.program, from_tree(params)
-    known = {leaf.path: leaf for leaf in program.leaves}
+    spec, given = state.spec, from_tree(params)
+    known = {leaf.path: leaf for leaf in spec.leaves}
     if given.keys() != known.keys():
         odd = sorted("/".join(path) for path in given.keys() ^ known.keys())
         raise ZeroError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
     placed = {}
     for path, leaf in known.items():
-        if np.shape(given[path]) != leaf.natural_shape:
+        if np.shape(given[path]) != leaf.unsharded_shape:
             raise ZeroError(
-                f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.natural_shape}."
+                f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.unsharded_shape}."
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
-        placed[path] = jax.device_put(stored, program.sharding(program.param_spec(leaf)))
+        placed[path] = jax.device_put(stored, spec.sharding(spec.param_spec(leaf)))
     whole = to_tree(placed)
-    secondary = jax.jit(functools.partial(secondary_of, program))(whole) if state.secondary else {}
+    secondary = jax.jit(functools.partial(secondary_of, spec))(whole) if state.secondary else {}
     return state.replace(params=whole, secondary=secondary)
 
 
@@ -255,10 +245,10 @@ def gather_model(state: TrainState) -> Any:
     Raises:
         ZeroError: as ``gather_params``.
     """
-    program = state.program
+    spec = state.spec
     weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
     other = {name: copied(x.addressable_data(0)) for name, x in state.other.items()}
-    return program.adapter.whole(weights, other)
+    return spec.adapter.whole(weights, other)
 
 
 def check_there(state: TrainState) -> None:
@@ -295,7 +285,7 @@ def averaged(state: TrainState) -> TrainState:
         )
     if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
         raise ZeroError("the average of the weights is of no update yet: take a step first.")
-    secondary = jax.jit(functools.partial(secondary_of, state.program))(params) if state.secondary else {}
+    secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
     return state.replace(params=params, secondary=secondary)
 
 
@@ -307,12 +297,12 @@ def copied(x: Array) -> Array:
 
 def initializer(state: TrainState) -> Any:
     """The compiled function from a seed to a state's first values, each made where it will live."""
-    program = state.program
+    spec = state.spec
 
     def init(seed: Array) -> dict[str, Any]:
-        weights, other = program.adapter.init(jax.random.key(seed))
+        weights, other = spec.adapter.init(jax.random.key(seed))
         stored = to_tree(
-            {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in program.leaves}
+            {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in spec.leaves}
         )
         stored = jax.lax.with_sharding_constraint(stored, shardings_of(state.params))
         return {"params": stored, **_first_values(state, seed, stored, other)}
@@ -331,7 +321,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:
         # The initial weights are never read, so that XLA leaves them out.
-        _, other = state.program.adapter.init(jax.random.key(seed))
+        _, other = state.spec.adapter.init(jax.random.key(seed))
         return _first_values(state, seed, stored, other)
 
     fields = _field_shardings(state)
@@ -341,18 +331,18 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
 def _first_values(state: TrainState, seed: Array, stored: PyTree, other: Other) -> dict[str, Any]:
     """Every field at step 0 but the parameters."""
-    program = state.program
+    spec = state.spec
     return {
         "step": jnp.int32(0),
         "skipped_in_row": jnp.int32(0),
         "seed": seed.astype(jnp.uint32),
-        "opt_state": program.tx.init(stored),
+        "opt_state": spec.tx.init(stored),
         "other": other,
-        "secondary": secondary_of(program, stored) if program.zero.weights_delta else {},
+        "secondary": secondary_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.residual),
-        "losses": program.spikes.start() if program.spikes else {},
+        "losses": spec.spikes.start() if spec.spikes else {},
     }
 
 
 def _field_shardings(state: TrainState) -> dict[str, PyTree]:
-    return {field: shardings_of(getattr(state, field)) for field in abstract_fields(state.program)}
+    return {field: shardings_of(getattr(state, field)) for field in abstract_fields(state.spec)}

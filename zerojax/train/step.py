@@ -6,6 +6,7 @@ norm over the whole tree is right by construction.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.per_device import flat_blocks, means, stored_blocks
-from zerojax.train.spec import Program
-from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of
+from zerojax.train.spec import TrainSpec
+from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of, state_specs
 
 Metrics = dict[str, Array]
 NUMBER = (bool, int, float, complex)
@@ -33,14 +34,14 @@ NUMBER = (bool, int, float, complex)
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
-    A step whose loss or gradient is not finite changes nothing but the counters; nor does one whose loss is a
-    spike, where the state has a ``SpikeRule``.
+    A step whose loss or gradient is not finite changes only the counters; so does one whose loss is a spike,
+    if the state has a ``SpikeRule``.
 
-    The state that is passed in is donated: the next one takes its memory, so that there never are two.
-    Write ``state, metrics = train_step(state, batch)`` and don't touch the old one, or a part of it, again.
-    What was copied out of it stays: what ``gather_params`` and ``gather_model`` returned, metrics, and a
-    checkpoint that is still being saved. What only refers to it does not: ``state.params``, and states made
-    by ``state.replace``, ``put_params`` and ``averaged``. The batch is not donated.
+    The state is donated: the next one takes over its memory. Write ``state, metrics = train_step(state,
+    batch)`` and do not use the old state, or a part of it, again. Copies stay valid: the results of
+    ``gather_params`` and ``gather_model``, metrics, and a checkpoint that is still being saved. References
+    do not: ``state.params``, and states made by ``state.replace``, ``put_params`` and ``averaged``. The batch
+    is not donated.
 
     Args:
         state: the state so far; its arrays are gone afterwards.
@@ -58,10 +59,10 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     Raises:
         ZeroError: the batch does not divide, or the state was donated before.
     """
-    program = state.program
-    placed = place(program, batch, program.zero.accumulate)
+    spec = state.spec
+    placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    return _compiled(program)(state, placed)
+    return _compiled(spec)(state, placed)
 
 
 def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
@@ -77,10 +78,10 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
     Raises:
         ZeroError: as ``train_step``.
     """
-    program = state.program
-    placed = place(program, batch, 1)
+    spec = state.spec
+    placed = place(spec, batch, 1)
     check_there(state)
-    return _compiled_eval(program)(state, placed, loss_fn or program.loss_fn)
+    return _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn)
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
@@ -89,17 +90,17 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     Arguments and errors as ``train_step``.
 
     Returns:
-        Nested by path, fp32, stored as the parameters are (``Leaf.stored_shape``).
+        Nested by path, fp32, stored as the parameters are (``ParamLayout.stored_shape``).
     """
-    program = state.program
-    step = program.once(
+    spec = state.spec
+    step = spec.once(
         "gradients",
         lambda: jax.jit(
-            lambda state, batch: _gradients(program, state, batch)[0],
-            compiler_options=compiler_options(program.mesh),
+            lambda state, batch: _gradients(spec, state, batch)[0]["params"],
+            compiler_options=compiler_options(spec.mesh),
         ),
     )
-    placed = place(program, batch, program.zero.accumulate)
+    placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
     return step(state, placed)
 
@@ -111,51 +112,51 @@ def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
         state: a state, or an abstract one.
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
-    return _compiled(state.program).lower(state, abstract_batch(state.program, batch))
+    return _compiled(state.spec).lower(state, abstract_batch(state.spec, batch))
 
 
 def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
     """The lowered evaluation; arguments as ``lower_train_step``."""
-    program = state.program
-    return _compiled_eval(program).lower(state, abstract_batch(program, batch), program.loss_fn)
+    spec = state.spec
+    return _compiled_eval(spec).lower(state, abstract_batch(spec, batch), spec.loss_fn)
 
 
 def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
     """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
-    return _compiled(state.program).trace(state, abstract_batch(state.program, batch))
+    return _compiled(state.spec).trace(state, abstract_batch(state.spec, batch))
 
 
-def abstract_batch(program: Program, batch: Any) -> Any:
+def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
     """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
     _check_batch(batch)
 
     def place_one(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
-        _check_rows(program, np.shape(x), program.world.size, program.zero.accumulate)
+        _check_rows(spec, np.shape(x), spec.world.size, spec.zero.accumulate)
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        sharding = program.sharding(_batch_spec(program, x))
+        sharding = spec.sharding(_batch_spec(spec, x))
         return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
     return jax.tree.map(place_one, batch)
 
 
-def place(program: Program, batch: Any, accumulate: int) -> Any:
+def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
     """Spread a host batch over the devices, and give its scalars to each of them.
 
     Arrays that are already in place stay as they are, and Python's numbers are left to jit, for which they
     have no dtype of their own.
     """
     _check_batch(batch)
-    processes = program.once("processes", lambda: len({d.process_index for d in program.mesh.devices.flat}))
+    processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
 
     def place_one(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
-        sharding = program.sharding(_batch_spec(program, x))
+        sharding = spec.sharding(_batch_spec(spec, x))
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
-        _check_rows(program, np.shape(x), program.world.size // processes, accumulate)
+        _check_rows(spec, np.shape(x), spec.world.size // processes, accumulate)
         if processes == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
@@ -172,7 +173,7 @@ def _check_batch(batch: Any) -> None:
         )
 
 
-def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
+def _check_rows(spec: TrainSpec, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
     if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
         raise ZeroError(
             f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
@@ -180,46 +181,47 @@ def _check_rows(program: Program, shape: tuple[int, ...], devices: int, accumula
         )
 
 
-def _batch_spec(program: Program, x: Any) -> PartitionSpec:
+def _batch_spec(spec: TrainSpec, x: Any) -> PartitionSpec:
     """How an array of a batch is sharded: a scalar is everyone's."""
-    return program.batch_spec if np.shape(x) else PartitionSpec()
+    return spec.batch_spec if np.shape(x) else PartitionSpec()
 
 
-def _compiled(program: Program) -> Any:
+def _compiled(spec: TrainSpec) -> Any:
     def make() -> Any:
-        fields = abstract_fields(program)
-        everyone = NamedSharding(program.mesh, PartitionSpec())
-        state = TrainState(**shardings_of(fields), program=program)
+        fields = abstract_fields(spec)
+        everyone = NamedSharding(spec.mesh, PartitionSpec())
+        state = TrainState(**shardings_of(fields), spec=spec)
         return jax.jit(
             _train,
             donate_argnums=0,
             out_shardings=(state, everyone),
-            compiler_options=compiler_options(program.mesh),
+            compiler_options=compiler_options(spec.mesh),
         )
 
-    return program.once("train", make)
+    return spec.once("train", make)
 
 
-def _compiled_eval(program: Program) -> Any:
-    return program.once(
+def _compiled_eval(spec: TrainSpec) -> Any:
+    return spec.once(
         "eval",
-        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(program.mesh)),
+        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(spec.mesh)),
     )
 
 
 def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-    program = state.program
-    grads, other, secondary, residual, metrics = _gradients(program, state, batch)
+    spec = state.spec
+    after, metrics = _gradients(spec, state, batch)
+    grads = after["params"]
     grad_norm = optax.tree.norm(grads)
     ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
-    if program.spikes is not None:
-        limit = program.spikes.limit(losses)
+    if spec.spikes is not None:
+        limit = spec.spikes.limit(losses)
         spike = metrics["loss"] > limit
         ok &= ~spike
-        losses = program.spikes.add(losses, metrics["loss"], ok)
+        losses = spec.spikes.add(losses, metrics["loss"], ok)
         metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
     with jax.named_scope("optimizer"):
-        updates, opt_state = program.tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
     keep = functools.partial(_where, ok)
     following = state.replace(
@@ -227,9 +229,9 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
-        other=keep(other, state.other),
-        secondary=secondary,
-        residual=keep(residual, state.residual),
+        other=keep(after["other"], state.other),
+        secondary=after["secondary"],
+        residual=keep(after["residual"], state.residual),
         losses=losses,
     )
     metrics |= {
@@ -244,87 +246,74 @@ def _where(ok: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
-def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any, Metrics]:
-    """Mean gradients at their owners, and the state that the passes changed."""
-    leaves = program.leaves
-    params_spec = program.by_path(program.param_spec)
-    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
-    residual_spec = program.by_path(program.residual_spec) if state.residual else {}
+def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
+    """Mean gradients at their owners under "params", the other fields that the passes changed; metrics."""
 
-    def local(
-        params: Any, secondary: Any, residual: Any, other: Any, batch: Any, step: Any, seed: Any
-    ) -> Any:
-        seed = mix(seed, step)
-        blocks = flat_blocks(params, leaves)
+    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
+        blocks, secondary, residual = (
+            from_tree(shards[name]) for name in ("params", "secondary", "residual")
+        )
+        step, seed = shards["step"], mix(shards["seed"], shards["step"])
+        masters = flat_blocks(blocks, spec.leaves)
         if secondary:
-            secondary = per_device.next_secondary(program, blocks, secondary, step, later=program.updating)
-        weights = per_device.sources(program, blocks, secondary, program.updating)
-        grads, other, sums, updated = per_device.accumulate(program, weights, other, batch, seed)
+            secondary = per_device.next_secondary(spec, masters, secondary, step, later=spec.updating)
+        weights = per_device.sources(spec, masters, secondary, spec.updating)
+        grads, other, sums, updated = per_device.accumulate(spec, weights, shards["other"], batch, seed)
         if secondary:
-            secondary = per_device.last_secondary(program, blocks, secondary, updated)
-        flat = flat_blocks(residual, leaves) if residual else {}
-        grads, kept = per_device.to_owners(program, grads, flat, seed)
+            secondary = per_device.last_secondary(spec, masters, secondary, updated)
+        flat = flat_blocks(residual, spec.leaves) if residual else {}
+        grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = means(sums)
-        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, leaves)
-        kept = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        return grads, other, secondary, kept, metrics
+        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
+        residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
+        fields = {"params": grads, "secondary": secondary, "residual": residual}
+        return {"other": other, **{name: to_tree(x) for name, x in fields.items()}}, metrics
 
-    everyone = PartitionSpec()
-    run = jax.shard_map(
-        local,
-        mesh=program.mesh,
-        in_specs=(
-            params_spec,
-            secondary_spec,
-            residual_spec,
-            everyone,
-            jax.tree.map(functools.partial(_batch_spec, program), batch),
-            everyone,
-            everyone,
-        ),
-        out_specs=(params_spec, everyone, secondary_spec, residual_spec, everyone),
-        check_vma=False,
-    )
-    grads, other, secondary, residual, metrics = run(
-        from_tree(state.params),
-        from_tree(state.secondary),
-        from_tree(state.residual),
-        state.other,
-        batch,
-        state.step,
-        state.seed,
-    )
-    return to_tree(grads), other, to_tree(secondary), to_tree(residual), metrics
+    changed = ("params", "secondary", "residual", "other")
+    return _on_devices(local, state, batch, out=changed)
 
 
 def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
-    program = dataclasses.replace(state.program, loss_fn=loss_fn)
-    secondary_spec = program.by_path(program.secondary_spec) if state.secondary else {}
+    spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
 
-    def local(params: Any, secondary: Any, other: Any, batch: Any, step: Any, seed: Any) -> Metrics:
-        blocks = flat_blocks(params, program.leaves)
+    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
+        masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
+        secondary, step = from_tree(shards["secondary"]), shards["step"]
         if secondary:
             # As the next training step will do, or the loss would be that of the weights one update ago.
-            secondary = per_device.next_secondary(program, blocks, secondary, step)
-        weights = per_device.sources(program, blocks, secondary)
-        sums = per_device.evaluate(program, weights, other, batch, mix(seed, step))
-        return means(sums)[0]
+            secondary = per_device.next_secondary(spec, masters, secondary, step)
+        weights = per_device.sources(spec, masters, secondary)
+        sums = per_device.evaluate(spec, weights, shards["other"], batch, mix(shards["seed"], step))
+        return {}, means(sums)[0]
 
-    everyone = PartitionSpec()
+    return _on_devices(local, state, batch, out=())[1]
+
+
+def _on_devices(
+    local: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Metrics]],
+    state: TrainState,
+    batch: Any,
+    *,
+    out: Sequence[str],
+) -> tuple[dict[str, Any], Metrics]:
+    """Run ``local`` on each device's part of a state and of a batch.
+
+    Args:
+        local: given a state's fields but the optimizer's, by name; returns those of ``out``, and metrics.
+        state: the state.
+        batch: a global batch.
+        out: the fields that ``local`` returns.
+    """
+    spec, specs = state.spec, state_specs(state.spec)
+    given = ("params", "secondary", "residual", "other", "step", "seed")
     run = jax.shard_map(
         local,
-        mesh=program.mesh,
+        mesh=spec.mesh,
         in_specs=(
-            program.by_path(program.param_spec),
-            secondary_spec,
-            everyone,
-            jax.tree.map(functools.partial(_batch_spec, program), batch),
-            everyone,
-            everyone,
+            {name: specs[name] for name in given},
+            jax.tree.map(functools.partial(_batch_spec, spec), batch),
         ),
-        out_specs=everyone,
+        out_specs=({name: specs[name] for name in out}, PartitionSpec()),
         check_vma=False,
     )
-    return run(
-        from_tree(state.params), from_tree(state.secondary), state.other, batch, state.step, state.seed
-    )
+    return run({name: getattr(state, name) for name in given}, batch)

@@ -16,7 +16,7 @@ from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ZeroError
 from zerojax.models import GPTConfig
 from zerojax.run.config import MeshSection, RunConfig, TrainSection, ZeroSection
-from zerojax.sharding.mesh import World
+from zerojax.sharding.mesh import MeshShape
 
 LENGTH = 512
 MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_len=LENGTH)
@@ -24,39 +24,39 @@ SLOW, FAST = 10e9 / 8, 3200e9 / 8
 
 
 @pytest.fixture(scope="module")
-def program():
+def spec():
     return build(MeshSection(nodes=2, local=1))
 
 
 def build(mesh, accumulate=1, **zero):
     train = TrainSection(sequence_length=LENGTH, accumulate=accumulate)
     config = RunConfig(train=train, model=MODEL, zero=ZeroSection(**zero), mesh=mesh)
-    return abstract_run(config)[0].program
+    return abstract_run(config)[0].spec
 
 
-def outlook(program, nodes=2, local=8, gpu="h100", bandwidth=SLOW, sequences=4, **cluster):
+def outlook(spec, nodes=2, local=8, gpu="h100", bandwidth=SLOW, sequences=4, **cluster):
     where = Cluster(nodes, local, GPUS[gpu], bandwidth, **cluster)
-    return foresee(program, MODEL, where, sequences=sequences, length=LENGTH)
+    return foresee(spec, MODEL, where, sequences=sequences, length=LENGTH)
 
 
 def by_name(outlook):
     return {forecast.name: forecast for forecast in outlook.forecasts}
 
 
-def test_laid_out_elsewhere_is_what_is_built_there(program):
+def test_laid_out_elsewhere_is_what_is_built_there(spec):
     """The shortcut that derives every cluster's memory from one abstract state."""
     for preset, mesh in (("delta", MeshSection(nodes=4, local=3)), ("zero++", MeshSection(nodes=3, local=2))):
         built = build(mesh, preset=preset)
-        there = on_world(program, World(mesh.nodes, mesh.local), built.zero)
+        there = on_world(spec, MeshShape(mesh.nodes, mesh.local), built.zero)
         assert there.leaves == built.leaves
         assert there.groups == built.groups
         assert hops_of(there) == plan_state(built).hops
-        known, found = held_bytes(built), held_elsewhere(held_bytes(program), program, there)
+        known, found = held_bytes(built), held_elsewhere(held_bytes(spec), spec, there)
         assert found == pytest.approx(known, rel=1e-3, abs=64)
 
 
-def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(program):
-    slow, fast = outlook(program), outlook(program, bandwidth=FAST)
+def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(spec):
+    slow, fast = outlook(spec), outlook(spec, bandwidth=FAST)
     times = {name: forecast.time.seconds for name, forecast in by_name(slow).items()}
     assert times["zero3"] > 3 * times["zero++"] > 3 * times["delta"]
     assert slow.advice.startswith("Take delta: its step waits")
@@ -75,35 +75,35 @@ def test_micro_batches_are_foreseen_in_both_orders():
     assert found.advice.startswith('Take delta in breadth (zero.accumulate_order = "breadth"): its step')
 
 
-def test_bytes_over_bandwidth_bound_the_step(program):
+def test_bytes_over_bandwidth_bound_the_step(spec):
     """At 10 Gb/s only the network counts: 3 M (N-1)/N bytes, at 0.94 of the rate."""
-    zero3 = by_name(outlook(program))["zero3"]
-    model_bytes = 2 * sum(leaf.count for leaf in program.leaves)
+    zero3 = by_name(outlook(spec))["zero3"]
+    model_bytes = 2 * sum(leaf.count for leaf in spec.leaves)
     assert zero3.time.node == pytest.approx(3 * model_bytes / 2 / (0.94 * SLOW), rel=0.05)
     assert zero3.time.node < zero3.time.seconds < 1.1 * zero3.time.node
 
 
-def test_the_largest_batch_fits_and_one_more_does_not(program):
-    largest = by_name(outlook(program, gpu="a10g"))["zero++"].largest
+def test_the_largest_batch_fits_and_one_more_does_not(spec):
+    largest = by_name(outlook(spec, gpu="a10g"))["zero++"].largest
     assert largest > 1
-    assert by_name(outlook(program, gpu="a10g", sequences=largest))["zero++"].fits
-    assert not by_name(outlook(program, gpu="a10g", sequences=largest + 1))["zero++"].fits
+    assert by_name(outlook(spec, gpu="a10g", sequences=largest))["zero++"].fits
+    assert not by_name(outlook(spec, gpu="a10g", sequences=largest + 1))["zero++"].fits
 
 
-def test_the_smallest_cluster_fits_and_a_smaller_one_does_not(program):
+def test_the_smallest_cluster_fits_and_a_smaller_one_does_not(spec):
     small = {"local": 1, "gpu": "v100-16", "memory_fraction": 0.5, "sequences": 1}
-    least = by_name(outlook(program, nodes=2, **small))["zero3"].fewest_nodes
+    least = by_name(outlook(spec, nodes=2, **small))["zero3"].fewest_nodes
     assert least is not None
     assert least > 2
-    assert by_name(outlook(program, nodes=least, **small))["zero3"].fits
-    assert not by_name(outlook(program, nodes=least - 1, **small))["zero3"].fits
+    assert by_name(outlook(spec, nodes=least, **small))["zero3"].fits
+    assert not by_name(outlook(spec, nodes=least - 1, **small))["zero3"].fits
 
 
-def test_when_nothing_fits_the_way_out_is_named(program):
+def test_when_nothing_fits_the_way_out_is_named(spec):
     tiny = {"gpu": "rtx4090", "local": 1}
-    assert "raise train.accumulate" in outlook(program, nodes=64, sequences=4096, **tiny).advice
-    assert "It fits on" in outlook(program, nodes=1, memory_fraction=0.4, sequences=1, **tiny).advice
-    hopeless = outlook(program, nodes=2, memory_fraction=0.01, sequences=1, **tiny)
+    assert "raise train.accumulate" in outlook(spec, nodes=64, sequences=4096, **tiny).advice
+    assert "It fits on" in outlook(spec, nodes=1, memory_fraction=0.4, sequences=1, **tiny).advice
+    hopeless = outlook(spec, nodes=2, memory_fraction=0.01, sequences=1, **tiny)
     assert "More nodes do not help" in hopeless.advice
     assert {forecast.fewest_nodes for forecast in hopeless.forecasts} == {None}
 

@@ -8,26 +8,26 @@ from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.sharding.mesh import World
-from zerojax.train.spec import Program
+from zerojax.sharding.mesh import MeshShape
+from zerojax.train.spec import TrainSpec
 
-DGX2 = World(nodes=64, local=16)
+DGX2 = MeshShape(nodes=64, local=16)
 STATES = ("parameters", "optimizer", "gradients", "secondary")
 
 
 @pytest.fixture(scope="module")
-def hundred_billion() -> Program:
+def hundred_billion() -> TrainSpec:
     """100 billion parameters: 55 layers of GPT-3's width."""
     config = GPTConfig(vocab_size=50304, layers=55, d_model=12288, heads=96, max_seq_len=2048)
     return zerojax.TrainState.abstract(
         lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), lm_loss, mesh=zerojax.make_mesh(2, 1)
-    ).program
+    ).spec
 
 
-def model_states(program: Program, **zero) -> tuple[float, int]:
+def model_states(spec: TrainSpec, **zero) -> tuple[float, int]:
     """Bytes per device of weights, gradients and optimizer; and the parameters."""
-    there = on_world(program, DGX2, zerojax.ZeroConfig(**zero))
-    memory = predict_memory(there, held=held_elsewhere(held_bytes(program), program, there))
+    there = on_world(spec, DGX2, zerojax.ZeroConfig(**zero))
+    memory = predict_memory(there, held=held_elsewhere(held_bytes(spec), spec, there))
     kinds = (*STATES, "weights", "weight gradients") if there.zero.stage == 0 else STATES
     return sum(memory.kinds[kind] for kind in kinds), sum(leaf.count for leaf in there.leaves)
 

@@ -15,8 +15,8 @@ from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work
 from zerojax.models import Block, GPTConfig
-from zerojax.sharding.mesh import World
-from zerojax.train.spec import Program
+from zerojax.sharding.mesh import MeshShape
+from zerojax.train.spec import TrainSpec
 
 CONFIG = GPTConfig(vocab_size=256, layers=24, d_model=2048, heads=16, max_seq_len=2048, biases=False)
 LLAMA = GPTConfig(
@@ -82,25 +82,25 @@ class BlockStack(nnx.Module):
         return self.blocks(x)
 
 
-def program_of(config: GPTConfig) -> Program:
+def program_of(config: GPTConfig) -> TrainSpec:
     return zerojax.TrainState.abstract(
         functools.partial(BlockStack, config),
         optax.adamw(1e-4),
         lambda model, batch: jnp.mean(jnp.square(model(batch["x"]))),
         mesh=zerojax.make_mesh(2, 2),
-    ).program
+    ).spec
 
 
 @pytest.fixture(scope="module")
-def program():
+def spec():
     return program_of(CONFIG)
 
 
 def predicted(
-    program, nodes, local, sequences, remat, preset, config=CONFIG, micro=None, **cluster
+    spec, nodes, local, sequences, remat, preset, config=CONFIG, micro=None, **cluster
 ) -> tuple[StepTime, Work, float]:
     zero = zerojax.ZeroConfig.preset(preset, remat=remat, **(micro or {}))
-    there = on_world(program, World(nodes, local), zero)
+    there = on_world(spec, MeshShape(nodes, local), zero)
     work = decoder_work(
         config, remat=remat, dtype="bfloat16", sequences=sequences, length=config.max_seq_len, head=False
     )
@@ -111,25 +111,25 @@ def predicted(
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
-def test_steps_are_within_15_percent_of_measured_ones(program, case):
-    step, _, _ = predicted(program, *case)
+def test_steps_are_within_15_percent_of_measured_ones(spec, case):
+    step, _, _ = predicted(spec, *case)
     assert 1e3 * step.seconds == pytest.approx(MEASURED[case], rel=0.15)
 
 
 @pytest.mark.parametrize("case", EIGHT_MICRO_BATCHES, ids=str)
-def test_so_they_are_with_micro_batches(program, case):
+def test_so_they_are_with_micro_batches(spec, case):
     nodes, local, remat, preset, order = case
     milliseconds, peak_gib = EIGHT_MICRO_BATCHES[case]
     micro = {"accumulate": 8, "accumulate_order": order}
-    step, _, memory = predicted(program, nodes, local, 1, remat, preset, micro=micro)
+    step, _, memory = predicted(spec, nodes, local, 1, remat, preset, micro=micro)
     assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.15)
     if peak_gib is not None:
         assert memory / 2**30 == pytest.approx(peak_gib, rel=0.15)
 
 
 @pytest.mark.parametrize("case", PEAK_GIB, ids=str)
-def test_memory_is_within_15_percent_of_the_measured_peak(program, case):
-    _, _, memory = predicted(program, 1, 4, *case)
+def test_memory_is_within_15_percent_of_the_measured_peak(spec, case):
+    _, _, memory = predicted(spec, 1, 4, *case)
     assert memory / 2**30 == pytest.approx(PEAK_GIB[case], rel=0.15)
 
 
@@ -139,8 +139,8 @@ def test_llama_7b_is_within_10_percent_of_its_measured_step_and_memory():
     assert memory / 2**30 == pytest.approx(49.2, rel=0.10)
 
 
-def test_a_measured_local_rate_takes_the_place_of_the_data_sheet(program):
+def test_a_measured_local_rate_takes_the_place_of_the_data_sheet(spec):
     """75 MB in 3.5 ms of a profile, when NCCL's communicators within a node had few channels."""
     for preset, milliseconds in {"zero3": 3327.6, "zero++": 869.5}.items():
-        step, _, _ = predicted(program, 2, 2, 1, "full", preset, local_bandwidth=21.4e9)
+        step, _, _ = predicted(spec, 2, 2, 1, "full", preset, local_bandwidth=21.4e9)
         assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.07)

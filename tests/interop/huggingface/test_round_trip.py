@@ -17,7 +17,7 @@ from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.save import each_tensor, tensor_specs
 from zerojax.run.build import abstract_model
 from zerojax.run.run_dir import RunFolder
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.state import begin_with
 
@@ -71,12 +71,12 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
     renamed = dict.fromkeys(found)
     files = SafetensorFiles(copy_of("gpt2", tmp_path / "old", None, **(renamed | bare)))
     source = ModelFolder.open(tmp_path / "old")
-    program = abstract_model(run_config(source.model)).program
+    train_spec = abstract_model(run_config(source.model)).spec
     parts = source.family.parts(source.model, source.family.prefix_in(files.specs))
-    check_tensors(program, files, source.family, parts)
+    check_tensors(train_spec, files, source.family, parts)
     dtypes = {name: spec.dtype for name, spec in files.specs.items()}
-    assert tensor_specs(program, parts, dtypes, "F32").keys() == bare.keys() - {"h.0.attn.bias"}
-    state = begin_with(abstract_model(run_config(source.model)), load_params(program, files, parts), 0)
+    assert tensor_specs(train_spec, parts, dtypes, "F32").keys() == bare.keys() - {"h.0.attn.bias"}
+    state = begin_with(abstract_model(run_config(source.model)), load_params(train_spec, files, parts), 0)
     for tensor, values in each_tensor(state, parts):
         np.testing.assert_array_equal(values, bare[tensor.name])
 
@@ -104,11 +104,11 @@ def larger(tmp_path_factory):
     )
     config = run_config(model, "zero3")
     state = abstract_model(config)
-    shapes = {leaf.path: leaf for leaf in state.program.leaves}
+    shapes = {leaf.path: leaf for leaf in state.spec.leaves}
 
-    def random(leaf: Leaf):
-        sharding = state.program.sharding(state.program.param_spec(leaf))
-        values = np.random.default_rng(leaf.number).standard_normal(leaf.stored_shape, np.float32)
+    def random(leaf: ParamLayout):
+        sharding = state.spec.sharding(state.spec.param_spec(leaf))
+        values = np.random.default_rng(leaf.index).standard_normal(leaf.stored_shape, np.float32)
         return jax.device_put(values, sharding)
 
     state = begin_with(state, to_tree({path: random(leaf) for path, leaf in shapes.items()}), 0)
@@ -122,7 +122,7 @@ def test_each_device_reads_its_own_part_and_no_more(larger):
     state, folder = larger
     source, files = ModelFolder.open(folder), CountingFiles(folder)
     parts = source.family.parts(source.model, source.family.prefix_in(files.specs))
-    params = load_params(state.program, files, parts)
+    params = load_params(state.spec, files, parts)
     for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
         assert mine.sharding == theirs.sharding
         assert all(shard.data.size * 8 == mine.size for shard in mine.addressable_shards)
@@ -140,7 +140,7 @@ def test_one_tensor_at_a_time_is_whole_in_an_export(larger):
     source = ModelFolder.open(larger[1])
     parts = source.family.parts(source.model, "model.")
     held = {id(x) for x in jax.live_arrays()}
-    layer = max(leaf.size for leaf in state.program.leaves) * 4
+    layer = max(leaf.size for leaf in state.spec.leaves) * 4
     count = 0
     for tensor, values in each_tensor(state, parts):
         new = [x for x in jax.live_arrays() if id(x) not in held and x.nbytes > 4]

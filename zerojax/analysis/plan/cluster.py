@@ -9,10 +9,10 @@ from jax.typing import DTypeLike
 
 from zerojax.analysis.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.errors import ZeroError
-from zerojax.schedule.strategy import Route
-from zerojax.sharding.layout import make_leaf
-from zerojax.sharding.mesh import AXES, World
-from zerojax.train.spec import Group, Program, check_options
+from zerojax.sharding.layout import make_layout
+from zerojax.sharding.mesh import AXES, MeshShape
+from zerojax.sharding.strategy import ShardingStrategy
+from zerojax.train.spec import ParamGroup, TrainSpec, check_options
 from zerojax.validation.bounds import MOST_DEVICES
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
@@ -64,9 +64,9 @@ class Cluster:
                 raise ZeroError(f"{name.replace('_', '-')} {getattr(self, name)} must lie in (0, 1]")
 
     @property
-    def world(self) -> World:
+    def world(self) -> MeshShape:
         """The mesh's extents."""
-        return World(self.nodes, self.local)
+        return MeshShape(self.nodes, self.local)
 
     @property
     def budget(self) -> float:
@@ -94,7 +94,7 @@ class Cluster:
         return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
 
 
-def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
+def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     """The same model and optimizer with other options on another mesh, for inspection only.
 
     Args:
@@ -108,23 +108,22 @@ def on_world(program: Program, world: World, zero: ZeroConfig) -> Program:
     check_options(zero, world)
     # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
-    zero = zero.replace(units=program.zero.units)
+    zero = zero.replace(units=spec.zero.units)
     moved = {
-        leaf.path: make_leaf(
-            leaf.path, leaf.shape, leaf.dtype, leaf.layers, number=leaf.number, world=world, zero=zero
+        leaf.path: make_layout(
+            leaf.path, leaf.shape, leaf.dtype, leaf.stack, index=leaf.index, world=world, zero=zero
         )
-        for leaf in program.leaves
+        for leaf in spec.leaves
     }
     groups = tuple(
-        Group(group.unit, group.layers, tuple(moved[leaf.path] for leaf in group.leaves))
-        for group in program.groups
+        ParamGroup(group.unit, tuple(moved[leaf.path] for leaf in group.leaves)) for group in spec.groups
     )
     return dataclasses.replace(
-        program,
+        spec,
         mesh=mesh,
         zero=zero,
-        leaves=tuple(moved[leaf.path] for leaf in program.leaves),
+        leaves=tuple(moved[leaf.path] for leaf in spec.leaves),
         groups=groups,
-        route=Route.of(zero),
+        strategy=ShardingStrategy.of(zero),
         cache={},
     )

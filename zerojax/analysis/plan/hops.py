@@ -23,9 +23,9 @@ from rich.table import Table
 
 from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.formatting import milliseconds, size
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.wire_format import Codec
-from zerojax.train.spec import Group, Program
+from zerojax.train.spec import ParamGroup, TrainSpec
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,26 @@ class HopPlan:
     usual: bool = True
 
 
-def hops_of(program: Program) -> tuple[HopPlan, ...]:
+def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
     """One hop per phase and axis, in order; hops that send nothing are left out."""
-    return _merged(list(_hops(program)))
+    return _merged(list(_hops(spec)))
 
 
-def _hops(program: Program) -> Iterator[tuple[HopPlan, int]]:
+def _hops(spec: TrainSpec) -> Iterator[tuple[HopPlan, int]]:
     """Every hop of every leaf, with its number of elements."""
-    for group in program.groups:
+    for group in spec.groups:
         for leaf in group.leaves:
             send = _sender(leaf)
-            yield from _weight_hops(program, group, leaf, send)
-            yield from _gradient_hops(program, leaf, send)
+            yield from _weight_hops(spec, group, leaf, send)
+            yield from _gradient_hops(spec, leaf, send)
 
 
 Send = Callable[..., tuple[HopPlan, int]]
 
 
-def _sender(leaf: Leaf) -> Send:
+def _sender(leaf: ParamLayout) -> Send:
     """A function that makes the hops of one leaf."""
-    world, layers = leaf.world, leaf.layers or 1
+    world, layers = leaf.world, leaf.layers
 
     def send(
         phase: str, axis: str, codec: Codec, *, times: float = 1, elements: int, usual: bool = True
@@ -86,7 +86,7 @@ def _sender(leaf: Leaf) -> Send:
     return send
 
 
-def _copied(phase: str, axis: str, leaf: Leaf, codec: Codec, elements: int) -> int:
+def _copied(phase: str, axis: str, leaf: ParamLayout, codec: Codec, elements: int) -> int:
     """Bytes that the encoder and the decoder of one quantized hop read and write.
 
     A gather encodes this device's part and decodes all parts; a reduction does the reverse.
@@ -98,12 +98,14 @@ def _copied(phase: str, axis: str, leaf: Leaf, codec: Codec, elements: int) -> i
     if phase == "gradients":
         wide = 4 if axis == "node" else 2  # sums between the hops are fp32
         return peers * (wide * elements + row) + peers * row + 4 * elements
-    narrow = leaf.weights[1].row_bytes(elements)
+    narrow = leaf.weights.local.row_bytes(elements)
     return 4 * elements + row + peers * (row + narrow)
 
 
-def _weight_hops(program: Program, group: Group, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
-    zero, route = program.zero, program.route
+def _weight_hops(
+    spec: TrainSpec, group: ParamGroup, leaf: ParamLayout, send: Send
+) -> Iterator[tuple[HopPlan, int]]:
+    zero, strategy = spec.zero, spec.strategy
     over_node, over_local = leaf.weights
     shard, secondary = leaf.shard, leaf.secondary
 
@@ -122,27 +124,27 @@ def _weight_hops(program: Program, group: Group, leaf: Leaf, send: Send) -> Iter
         if zero.delta_resync:
             yield send("resync", "node", over_local, elements=shard, usual=False)
     passes = zero.passes
-    yield from both("weights forward", passes, node=route.source == "primary")
+    yield from both("weights forward", passes, node=strategy.source == "primary")
     if group.unit is not None:
         yield from both(
-            "weights backward", passes * _gathered_again(program, group), node=route.keep == "primary"
+            "weights backward", passes * _gathered_again(spec, group), node=strategy.keep == "primary"
         )
 
 
-def _gathered_again(program: Program, group: Group) -> float:
+def _gathered_again(spec: TrainSpec, group: ParamGroup) -> float:
     """The fraction of a group that the backward pass gathers: a prefetching scan still has its last layer."""
-    prefetched = group.layers is not None and isinstance(program.adapter, NNXAdapter)
+    prefetched = group.layers is not None and isinstance(spec.adapter, NNXAdapter)
     return 1 - 1 / group.layers if prefetched and group.layers else 1
 
 
-def _gradient_hops(program: Program, leaf: Leaf, send: Send) -> Iterator[tuple[HopPlan, int]]:
-    zero, route = program.zero, program.route
+def _gradient_hops(spec: TrainSpec, leaf: ParamLayout, send: Send) -> Iterator[tuple[HopPlan, int]]:
+    zero, strategy = spec.zero, spec.strategy
     first, second = leaf.grads
-    passes = 1 if route.sink == "full" else zero.passes
+    passes = 1 if strategy.sink == "full" else zero.passes
     if zero.grads_hops == 1:
         yield send("gradients", "node+local", second, times=passes, elements=leaf.shard)
     else:
-        once = 1 if route.sink == "secondary" else passes
+        once = 1 if strategy.sink == "secondary" else passes
         yield send("gradients", "local", first, times=passes, elements=leaf.secondary)
         yield send("gradients", "node", second, times=once, elements=leaf.shard)
     if zero.stage == 0:

@@ -29,8 +29,8 @@ from rich.table import Table
 
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import size
-from zerojax.sharding.layout import Leaf
-from zerojax.train.spec import Program
+from zerojax.sharding.layout import ParamLayout
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import abstract_fields
 
 KINDS = {
@@ -91,7 +91,7 @@ class PredictedMemory:
 
 
 def predict_memory(
-    program: Program, work: Work | None = None, *, workspace: int = 0, held: dict[str, int] | None = None
+    spec: TrainSpec, work: Work | None = None, *, workspace: int = 0, held: dict[str, int] | None = None
 ) -> PredictedMemory:
     """The peak memory of a training step.
 
@@ -101,18 +101,18 @@ def predict_memory(
         workspace: bytes of the matmul library.
         held: ``held_bytes(program)``, if known already.
     """
-    lasting = held_bytes(program) if held is None else held
-    moments = [_in_backward(program, work)]
+    lasting = held_bytes(spec) if held is None else held
+    moments = [_in_backward(spec, work)]
     if work is not None:
-        moments += [_in_loss(program, work), _at_end(program, work)]
+        moments += [_in_loss(spec, work), _at_end(spec, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
     return PredictedMemory(kinds | {"workspace": workspace})
 
 
-def held_bytes(program: Program) -> dict[str, int]:
+def held_bytes(spec: TrainSpec) -> dict[str, int]:
     """The bytes of a train state on one device, by kind."""
-    fields = abstract_fields(program)
+    fields = abstract_fields(spec)
     return {
         "parameters": _bytes(fields["params"]),
         "optimizer": _bytes(fields["opt_state"]),
@@ -122,95 +122,94 @@ def held_bytes(program: Program) -> dict[str, int]:
     }
 
 
-def held_elsewhere(held: dict[str, int], program: Program, there: Program) -> dict[str, int]:
+def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> dict[str, int]:
     """``held_bytes(there)``, for ``program`` on another mesh or under other options, without tracing.
 
     Assumes that the optimizer state is proportional to the parameters on a device, as moments are.
     """
 
-    def parameters(program: Program) -> int:
+    def parameters(spec: TrainSpec) -> int:
         return sum(
-            4 * _layers(leaf) * (leaf.shard if program.zero.stage > 0 else leaf.size)
-            for leaf in program.leaves
+            4 * leaf.layers * (leaf.shard if spec.zero.stage > 0 else leaf.size) for leaf in spec.leaves
         )
 
     zero, nodes = there.zero, there.world.nodes
-    copies = sum(_layers(leaf) * leaf.shard * leaf.weights[1].dtype.itemsize for leaf in there.leaves)
-    residual = sum(4 * _layers(leaf) * leaf.secondary for leaf in there.leaves)
+    copies = sum(leaf.layers * leaf.shard * leaf.weights.local.dtype.itemsize for leaf in there.leaves)
+    residual = sum(4 * leaf.layers * leaf.secondary for leaf in there.leaves)
     return {
         "parameters": parameters(there),
-        "optimizer": round(held["optimizer"] * parameters(there) / parameters(program)),
+        "optimizer": round(held["optimizer"] * parameters(there) / parameters(spec)),
         "secondary": nodes * copies if zero.weights_delta else 0,
         "residual": residual if zero.error_feedback else 0,
         "other": held["other"],
     }
 
 
-def _in_backward(program: Program, work: Work | None) -> dict[str, int]:
+def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
     return {
-        "gradients": _gradients(program),
-        "secondary": _hpz_copy(program),
+        "gradients": _gradients(spec),
+        "secondary": _hpz_copy(spec),
         # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, beside
         # the gradients.
-        "weights": _gathered(program, 4 if _gathers_from_nodes_again(program) else 2),
-        "weight gradients": _whole_gradients(program, rest=work is None),
-        "wire": _payload(program),
-        "activations": _at_work(program, work) + work.head if work else 0,
+        "weights": _gathered(spec, 4 if _gathers_from_nodes_again(spec) else 2),
+        "weight gradients": _whole_gradients(spec, rest=work is None),
+        "wire": _payload(spec),
+        "activations": _at_work(spec, work) + work.head if work else 0,
     }
 
 
-def _in_loss(program: Program, work: Work) -> dict[str, int]:
+def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
     """Between the passes, in the loss.
 
     Sums over micro-batches are there all the time. The zeros that a backward pass starts from are allocated
     before it if they are wider than a shard, in all compiled programs examined.
     """
-    route = program.route
-    early = route.sink != "primary"
-    if program.zero.stage > 0 and route.sink != "full":
-        sets = (1 + early) if program.zero.passes > 1 else 0
-        gradients = sets * _sums_at_sink(program)
+    strategy = spec.strategy
+    early = strategy.sink != "primary"
+    if spec.zero.stage > 0 and strategy.sink != "full":
+        sets = (1 + early) if spec.zero.passes > 1 else 0
+        gradients = sets * _sums_at_sink(spec)
     else:
         gradients = 0
     return {
         "gradients": gradients,
-        "secondary": _hpz_copy(program),
-        "weights": _gathered(program, 1),
-        "weight gradients": _whole_gradients(program) if route.sink == "full" else 0,
-        "activations": work.kept * _together(program) + _loss(program, work),
+        "secondary": _hpz_copy(spec),
+        "weights": _gathered(spec, 1),
+        "weight gradients": _whole_gradients(spec) if strategy.sink == "full" else 0,
+        "activations": work.kept * _together(spec) + _loss(spec, work),
     }
 
 
-def _at_end(program: Program, work: Work) -> dict[str, int]:
+def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
     """At the end, when the embedding's gradient is there and leaves outside units are reduced."""
-    sharded = program.route.sink != "full"
+    sharded = spec.strategy.sink != "full"
     return {
-        "gradients": _gradients(program),
-        "weights": _gathered(program, 0),
-        "weight gradients": _of_no_unit(program) if sharded else _whole_gradients(program),
-        "wire": _of_no_unit(program) if sharded else 0,
+        "gradients": _gradients(spec),
+        "weights": _gathered(spec, 0),
+        "weight gradients": _of_no_unit(spec) if sharded else _whole_gradients(spec),
+        "wire": _of_no_unit(spec) if sharded else 0,
         "activations": work.tables,
     }
 
 
-def _together(program: Program) -> int:
+def _together(spec: TrainSpec) -> int:
     """Micro-batches that go through a layer before the next layer."""
-    return program.zero.accumulate // program.zero.passes
+    return spec.zero.accumulate // spec.zero.passes
 
 
-def _at_work(program: Program, work: Work) -> int:
+def _at_work(spec: TrainSpec, work: Work) -> int:
     """Activations during a layer's backward pass of one micro-batch."""
-    return work.kept * _together(program) + work.working + _others(program, work)
+    return work.kept * _together(spec) + work.working + _others(spec, work)
 
 
-def _loss(program: Program, work: Work) -> int:
+def _loss(spec: TrainSpec, work: Work) -> int:
     """Activations during one micro-batch's loss; in breadth the tables' gradients are summed over all."""
-    return work.loss + (work.tables + _others(program, work) if _together(program) > 1 else 0)
+    return work.loss + (work.tables + _others(spec, work) if _together(spec) > 1 else 0)
 
 
-def _others(program: Program, work: Work) -> int:
+def _others(spec: TrainSpec, work: Work) -> int:
     """The residual stream of the other micro-batches at a layer: input and output."""
-    return 2 * (_together(program) - 1) * work.stream
+    return 2 * (_together(spec) - 1) * work.stream
 
 
 def _bytes(tree: Any) -> int:
@@ -221,100 +220,100 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def _layers(leaf: Leaf) -> int:
-    return leaf.layers or 1
+def _layers(leaf: ParamLayout) -> int:
+    return leaf.layers
 
 
-def _sums_at_sink(program: Program) -> int:
+def _sums_at_sink(spec: TrainSpec) -> int:
     """One fp32 set of gradient sums, sharded over the world or over the node."""
-    owned = sum(4 * _layers(leaf) * leaf.shard for leaf in program.leaves)
-    return owned * (program.world.nodes if program.route.sink == "secondary" else 1)
+    owned = sum(4 * leaf.layers * leaf.shard for leaf in spec.leaves)
+    return owned * (spec.world.nodes if spec.strategy.sink == "secondary" else 1)
 
 
-def _gradients(program: Program) -> int:
+def _gradients(spec: TrainSpec) -> int:
     """Sums at the sink, and a second set of them while micro-batches are summed."""
-    if program.zero.stage == 0:
+    if spec.zero.stage == 0:
         return 0  # the sums replace the gradients in place
-    twice = program.zero.passes > 1 and program.route.sink != "full"
-    return _sums_at_sink(program) * (2 if twice else 1)
+    twice = spec.zero.passes > 1 and spec.strategy.sink != "full"
+    return _sums_at_sink(spec) * (2 if twice else 1)
 
 
-def _hpz_copy(program: Program) -> int:
+def _hpz_copy(spec: TrainSpec) -> int:
     """The node-local weights that the forward pass keeps for the backward pass."""
-    if (program.route.source, program.route.keep) != ("primary", "secondary"):
+    if (spec.strategy.source, spec.strategy.keep) != ("primary", "secondary"):
         return 0
     return sum(
-        _layers(leaf) * program.world.nodes * leaf.weights[1].row_bytes(leaf.shard)
-        for group in program.groups
+        leaf.layers * spec.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
+        for group in spec.groups
         if group.unit is not None
         for leaf in group.leaves
     )
 
 
-def _weight_bytes(program: Program, leaf: Leaf) -> int:
+def _weight_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
     """Bytes of one whole layer of a leaf in the dtype of its compute."""
-    return leaf.padded * program.route.weight_dtype(leaf).itemsize
+    return leaf.padded * spec.strategy.weight_dtype(leaf).itemsize
 
 
-def _gathered(program: Program, units: int) -> int:
+def _gathered(spec: TrainSpec, units: int) -> int:
     """Weights whole at the same time: all below stage 3, else those of some units and outside units."""
-    if program.zero.stage < 3:
-        return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in program.leaves)
-    return _of_no_unit(program) + sum(_largest_units(program, _weight_bytes, units))
+    if spec.zero.stage < 3:
+        return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in spec.leaves)
+    return _of_no_unit(spec) + sum(_largest_units(spec, _weight_bytes, units))
 
 
-def _gathers_from_nodes_again(program: Program) -> bool:
+def _gathers_from_nodes_again(spec: TrainSpec) -> bool:
     """Whether the backward pass repeats the node hop of the weights."""
-    return program.route.keep == "primary" and program.world.nodes > 1
+    return spec.strategy.keep == "primary" and spec.world.nodes > 1
 
 
-def _whole_gradients(program: Program, *, rest: bool = True) -> int:
+def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
     """Gradients before they are summed: all of them at stages 0 and 1, else those of a unit and of the rest.
 
     Quantized gradients are encoded leaf by leaf: only the largest leaf's is whole.
     """
-    if program.route.sink == "full":
-        item = jnp.dtype(program.route.grad_dtype).itemsize
-        every = sum(leaf.count * item for leaf in program.leaves)
-        return every * (2 if program.zero.passes > 1 else 1)
-    outside = _of_no_unit(program) if rest else 0
-    if all(leaf.grads[0].raw for leaf in program.leaves):
-        return outside + sum(_largest_units(program, _weight_bytes, 1))
-    in_units = [leaf for group in program.groups if group.unit is not None for leaf in group.leaves]
-    return outside + max((_weight_bytes(program, leaf) for leaf in in_units), default=0)
+    if spec.strategy.sink == "full":
+        item = jnp.dtype(spec.strategy.grad_dtype).itemsize
+        every = sum(leaf.count * item for leaf in spec.leaves)
+        return every * (2 if spec.zero.passes > 1 else 1)
+    outside = _of_no_unit(spec) if rest else 0
+    if all(leaf.grads.local.raw for leaf in spec.leaves):
+        return outside + sum(_largest_units(spec, _weight_bytes, 1))
+    in_units = [leaf for group in spec.groups if group.unit is not None for leaf in group.leaves]
+    return outside + max((_weight_bytes(spec, leaf) for leaf in in_units), default=0)
 
 
-def _payload(program: Program) -> int:
+def _payload(spec: TrainSpec) -> int:
     """A unit's encoded gradients, sent and arriving; raw ones are sent as they are.
 
     Rotated ones also exist in fp32 if XLA runs the codec rather than a kernel. Between two hops one unit's
     gradients wait, one's are sent and one's arrive. Below stage 3 gradients do not queue behind the backward
     pass.
     """
-    route = program.route
-    two_hops = route.reduces_between_nodes(program.leaves) and route.hops(program.leaves) == 2
+    strategy = spec.strategy
+    two_hops = strategy.reduces_between_nodes(spec.leaves) and strategy.hops(spec.leaves) == 2
 
-    def encoded(program: Program, leaf: Leaf) -> int:
-        codec, peers = leaf.grads[0], program.world.local
+    def encoded(spec: TrainSpec, leaf: ParamLayout) -> int:
+        codec, peers = leaf.grads.local, spec.world.local
         rotated = 4 * leaf.padded if leaf.rotation else 0
         first = peers * codec.row_bytes(leaf.padded // peers)
-        second = program.world.nodes * leaf.grads[1].row_bytes(leaf.shard) if two_hops else 0
+        second = spec.world.nodes * leaf.grads.node.row_bytes(leaf.shard) if two_hops else 0
         return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
 
-    return sum(_largest_units(program, encoded, 1)) if program.zero.stage == 3 else 0
+    return sum(_largest_units(spec, encoded, 1)) if spec.zero.stage == 3 else 0
 
 
-def _of_no_unit(program: Program) -> int:
-    rest = [leaf for group in program.groups if group.unit is None for leaf in group.leaves]
-    return sum(_layers(leaf) * _weight_bytes(program, leaf) for leaf in rest)
+def _of_no_unit(spec: TrainSpec) -> int:
+    rest = [leaf for group in spec.groups if group.unit is None for leaf in group.leaves]
+    return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in rest)
 
 
-def _largest_units(program: Program, of: Callable[[Program, Leaf], int], count: int) -> list[int]:
+def _largest_units(spec: TrainSpec, of: Callable[[TrainSpec, ParamLayout], int], count: int) -> list[int]:
     """Bytes of the ``count`` largest units."""
 
     units = [
-        (sum(of(program, leaf) for leaf in group.leaves), group.layers or 1)
-        for group in program.groups
+        (sum(of(spec, leaf) for leaf in group.leaves), group.layers)
+        for group in spec.groups
         if group.unit is not None
     ]
     every = [size for size, copies in units for _ in range(min(copies, count))]

@@ -12,8 +12,8 @@ from zerojax.analysis.plan.work import Work, decoder_work
 from zerojax.errors import ZeroError
 from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
-from zerojax.sharding.mesh import World
-from zerojax.train.spec import Program
+from zerojax.sharding.mesh import MeshShape
+from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import PRESETS, ZeroConfig
 
 AS_CONFIGURED = "as configured"
@@ -102,7 +102,7 @@ class Outlook:
         }
 
 
-def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int) -> Outlook:
+def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int) -> Outlook:
     """Predict a run of a decoder under its own options and under every preset.
 
     Args:
@@ -117,19 +117,21 @@ def foresee(program: Program, config: GPTConfig, cluster: Cluster, *, sequences:
     """
     if sequences < 1:
         raise ZeroError(f"sequences = {sequences}: at least one per device and micro-batch")
-    own, ways = program.zero, dict(_ways(program.zero))
+    own, ways = spec.zero, dict(_ways(spec.zero))
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
         ways = {AS_CONFIGURED: own} | ways
-    held = held_bytes(program)
+    held = held_bytes(spec)
 
-    def try_out(zero: ZeroConfig, world: World, sequences: int) -> tuple[Program, Work, PredictedMemory]:
-        there = on_world(program, world, zero)
+    def try_out(
+        zero: ZeroConfig, world: MeshShape, sequences: int
+    ) -> tuple[TrainSpec, Work, PredictedMemory]:
+        there = on_world(spec, world, zero)
         work = decoder_work(
             config, remat=zero.remat, dtype=str(zero.compute_dtype), sequences=sequences, length=length
         )
         memory = predict_memory(
-            there, work, workspace=cluster.gpu.workspace, held=held_elsewhere(held, program, there)
+            there, work, workspace=cluster.gpu.workspace, held=held_elsewhere(held, spec, there)
         )
         return there, work, memory
 
@@ -151,18 +153,18 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
         yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
 
 
-TryOut = Callable[[ZeroConfig, World, int], tuple[Program, Work, PredictedMemory]]
+TryOut = Callable[[ZeroConfig, MeshShape, int], tuple[TrainSpec, Work, PredictedMemory]]
 
 
 def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:
-    program, work, memory = try_out(zero, cluster.world, sequences)
-    hops = hops_of(program)
-    time = predict_step(program, work, hops, memory, cluster)
+    spec, work, memory = try_out(zero, cluster.world, sequences)
+    hops = hops_of(spec)
+    time = predict_step(spec, work, hops, memory, cluster)
 
     def mfu(work: Work, time: StepTime) -> float:
         return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
 
-    def fits(world: World, sequences: int) -> bool:
+    def fits(world: MeshShape, sequences: int) -> bool:
         return try_out(zero, world, sequences)[2].total <= cluster.budget
 
     largest = _last(lambda n: fits(cluster.world, n), _MOST_SEQUENCES)
@@ -176,8 +178,8 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         tokens_per_second=zero.accumulate * work.tokens * cluster.world.size / time.seconds,
         mfu=mfu(work, time),
         largest=largest,
-        largest_mfu=mfu(most, predict_step(program, most, hops, fullest, cluster)) if largest else 0.0,
-        fewest_nodes=_first(lambda n: fits(World(n, cluster.local), sequences), _MOST_NODES),
+        largest_mfu=mfu(most, predict_step(spec, most, hops, fullest, cluster)) if largest else 0.0,
+        fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MOST_NODES),
     )
 
 

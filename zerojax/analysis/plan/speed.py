@@ -26,7 +26,7 @@ from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
 from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.work import Work
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 
 _TIMES_KEPT = 4
 _TIMES_GRADIENTS = 4
@@ -67,7 +67,7 @@ def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
 
 
 def predict_step(
-    program: Program, work: Work, hops: tuple[HopPlan, ...], memory: PredictedMemory, cluster: Cluster
+    spec: TrainSpec, work: Work, hops: tuple[HopPlan, ...], memory: PredictedMemory, cluster: Cluster
 ) -> StepTime:
     """The time of a step.
 
@@ -78,9 +78,9 @@ def predict_step(
         memory: of the program; gives the bytes that the optimizer reads and writes.
         cluster: to run on.
     """
-    micro = program.zero.accumulate
-    units = sum(group.layers or 1 for group in program.groups if group.unit is not None) or 1
-    dtype, rate = program.zero.compute_dtype, cluster.memory_rate
+    micro = spec.zero.accumulate
+    units = sum(group.layers for group in spec.groups if group.unit is not None) or 1
+    dtype, rate = spec.zero.compute_dtype, cluster.memory_rate
     kept = _TIMES_KEPT / 2 * work.kept / rate  # half of them in each pass
     compute = {
         "forward": micro * (work.forward / cluster.flops(dtype) + kept),
@@ -90,12 +90,12 @@ def predict_step(
     local, node = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     for hop in hops:
         if hop.usual:
-            part = _part_of(hop, program)
+            part = _part_of(hop, spec)
             within, between = hop_seconds(hop, cluster)
             local[part] += within
             node[part] += between
             compute[part] += hop.codec_bytes / rate
-    optimizer = _optimizer_bytes(program, memory) / rate
+    optimizer = _optimizer_bytes(spec, memory) / rate
     seconds = optimizer + compute["alone"] + local["alone"] + node["alone"]
     for part in ("forward", "backward"):
         shorter, longer = sorted((compute[part], node[part]))
@@ -103,18 +103,18 @@ def predict_step(
     return StepTime(sum(compute.values()), sum(local.values()), sum(node.values()), optimizer, seconds)
 
 
-def _part_of(hop: HopPlan, program: Program) -> str:
+def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
     """The pass that a hop overlaps with, or "alone"."""
     if hop.phase == "delta":
-        return "forward" if program.updating else "alone"
-    if hop.phase == "weights forward" and program.zero.stage < 3:
+        return "forward" if spec.updating else "alone"
+    if hop.phase == "weights forward" and spec.zero.stage < 3:
         return "alone"
     if hop.phase == "gradients":
-        last = program.route.sink == "full" or (program.route.sink == "secondary" and hop.axis == "node")
+        last = spec.strategy.sink == "full" or (spec.strategy.sink == "secondary" and hop.axis == "node")
         return "alone" if last else "backward"
     return "forward" if hop.phase == "weights forward" else "backward"
 
 
-def _optimizer_bytes(program: Program, memory: PredictedMemory) -> int:
+def _optimizer_bytes(spec: TrainSpec, memory: PredictedMemory) -> int:
     parameters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
     return 2 * (parameters + state) + _TIMES_GRADIENTS * parameters

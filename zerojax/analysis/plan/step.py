@@ -15,7 +15,7 @@ from zerojax.analysis.plan.hops import HopPlan, hops_of, hops_table, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
 from zerojax.formatting import plain_text, size
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
 
@@ -89,20 +89,20 @@ class Plan:
         )
 
 
-def plan_state(of: TrainState | Program) -> Plan:
+def plan_state(of: TrainState | TrainSpec) -> Plan:
     """The plan of a training step, from a filled or abstract state or its program."""
-    program = of.program if isinstance(of, TrainState) else of
+    spec = of.spec if isinstance(of, TrainState) else of
     return Plan(
-        nodes=program.world.nodes,
-        local=program.world.local,
-        parameters=sum(leaf.count for leaf in program.leaves),
-        settings=tuple(settings_of(program)),
-        units=units_of(program),
-        hops=hops_of(program),
-        memory=predict_memory(program),
+        nodes=spec.world.nodes,
+        local=spec.world.local,
+        parameters=sum(leaf.count for leaf in spec.leaves),
+        settings=tuple(settings_of(spec)),
+        units=units_of(spec),
+        hops=hops_of(spec),
+        memory=predict_memory(spec),
     )
 
 
-def describe_plan(state: TrainState | Program) -> str:
+def describe_plan(state: TrainState | TrainSpec) -> str:
     """The plan of a state as text, for a trainer's log."""
     return str(plan_state(state))

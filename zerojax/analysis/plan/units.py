@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from zerojax.sharding.wire_format import Codec
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class UnitPlan:
     leaves: tuple[LeafPlan, ...]
 
 
-def settings_of(program: Program) -> Iterator[str]:
+def settings_of(spec: TrainSpec) -> Iterator[str]:
     """The options in effect, and those without effect on this mesh."""
-    zero, world = program.zero, program.world
+    zero, world = spec.zero, spec.world
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
     yield f"stage {zero.stage} on {world.nodes} x {world.local} devices; sharded: {sharded[zero.stage]}"
     if zero.accumulate > 1:
@@ -58,7 +58,7 @@ def settings_of(program: Program) -> Iterator[str]:
         yield f"{zero.accumulate} micro-batches per step{', all through a unit before the next' * breadth}"
     if zero.weights_delta:
         resync = f", whole every {zero.delta_resync} steps" if zero.delta_resync else ""
-        yield f"weights between nodes: their change, in {zero.weight_formats[0]}, once per step{resync}"
+        yield f"weights between nodes: their change, in {zero.weight_formats.node}, once per step{resync}"
     elif zero.hpz:
         yield "hpZ: each node keeps a copy for the backward pass"
     if zero.stage >= 2 and zero.node_hop_once:
@@ -86,17 +86,17 @@ def _without_effect(named: dict[str, str | None]) -> str:
     return f"; {', '.join(idle)} without effect" if idle else ""
 
 
-def units_of(program: Program) -> tuple[UnitPlan, ...]:
+def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
     """The groups of a program, those of the same kind merged."""
     kinds: dict[Any, int] = {}
-    for group in program.groups:
+    for group in spec.groups:
         leaves = tuple(
             (_pattern(leaf.path), leaf.shape, _formats(leaf.weights), _formats(leaf.grads))
             for leaf in group.leaves
         )
         name = None if group.unit is None else _pattern(group.unit.split("/"))
         key = name, sum(leaf.size for leaf in group.leaves), leaves
-        kinds[key] = kinds.get(key, 0) + (group.layers or 1)
+        kinds[key] = kinds.get(key, 0) + (group.layers)
     return tuple(
         UnitPlan(name, copies, elements, tuple(_by_kind(leaves, copies)))
         for (name, elements, leaves), copies in kinds.items()

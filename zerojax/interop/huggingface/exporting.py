@@ -80,7 +80,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         dtypes = dict.fromkeys(dtypes, EXPORT_DTYPES[named])
         values = values | {"dtype" if "dtype" in values else "torch_dtype": named}
     parts = family.parts(config.model, prefix)
-    specs = tensor_specs(state.program, parts, dtypes, EXPORT_DTYPES[named])
+    specs = tensor_specs(state.spec, parts, dtypes, EXPORT_DTYPES[named])
     return Target(family, values, parts, specs, imported)
 
 
@@ -95,7 +95,7 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
             f"--weights {how.format}: compressed-tensors cannot quantize the Conv1D layers of transformers' "
             f"{target.family.architecture}, only OPT and LLaMA models; leave --weights out"
         )
-    for tensor in how.tensors(state.program, target.parts):
+    for tensor in how.tensors(state.spec, target.parts):
         how.check(tensor)
 
 
@@ -123,7 +123,7 @@ def export_model(
         ZeroError: ``out`` exists, or a weight is out of the dtype's range.
     """
     draft = out.with_name(out.name + ".unfinished")
-    quantized = set() if how is None else {t.name for t in how.tensors(state.program, target.parts)}
+    quantized = set() if how is None else {t.name for t in how.tensors(state.spec, target.parts)}
     specs: dict[str, TensorSpec] = {}
     for name, spec in target.specs.items():
         specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
@@ -149,7 +149,7 @@ def export_model(
 def quantized_state(state: TrainState, target: Target, out: Path, how: WeightFormat) -> TrainState:
     """The state with the decoded weights of an export, read from its files into shards."""
     files = QuantizedFiles(SafetensorFiles(out), how)
-    return replace(state, params=load_params(state.program, files, target.parts))
+    return replace(state, params=load_params(state.spec, files, target.parts))
 
 
 def _make_folder(out: Path, draft: Path) -> None:

@@ -46,12 +46,12 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     plain = ZeroSection(compute_dtype=config.zero.compute_dtype)
     state = abstract_model(replace(config, model=model, zero=plain))
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
-    check_tensors(state.program, files, source.family, parts)
+    check_tensors(state.spec, files, source.family, parts)
     with closing(RunLock(folder)) as lock:
         from_first(lock.take)
         from_first(lambda: _write_files(source, files, folder))
-        state = begin_with(state, load_params(state.program, files, parts), config.train.seed)
-        mesh = state.program.mesh
+        state = begin_with(state, load_params(state.spec, files, parts), config.train.seed)
+        mesh = state.spec.mesh
         record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
         with Checkpoints(folder.checkpoints) as checkpoints:
             checkpoints.save(0, state, record)

@@ -11,9 +11,9 @@ from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.families import Family
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 
 
 class Files(Protocol):
@@ -30,13 +30,13 @@ FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 
 
-def check_tensors(program: Program, files: SafetensorFiles, family: Family, parts: TensorParts) -> None:
+def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family, parts: TensorParts) -> None:
     """Compare the tensors of the files with those of the model, by headers alone.
 
     Raises:
         ZeroError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
     """
-    needed = {tensor.name: tensor for leaf in program.leaves for tensor in tensors_of(leaf, parts)}
+    needed = {tensor.name: tensor for leaf in train_spec.leaves for tensor in tensors_of(leaf, parts)}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
@@ -52,7 +52,7 @@ def check_tensors(program: Program, files: SafetensorFiles, family: Family, part
         raise ZeroError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
 
 
-def load_params(program: Program, files: Files, parts: TensorParts) -> PyTree:
+def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTree:
     """Load master weights from checked files, each process the ranges that its own devices hold.
 
     One leaf is placed before the next is read, so a host needs memory for its shards and for one device's
@@ -65,10 +65,10 @@ def load_params(program: Program, files: Files, parts: TensorParts) -> PyTree:
         ZeroError: the second copy of a tied matrix differs from the first.
     """
     placed = {}
-    for leaf in program.leaves:
-        sharding = program.sharding(program.param_spec(leaf))
+    for leaf in train_spec.leaves:
+        sharding = train_spec.sharding(train_spec.param_spec(leaf))
 
-        def read(index: Index | None, leaf: Leaf = leaf) -> np.ndarray:
+        def read(index: Index | None, leaf: ParamLayout = leaf) -> np.ndarray:
             assert index is not None  # only for shardings without indices
             return _stored_part(leaf, index, files, parts)
 
@@ -77,9 +77,11 @@ def load_params(program: Program, files: Files, parts: TensorParts) -> PyTree:
     return to_tree(placed)
 
 
-def _stored_part(leaf: Leaf, index: Index, files: Files, parts: TensorParts) -> Float32[np.ndarray, "..."]:
-    """The part of a leaf's stored array (``Leaf.stored_shape``) that an index selects."""
-    if leaf.layers is None:
+def _stored_part(
+    leaf: ParamLayout, index: Index, files: Files, parts: TensorParts
+) -> Float32[np.ndarray, "..."]:
+    """The part of a leaf's stored array (``ParamLayout.stored_shape``) that an index selects."""
+    if not leaf.stack:
         start, stop, _ = index[0].indices(leaf.padded)
         flat = _flat_part(leaf, None, start, stop, files, parts)
         return flat.reshape(-1, *(1,) * (len(leaf.stored_shape) - 1))
@@ -92,7 +94,7 @@ def _stored_part(leaf: Leaf, index: Index, files: Files, parts: TensorParts) -> 
 
 
 def _flat_part(
-    leaf: Leaf, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
+    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
     """Elements [start, stop) of one layer, flat and padded, cut from whole rows."""
     width = leaf.shape[-1] if leaf.shape else 1

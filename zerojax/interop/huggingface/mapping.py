@@ -8,7 +8,7 @@ not.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.sharding.layout import Leaf
+from zerojax.sharding.layout import ParamLayout
 
 Shape = tuple[int, ...]
 
@@ -87,18 +87,18 @@ class Tensor:
 
     name: str
     shape: Shape
-    leaf: Leaf
+    leaf: ParamLayout
     layer: int | None
     part: TensorPart
 
 
-def tensors_of(leaf: Leaf, parts: TensorParts) -> Iterator[Tensor]:
+def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor of a leaf, layer by layer."""
-    for layer in range(leaf.layers) if leaf.layers is not None else (None,):
+    for layer in range(leaf.layers) if leaf.stack else (None,):
         yield from layer_tensors(leaf, layer, parts)
 
 
-def layer_tensors(leaf: Leaf, layer: int | None, parts: TensorParts) -> Iterator[Tensor]:
+def layer_tensors(leaf: ParamLayout, layer: int | None, parts: TensorParts) -> Iterator[Tensor]:
     """The tensors of one layer of a leaf; ``layer`` is None if the leaf is not stacked."""
     first, *rest = leaf.path
     number = layer

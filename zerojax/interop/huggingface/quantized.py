@@ -18,7 +18,7 @@ import pallas_kernels
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 
 Format = Literal["int8", "int4", "int2", "fp8"]
 Direction = Literal["input", "output"]
@@ -56,9 +56,9 @@ class WeightFormat:
         """(outputs, inputs) that share a scale."""
         return (1, self.block) if self.along == "input" else (self.block, 1)
 
-    def tensors(self, program: Program, parts: TensorParts) -> Iterator[Tensor]:
+    def tensors(self, train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
         """The tensors to quantize: the matrices of the blocks, without embeddings and output projection."""
-        for leaf in program.leaves:
+        for leaf in train_spec.leaves:
             yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)
 
     def check(self, tensor: Tensor) -> None:

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float32
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
-from zerojax.sharding.layout import Leaf, unflatten
+from zerojax.sharding.layout import ParamLayout, unflatten
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.spec import Program
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
 
 def tensor_specs(
-    program: Program, parts: TensorParts, dtypes: Mapping[str, str], default: str
+    spec: TrainSpec, parts: TensorParts, dtypes: Mapping[str, str], default: str
 ) -> dict[str, TensorSpec]:
     """The tensors of an export, in the model's order.
 
@@ -32,7 +32,7 @@ def tensor_specs(
     """
     return {
         tensor.name: TensorSpec(dtypes.get(tensor.name, default), tensor.shape)
-        for leaf in program.leaves
+        for leaf in spec.leaves
         for tensor in tensors_of(leaf, parts)
         if tensor.part.required or tensor.name in dtypes
     }
@@ -44,23 +44,23 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
     All processes must iterate together.
     """
     params = from_tree(state.params)
-    for leaf in state.program.leaves:
-        for layer in range(leaf.layers) if leaf.layers is not None else (None,):
-            whole = _gather_layer(state.program, leaf, params[leaf.path], layer)
+    for leaf in state.spec.leaves:
+        for layer in range(leaf.layers) if leaf.stack else (None,):
+            whole = _gather_layer(state.spec, leaf, params[leaf.path], layer)
             for tensor in layer_tensors(leaf, layer, parts):
                 values = whole[..., tensor.part.columns] if whole.ndim else whole
                 yield tensor, values.T if tensor.part.transposed else values
 
 
 def _gather_layer(
-    program: Program, leaf: Leaf, stored: Array, layer: int | None
+    spec: TrainSpec, leaf: ParamLayout, stored: Array, layer: int | None
 ) -> Float32[np.ndarray, "..."]:
     def gather(stored: Array, layer: Array) -> Array:
-        one = stored if leaf.layers is None else lax.dynamic_index_in_dim(stored, layer, keepdims=False)
+        one = stored if not leaf.stack else lax.dynamic_index_in_dim(stored, layer, keepdims=False)
         return unflatten(one, leaf)
 
-    everyone = program.sharding(PartitionSpec())
-    run = program.once(f"layer of {leaf.name}", lambda: jax.jit(gather, out_shardings=everyone))
+    everyone = spec.sharding(PartitionSpec())
+    run = spec.once(f"layer of {leaf.name}", lambda: jax.jit(gather, out_shardings=everyone))
     return np.asarray(run(stored, jnp.int32(layer or 0)))
 
 

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from zerojax.errors import ZeroError
-from zerojax.sharding.layout import OWNED, Leaf, from_stored, to_stored
+from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.spec import Program, abstract
+from zerojax.train.spec import TrainSpec, abstract
 from zerojax.train.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
@@ -48,7 +48,7 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
     """
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
-        copy = copied(x) if leaf is None else _convert(state.program, leaf, x, _canonical(state, leaf, x))
+        copy = copied(x) if leaf is None else _convert(state.spec, leaf, x, _canonical(state, leaf, x))
         tree[name] = _to_host(copy) if on_host else copy
     return _nested(tree)
 
@@ -84,7 +84,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     if lacking:
         raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
     stored = {
-        name: given[name] if leaf is None else _convert(state.program, leaf, given[name], x)
+        name: given[name] if leaf is None else _convert(state.spec, leaf, given[name], x)
         for name, (leaf, x) in entries.items()
         if name in given
     }
@@ -105,7 +105,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
     stored = {name: x for name, (_, x) in entries.items() if not name.startswith("secondary/")}
     for name, value in given.items():
         leaf, x = entries[name]
-        stored[name] = value if leaf is None else _convert(state.program, leaf, value, x)
+        stored[name] = value if leaf is None else _convert(state.spec, leaf, value, x)
     return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
 
 
@@ -114,14 +114,14 @@ def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
     if not state.secondary:
         return filled
     shardings = shardings_of(state.secondary)
-    make = jax.jit(functools.partial(secondary_of, state.program), out_shardings=shardings)
+    make = jax.jit(functools.partial(secondary_of, state.spec), out_shardings=shardings)
     return filled.replace(secondary=make(filled.params))
 
 
-def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
+def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
     """Each non-empty array of a state by name, with its layout if it has one."""
-    leaves = {leaf.path: leaf for leaf in state.program.leaves}
-    entries: dict[str, tuple[Leaf | None, Array]] = {
+    leaves = {leaf.path: leaf for leaf in state.spec.leaves}
+    entries: dict[str, tuple[ParamLayout | None, Array]] = {
         f"counters/{name}": (None, getattr(state, name)) for name in _COUNTERS
     }
     for field in ("params", "secondary"):
@@ -131,7 +131,7 @@ def _entries(state: TrainState) -> dict[str, tuple[Leaf | None, Array]]:
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     for (path, x), layout in zip(moments, layouts, strict=True):
         name = _optimizer_name(path)
-        entries[name] = (layout if isinstance(layout, Leaf) else None, x)
+        entries[name] = (layout if isinstance(layout, ParamLayout) else None, x)
     entries |= {f"other/{name}": (None, x) for name, x in state.other.items()}
     for path, x in from_tree(state.residual).items():
         entries["/".join(("residual", *path))] = (None, x)
@@ -179,23 +179,23 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
 def _layouts(state: TrainState) -> Any:
     """The tree of the optimizer state: for each moment the layout of its parameter, for other leaves 0."""
 
-    def layout(value: Any, param: Any, leaf: Leaf) -> Any:
+    def layout(value: Any, param: Any, leaf: ParamLayout) -> Any:
         if isinstance(value, optax.MaskedNode):
             return value
         return leaf if value.shape == param.shape else 0
 
     return optax.tree_utils.tree_map_params(
-        state.program.tx,
+        state.spec.tx,
         layout,
         state.opt_state,
         state.params,
-        to_tree({leaf.path: leaf for leaf in state.program.leaves}),
+        to_tree({leaf.path: leaf for leaf in state.spec.leaves}),
         transform_non_params=lambda _: 0,
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
 
 
-def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
+def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has.
 
     One function is compiled per layout and cached by the program.
@@ -205,27 +205,27 @@ def _convert(program: Program, leaf: Leaf, x: Array, like: jax.ShapeDtypeStruct 
     on_device = cut(leaf, source, target, like)
 
     def make() -> Callable[[Array], Array]:
-        run = jax.shard_map(on_device, mesh=program.mesh, in_specs=source, out_specs=target, check_vma=False)
+        run = jax.shard_map(
+            on_device, mesh=train_spec.mesh, in_specs=source, out_specs=target, check_vma=False
+        )
         return jax.jit(run)
 
-    key = (
-        f"canonical {leaf.natural_shape} {leaf.layers} {leaf.shard} {x.shape} {source} {like.shape} {target}"
-    )
+    key = f"canonical {leaf.unsharded_shape} {leaf.layers} {leaf.shard} {x.shape} {source} {like.shape} {target}"
     # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
     # threads: a process that starts 32 at once deadlocks when another process lags behind.
-    return jax.block_until_ready(program.once(key, make)(x))
+    return jax.block_until_ready(train_spec.once(key, make)(x))
 
 
-def _is_cut_by_rows(leaf: Leaf) -> bool:
+def _is_cut_by_rows(leaf: ParamLayout) -> bool:
     """Whether each device owns a range of the first dimension of a layer."""
     return leaf.padded == leaf.size and bool(leaf.shape) and leaf.shape[0] % leaf.world.size == 0
 
 
 def _cut_rows(
-    leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
     """The conversion on a device for a leaf cut by rows: both forms have their numbers in the same order."""
-    axis = 0 if leaf.layers is None else 1
+    axis = len(leaf.stack)
     have, want = _axes(source, axis), _axes(target, axis)
     shape = (*like.shape[:axis], -1, *like.shape[axis + 1 :])
 
@@ -243,13 +243,13 @@ def _cut_rows(
 
 
 def _gather_and_cut(
-    leaf: Leaf, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
     """The conversion on a device for any other leaf: gather it and cut out the device's part.
 
     XLA's partitioner would gather for this reshape as well, but with a warning.
     """
-    to_form = from_stored if like.shape == leaf.natural_shape else to_stored
+    to_form = from_stored if like.shape == leaf.unsharded_shape else to_stored
 
     def on_device(part: Array) -> Array:
         for axis in range(part.ndim):
@@ -284,17 +284,17 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec
 
 
-def _canonical(state: TrainState, leaf: Leaf, x: Array) -> jax.ShapeDtypeStruct:
-    return abstract(leaf.natural_shape, x.dtype, state.program.sharding(_canonical_spec(leaf)))
+def _canonical(state: TrainState, leaf: ParamLayout, x: Array) -> jax.ShapeDtypeStruct:
+    return abstract(leaf.unsharded_shape, x.dtype, state.spec.sharding(_canonical_spec(leaf)))
 
 
-def _canonical_spec(leaf: Leaf) -> PartitionSpec:
+def _canonical_spec(leaf: ParamLayout) -> PartitionSpec:
     """Cut as its owners hold it; else over as many devices as divide one of its dimensions."""
     if _is_cut_by_rows(leaf):
         return leaf.spec()
     world = leaf.world
     for axes, parts in ((OWNED, world.size), (LOCAL, world.local), (NODE, world.nodes)):
-        for number, extent in enumerate(leaf.natural_shape):
+        for number, extent in enumerate(leaf.unsharded_shape):
             if parts > 1 and extent and extent % parts == 0:
                 return PartitionSpec(*(None,) * number, axes)
     return PartitionSpec()

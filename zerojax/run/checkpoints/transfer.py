@@ -42,7 +42,7 @@ def fit_beside_training(state: TrainState) -> bool:
         True also for devices that do not report their memory, such as CPUs.
     """
     needed = sum(size for sizes in _sizes(state).values() for size in sizes)
-    return needed <= _room([device.memory_stats() or {} for device in state.program.mesh.local_devices])
+    return needed <= _room([device.memory_stats() or {} for device in state.spec.mesh.local_devices])
 
 
 def _room(memories: list[dict[str, int]]) -> float:
@@ -58,7 +58,7 @@ def transfer_options(state: TrainState, *, beside_training: bool) -> ocp.Context
         state: to save.
         beside_training: copy in the background, each portion once the previous one is written.
     """
-    pinned = on_gpus(state.program.mesh.devices.flat)
+    pinned = on_gpus(state.spec.mesh.devices.flat)
     array_options = ocp.options.ArrayOptions(
         saving=ocp.options.ArrayOptions.Saving(enable_pinned_host_transfer=pinned)
     )
@@ -82,7 +82,7 @@ def reserve_host_memory(state: TrainState) -> None:
     Raises:
         RunError: the memory is not there, or above XLA's limit.
     """
-    mesh = state.program.mesh
+    mesh = state.spec.mesh
     if not on_gpus(mesh.devices.flat):
         return
     devices = mesh.local_devices

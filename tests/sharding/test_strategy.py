@@ -1,9 +1,9 @@
-"""Which route a config asks for: the table of ``zerojax.schedule.strategy``, and what its text adds."""
+"""The sharding strategy of a config: the table of ``zerojax.sharding.strategy``, and what its text adds."""
 
 import pytest
 
 import zerojax
-from zerojax.schedule.strategy import Route
+from zerojax.sharding.strategy import ShardingStrategy
 
 DELTA = {"hpz": True, "weights_delta": True}
 STEP = {"grad_sync": "step"}
@@ -28,12 +28,12 @@ BREADTH = {"accumulate_order": "breadth"}
     ids=str,
 )
 def test_where_weights_begin_and_gradients_end(zero, levels):
-    route = Route.of(zerojax.ZeroConfig(**zero))
-    assert (route.source, route.keep, route.sink) == levels
+    strategy = ShardingStrategy.of(zerojax.ZeroConfig(**zero))
+    assert (strategy.source, strategy.keep, strategy.sink) == levels
 
 
 @pytest.mark.parametrize(
-    ("preset", "zero", "apart"),
+    ("preset", "zero", "own_stream"),
     [
         ("zero3", {}, False),
         ("zero++", {}, True),
@@ -45,5 +45,5 @@ def test_where_weights_begin_and_gradients_end(zero, levels):
     ],
     ids=str,
 )
-def test_hops_between_nodes_have_a_stream_of_their_own_where_each_pass_has_one(preset, zero, apart):
-    assert Route.of(zerojax.ZeroConfig.preset(preset, **zero)).way.apart == apart
+def test_hops_between_nodes_have_a_stream_of_their_own_where_each_pass_has_one(preset, zero, own_stream):
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **zero)).reduction.own_stream == own_stream

@@ -1,0 +1,56 @@
+"""Pytrees taken apart into two lists of leaves and put together again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+Combine = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+def partition(
+    tree: Any, chosen: Sequence[bool] | Callable[[Any], bool]
+) -> tuple[list[Any], list[Any], Combine]:
+    """Split the leaves of a pytree in two.
+
+    Args:
+        tree: any pytree.
+        chosen: which leaves go into the first list: a flag for each, or a function of a leaf.
+
+    Returns:
+        The chosen leaves, the others, and a function from two such lists to the pytree. It keeps no leaf
+        alive.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else list(chosen)
+
+    def combine(first: Sequence[Any], second: Sequence[Any]) -> Any:
+        parts = iter(first), iter(second)
+        return jax.tree.unflatten(structure, [next(parts[0] if flag else parts[1]) for flag in flags])
+
+    pairs = list(zip(leaves, flags, strict=True))
+    return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag], combine
+
+
+def split_arrays(arguments: Any) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:
+    """The arrays among ``arguments``, and how to put others in their place.
+
+    Args:
+        arguments: any pytree; leaves that are no arrays (flags, None, functions) stay as they are.
+    """
+    arrays, rest, combine = partition(arguments, lambda leaf: isinstance(leaf, jax.Array | np.ndarray))
+    return arrays, lambda others: combine(others, rest)
+
+
+def inexact(cotangents: Any) -> list[Array]:
+    """The cotangents of floating-point values; those of integers are float0, which no loop can carry."""
+    return partition(cotangents, lambda x: x.dtype != jax.dtypes.float0)[0]
+
+
+def with_float0(cotangents: Sequence[Array], primals: Any) -> Any:
+    """Undo ``inexact``: a cotangent for each of ``primals``, of which shapes and dtypes suffice."""
+    _, integers, combine = partition(primals, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    return combine(cotangents, [np.zeros(x.shape, jax.dtypes.float0) for x in integers])

@@ -1,0 +1,104 @@
+"""The weights of a stack's layers on their way to the layer that computes, the twin of ``gradient_queue``.
+
+Where weights cross nodes each part of that hop has an iteration of the scan to itself: while layer i
+computes, layer i + 1's weights are decoded and gathered within the node, layer i + 2's cross the nodes, and
+layer i + 3's are encoded. None of these waits for another. Where they do not, layer i + 1's are gathered. The
+backward pass fetches layers in the reverse order.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from zerojax.comm.collectives import UnitComm, Values
+from zerojax.schedule.stacked import layer_at, put_layer
+from zerojax.sharding.strategy import Level
+
+
+class Fetching(NamedTuple):
+    """What a scan carries from one layer to the next.
+
+    Attributes:
+        copies: delta's copies of all layers, up to date as far as layers have been fetched; or None.
+        payload: the encoded weights that cross the nodes next.
+        arrived: those that have crossed, not yet decoded.
+    """
+
+    copies: Values | None
+    payload: Values
+    arrived: Values
+
+
+@dataclass(frozen=True)
+class WeightPrefetcher:
+    """The order in which a pass fetches layers; what is on its way is passed in and out.
+
+    Attributes:
+        comm: of one layer.
+        level: where the pass finds the weights.
+        sources: the weights there, stacked.
+        end: the index of the last layer to be fetched.
+        step: 1 forward, -1 backward.
+    """
+
+    comm: UnitComm
+    level: Level
+    sources: Values
+    end: int
+    step: Literal[1, -1]
+
+    @property
+    def crosses(self) -> bool:
+        """Whether weights cross nodes."""
+        return self.comm.crosses_nodes(self.level)
+
+    def start(self, first: int, copies: Values | None = None) -> tuple[Fetching, Values]:
+        """Fetch the first layer's secondary partitions, and begin with the next two layers."""
+        payload, arrived = (), ()
+        if self.crosses:
+            arrived = self._cross(self._encode(copies, first), copies)
+        copies, secondary = self._receive(copies, arrived, first)
+        if self.crosses and first != self.end:
+            arrived = self._cross(self._encode(copies, first + self.step), copies)
+            payload = self._encode(copies, self._ahead(first, 2))
+        return Fetching(copies, payload, arrived), secondary
+
+    def advance(self, fetching: Fetching, index: Any, *, crossing: bool) -> tuple[Fetching, Values]:
+        """Take every layer's weights one stage on.
+
+        Args:
+            fetching: as ``start`` or this method returned.
+            index: of the layer that computes.
+            crossing: whether a layer is left that has yet to cross nodes.
+
+        Returns:
+            The same for the next layer; and the next layer's secondary partitions.
+        """
+        copies, payload, arrived = fetching
+        copies, secondary = self._receive(copies, arrived, index + self.step)
+        if crossing:
+            arrived = self._cross(payload, copies)
+            # The last one encoded is never sent: that costs less than a layer outside the loop.
+            payload = self._encode(copies, self._ahead(index, 3))
+        return Fetching(copies, payload, arrived), secondary
+
+    def _ahead(self, index: Any, layers: int) -> Any:
+        """The index of a layer that comes so much later, or of the last."""
+        ahead = index + layers * self.step
+        if isinstance(index, int):
+            return min(ahead, self.end) if self.step > 0 else max(ahead, self.end)
+        return (jnp.minimum if self.step > 0 else jnp.maximum)(ahead, self.end)
+
+    def _encode(self, copies: Values | None, index: Any) -> Values:
+        return self.comm.encode_weights(layer_at(self.sources, index), layer_at(copies, index))
+
+    def _cross(self, payload: Values, copies: Values | None) -> Values:
+        return self.comm.cross_nodes(payload, delta=copies is not None)
+
+    def _receive(self, copies: Values | None, arrived: Values, index: Any) -> tuple[Values | None, Values]:
+        """A layer's secondary partitions; and the copies, with its own up to date."""
+        if not self.crosses:
+            return copies, self.comm.to_secondary(self.level, layer_at(self.sources, index))
+        fresh = self.comm.decode_weights(arrived, layer_at(copies, index))
+        return (None if copies is None else put_layer(copies, fresh, index)), fresh

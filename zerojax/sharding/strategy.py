@@ -1,0 +1,131 @@
+"""Sharding strategies: where a unit's weights start, what is kept of them, and where its gradients end.
+
+The stages of ZeRO and hpZ differ in nothing else (levels as in ``zerojax.sharding.layout``):
+
+===================== ========= ========= =========
+                      source    keep      sink
+===================== ========= ========= =========
+stages 0 and 1        full      full      full
+stage 2               full      full      primary
+stage 3               primary   primary   primary
+stage 3, hpZ          primary   secondary primary
+stage 3, delta        secondary secondary primary
+===================== ========= ========= =========
+
+Where the node hop is taken once per step, the sink is the secondary partition. A stack whose layers bring
+delta's copies up to date as they are gathered (``Sharded.copy``) finds its weights at "primary" that once.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+from zerojax.sharding.layout import OWNED, ParamLayout
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.zero_config import RAW, Remat, ZeroConfig
+
+Level = Literal["primary", "secondary", "full"]
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """How far a gradient travels, and in how many hops.
+
+    Attributes:
+        to: "secondary" sums over ``local`` alone, "primary" over the world.
+        hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3), in which every device
+            sends every other its block: M between nodes per device where two hops send M per node.
+        chunks: into how many pieces the owner's block is cut where there are two hops.
+        own_stream: whether hops between nodes, those of the weights too, have a stream of their own
+            (``zerojax.comm.coalesced``).
+    """
+
+    to: Literal["secondary", "primary"]
+    hops: int = 2
+    chunks: int = 1
+    own_stream: bool = False
+
+    def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
+        """The mesh axes to cross, in order, without those of extent 1."""
+        if self.to == "primary" and self.hops == 1:
+            return (OWNED,) if world.size > 1 else ()
+        extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.to == "primary" else {})
+        return tuple(axis for axis, extent in extents.items() if extent > 1)
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """Between which levels weights and gradients travel, when, and how.
+
+    Attributes:
+        source: the level at which a unit finds its weights.
+        keep: the level from which the backward pass gathers again.
+        sink: the level at which a unit leaves its gradients.
+        compute_dtype: of the gathered weights.
+        grad_dtype: of gradients left at level "full".
+        remat: the rematerialisation policy within the unit.
+        reduction: the hops of a gradient, from the unit to the sink or, where that is "full", to the owner.
+    """
+
+    source: Level
+    keep: Level
+    sink: Level
+    compute_dtype: str
+    grad_dtype: str
+    remat: Remat
+    reduction: ReductionPlan
+
+    @staticmethod
+    def of(zero: ZeroConfig) -> "ShardingStrategy":
+        """The strategy that a config asks for."""
+        source: Level = "full"
+        keep: Level = "full"
+        if zero.stage == 3:
+            source = "secondary" if zero.weights_delta else "primary"
+            keep = "secondary" if zero.hpz else "primary"
+        sink: Level = "full"
+        if zero.stage >= 2:
+            sink = "secondary" if zero.node_hop_once else "primary"
+        return ShardingStrategy(
+            source=source,
+            keep=keep,
+            sink=sink,
+            compute_dtype=str(zero.compute_dtype),
+            # One micro-batch's gradients are not added to anything before they are reduced.
+            grad_dtype=str(zero.compute_dtype) if zero.passes == 1 else "float32",
+            remat=zero.remat,
+            reduction=ReductionPlan(
+                "secondary" if sink == "secondary" else "primary",
+                zero.grads_hops,
+                zero.chunks,
+                _own_stream(zero, keep, sink),
+            ),
+        )
+
+    def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
+        """The dtype to compute with a parameter in: never wider than the model's own."""
+        return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
+
+    def reduces_between_nodes(self, world: MeshShape) -> bool:
+        """Whether gradients cross the nodes on their way to the sink."""
+        return self.sink == "primary" and world.nodes > 1
+
+    def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
+        """A gradient of zeros at the sink's level; of all layers, where the parameter is stacked."""
+        if self.sink == "full":
+            return jnp.zeros(leaf.unsharded_shape, self.grad_dtype)
+        size = leaf.secondary if self.sink == "secondary" else leaf.shard
+        return jnp.zeros((*leaf.stack, size), jnp.float32)
+
+
+def _own_stream(zero: ZeroConfig, keep: Level, sink: Level) -> bool:
+    """Whether hops between nodes get a stream of their own, beside those within.
+
+    That wants one collective a hop. So not where the backward pass gathers from other nodes too, not with
+    chunks, nor where to join gradients copies them at full size; and not where no micro-batch crosses nodes.
+    """
+    crosses = sink == "primary" or not zero.weights_delta or zero.passes == 1
+    quantized = zero.grad_formats.local not in RAW
+    return crosses and keep == "secondary" and quantized and zero.grads_hops == 2 and zero.chunks == 1
