@@ -1,7 +1,7 @@
-"""Blockwise quantization for wires: encode, decode and the fused steps between two hops.
+"""Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
-The package depends on jax alone (on CUDA it uses jax-triton where that is installed) and knows
-nothing of zerojax. `pallas_kernels.reference` is the specification.
+The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
+``pallas_kernels.reference`` is the specification.
 """
 
 from pallas_kernels.backends import backend_report
@@ -14,13 +14,15 @@ from pallas_kernels.dispatch import (
     encode_delta,
     encode_reordered,
 )
-from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, nbytes
+from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, Format, nbytes
 
 __all__ = [
     "BITS",
     "FORMATS",
     "QMAX",
     "QUANTIZED",
+    "RAW",
+    "Format",
     "backend_report",
     "decode",
     "decode_add",

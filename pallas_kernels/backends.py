@@ -1,39 +1,41 @@
-"""Which implementation runs where."""
+"""The choice of an implementation per platform."""
 
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module, metadata, util
+from types import ModuleType
 
+import jax
 from jaxlib import gpu_triton
 
 from pallas_kernels.chips import compute_capability
 
 PALLAS_FIRST = ("encode", "encode_reordered")
-"""What Pallas' kernels do faster than Triton's, where there are both (docs/kernels.md)."""
+"""Functions that Pallas' kernels run faster than Triton's, if both are available (docs/kernels.md)."""
 
 
 def _has_plugin() -> bool:
-    """Whether JAX found its CUDA plugin when it started, which lowers kernels and holds their runtime."""
+    """Whether JAX found its CUDA plugin, which lowers kernels and contains their runtime, at start-up."""
     return hasattr(gpu_triton, "TritonKernel")
 
 
 @cache
-def _triton_module():
-    """The module of Triton kernels, or None where they can't be lowered."""
+def _triton_module() -> ModuleType | None:
+    """The module of Triton kernels, or None if they cannot be lowered."""
     if util.find_spec("jax_triton") is None or util.find_spec("triton") is None or not _has_plugin():
         return None
     return import_module("pallas_kernels.triton.calls")
 
 
-def _pallas_module():
-    """The module of Pallas kernels, which are for Hopper and newer, or None."""
+def _pallas_module() -> ModuleType | None:
+    """The module of Pallas kernels, or None before Hopper."""
     if compute_capability() < 90 or not _has_plugin():
         return None
     return import_module("pallas_kernels.mosaic.calls")
 
 
-def cuda_implementation(name: str) -> Callable | None:
-    """The CUDA implementation of the public function `name`; None: XLA compiles the reference."""
+def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
+    """The CUDA implementation of the public function ``name``; None if XLA compiles the reference."""
     triton, mosaic = _triton_module(), _pallas_module()
     if triton is None:
         return None if mosaic is None else getattr(mosaic, name)
@@ -43,18 +45,18 @@ def cuda_implementation(name: str) -> Callable | None:
 
 
 def backend_report() -> dict[str, str]:
-    """What runs on each platform, in words, for people to read."""
+    """What runs on each platform, in words; informational only."""
     reference = "jax.numpy reference, compiled by XLA"
     pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
     if _triton_module() is None:
-        missing = "the Triton kernels need jax-triton, and JAX's CUDA plugin"
+        missing = "the Triton kernels need jax-triton and JAX's CUDA plugin"
         rest = f"{reference} ({missing})"
         return {"cpu": reference, "cuda": rest if _pallas_module() is None else f"{pallas}; else the {rest}"}
     versions = " and ".join(f"{name} {metadata.version(name)}" for name in ("jax-triton", "triton"))
     chip = compute_capability()
     report = f"Triton kernels through {versions}, for compute capability {chip / 10}"
     if chip < 89:
-        report += "; fp8 by the reference, which this chip has no instructions for"
+        report += "; fp8 by the reference, as this chip has no instructions for it"
     report += (
         "; by the reference also: plain formats, fp16 arrays, rows of 2**31 elements or more, and sums over "
         "more than 64 peers"

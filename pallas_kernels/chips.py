@@ -1,4 +1,7 @@
-"""Which CUDA chip a program is being lowered for."""
+"""The CUDA chip that a program is lowered for."""
+
+# jax.local_devices has no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from typing import Any
 
@@ -18,8 +21,8 @@ def _local_gpu() -> Any:  # a Device, whose compute_capability only GPU clients 
 def compute_capability() -> int:
     """Ten times the compute capability, 90 for an H100.
 
-    A GPU of this process decides; without one, as when a program is compiled for a cluster on a
-    laptop, the abstract device in context does; without that, Hopper is assumed.
+    Of a GPU of this process; without one, as when compiling for a cluster on a laptop, of the abstract device
+    in context; without that, of Hopper.
     """
     gpu = _local_gpu()
     if gpu is not None:

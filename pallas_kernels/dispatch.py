@@ -1,11 +1,15 @@
-"""The public functions: arguments checked, then the implementation of the chip at hand.
+"""The public functions: they check their arguments and call the implementation for the platform.
 
-All of them may be called inside `jit` and inside `shard_map(check_vma=False)`, and eagerly. None
-is differentiable. `seed` is a uint32 scalar array and is required by stochastic rounding.
+They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=False)``; none is differentiable.
+``seed`` is a uint32 scalar array, which stochastic rounding requires.
 """
+
+# jax.jit, jnp.asarray and lax.platform_dependent have no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +23,13 @@ from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def _dispatch(name: str, *arrays: jax.Array | None, **static) -> jax.Array:
-    """Run `name` on the target's implementation; only that one is lowered."""
+def _dispatch(name: str, *arrays: jax.Array | None, **static: Any) -> jax.Array:
+    """Call the target platform's implementation of ``name``; only that one is lowered."""
     default = partial(getattr(reference, name), **static)
     kernel = cuda_implementation(name)
     if kernel is None:
         return default(*arrays)
-    branches: dict[str, Callable] = {"cuda": partial(kernel, **static), "default": default}
+    branches: dict[str, Callable[..., jax.Array]] = {"cuda": partial(kernel, **static), "default": default}
     return lax.platform_dependent(*arrays, **branches)
 
 
@@ -82,9 +86,9 @@ def encode(
 
     Args:
         x: [rows, n], any floating-point dtype.
-        fmt: one of FORMATS.
-        block: elements that share a scale; see `nbytes`.
-        rounding: "nearest" or "stochastic". The plain formats always round to nearest.
+        fmt: one of ``FORMATS``.
+        block: elements that share a scale; see ``nbytes``.
+        rounding: "nearest" or "stochastic". The raw formats always round to nearest.
         rotation: 32 to multiply every 32 neighbours by a Hadamard matrix first, or 0.
         seed: uint32 scalar, for stochastic rounding.
 
@@ -92,7 +96,7 @@ def encode(
         uint8[rows, nbytes(fmt, n, block)].
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: shapes, dtypes or options do not fit.
     """
     _check_array("x", x, 2)
     _check_float("x", x)
@@ -115,10 +119,10 @@ def encode_delta(
     rounding: str = "nearest",
     seed: jax.Array | None = None,
 ) -> jax.Array:
-    """Encode w - base, both [rows, n]; the difference is taken in fp32.
+    """Encode w - base, both [rows, n]; the difference is computed in fp32.
 
-    Returns uint8[rows, nbytes(fmt, n, block)]; arguments and errors as for `encode`. The encoded
-    difference of ZeRO-3 weights is SDP4Bit's (arXiv:2410.15526, section 3.1).
+    Returns uint8[rows, nbytes(fmt, n, block)]; arguments and errors as for ``encode``. Encoding the change of
+    ZeRO-3 weights is from SDP4Bit (arXiv:2410.15526, section 3.1).
     """
     _check_array("w", w, 2)
     _check_float("w", w)
@@ -145,29 +149,28 @@ def encode_reordered(
     rotation: int = 0,
     seed: jax.Array | None = None,
 ) -> jax.Array:
-    """Encode a padded gradient leaf in the order in which its pieces travel.
+    """Encode a padded gradient leaf in the order in which its pieces are sent.
 
-    The flat leaf is viewed as [local, nodes, chunks, q]; chunk c holds, for each local peer, the
-    q elements of every node, so that the hop inside the node leaves what the hop between nodes
-    needs in one piece (ZeRO++, arXiv:2306.10209, algorithm 2).
+    The flat leaf is viewed as [local, nodes, chunks, q]; chunk c holds, for each local peer, the q elements
+    of every node, so that after the hop inside the node the input of the hop between nodes is contiguous
+    (ZeRO++, arXiv:2306.10209, algorithm 2).
 
     Args:
-        g: [local * nodes * chunks * q], any floating-point dtype, q a multiple of `block`.
-        fmt: as for `encode`, with `block`, `rounding`, `rotation` and `seed`; random bits belong to
-            an element's place in g.
-        local: the view's first dimension.
-        nodes: its second.
-        chunks: its third.
-        block: see `fmt`.
-        rounding: see `fmt`.
-        rotation: see `fmt`.
-        seed: see `fmt`.
+        g: [local * nodes * chunks * q], any floating-point dtype, q a multiple of ``block``.
+        fmt: as for ``encode``.
+        local: first dimension of the view.
+        nodes: second dimension.
+        chunks: third dimension.
+        block: as for ``encode``.
+        rounding: as for ``encode``.
+        rotation: as for ``encode``.
+        seed: as for ``encode``; the random bits of an element depend on its position in g.
 
     Returns:
         uint8[chunks, local, nbytes(fmt, nodes * q, block)].
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: shapes, dtypes or options do not fit.
     """
     _check_array("g", g, 1)
     _check_float("g", g)
@@ -197,7 +200,7 @@ def decode(
 ) -> jax.Array:
     """Decode uint8[rows, nbytes(fmt, n, block)] into dtype[rows, n].
 
-    Raises ValueError or TypeError when the payload is not one of rows of n elements in `fmt`.
+    Raises ValueError or TypeError if the payload does not hold rows of n elements in ``fmt``.
     """
     _check_payload(payload, nbytes(fmt, n, block))
     return _dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
@@ -205,9 +208,9 @@ def decode(
 
 @partial(jax.jit, static_argnames=("fmt", "block"))
 def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | None = None) -> jax.Array:
-    """Add decoded rows to `base`, [rows, n], in fp32; the result has base's dtype.
+    """Add decoded rows to ``base``, [rows, n], in fp32; the result has base's dtype.
 
-    Raises ValueError or TypeError when the payload does not hold rows like base's.
+    Raises ValueError or TypeError if the payload does not hold rows like those of ``base``.
     """
     _check_array("base", base, 2)
     _check_float("base", base)
@@ -227,21 +230,21 @@ def decode_sum(
     rotation: int = 0,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Decode uint8[peers, nbytes(fmt, n, block)] and add the rows up, in row order.
+    """Decode uint8[peers, nbytes(fmt, n, block)] and sum the rows, in row order.
 
     Args:
-        payload: one row a peer.
-        fmt: as for `decode`.
+        payload: one row per peer.
+        fmt: as for ``decode``.
         n: elements of a row.
-        block: as for `decode`.
-        rotation: what the rows were encoded with; it is undone after the sum.
-        scale: a Python number the result is multiplied by, 1/peers for a mean.
+        block: as for ``decode``.
+        rotation: of the encoded rows; it is undone after the sum.
+        scale: a Python number to multiply the result by, 1/peers for a mean.
 
     Returns:
         fp32[n].
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: shapes, dtypes or options do not fit.
     """
     _check_payload(payload, nbytes(fmt, n, block))
     _check_rotation(n, rotation)
@@ -261,23 +264,23 @@ def decode_sum_encode(
     rounding: str = "nearest",
     seed: jax.Array | None = None,
 ) -> jax.Array:
-    """Between two hops: decode the peers' rows, add them up in fp32, encode the sum.
+    """Between two hops: decode the peers' rows, sum them in fp32, and encode the sum.
 
     Args:
         payload: uint8[peers, nbytes(fmt_in, rows_out * n, block)].
-        fmt_in: the wire format of the hop before.
-        fmt_out: that of the hop after.
-        rows_out: rows of the sum as the next hop sends it.
-        n: elements of each.
-        block: as for `encode`.
-        rounding: as for `encode`. A rotation survives the sum: it is undone by the last `decode_sum` only.
-        seed: as for `encode`.
+        fmt_in: the wire format of the previous hop.
+        fmt_out: that of the next hop.
+        rows_out: rows of the sum, as the next hop sends it.
+        n: elements of each row.
+        block: as for ``encode``.
+        rounding: as for ``encode``. A rotation remains: only the last ``decode_sum`` undoes it.
+        seed: as for ``encode``.
 
     Returns:
         uint8[rows_out, nbytes(fmt_out, n, block)].
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: shapes, dtypes or options do not fit.
     """
     _check_payload(payload, nbytes(fmt_in, rows_out * n, block))
     check_block(fmt_out, n, block)

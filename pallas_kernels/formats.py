@@ -1,37 +1,42 @@
-"""The wire formats: their bit widths, their largest codes and the bytes of a payload row."""
+"""The wire formats: bit widths, largest codes and the bytes of a payload row."""
 
-from typing import Final
+from typing import Final, Literal, get_args
 
-FORMATS: Final = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
+Format = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2"]
+
+FORMATS: Final[tuple[str, ...]] = get_args(Format)
 """Every wire format, widest first."""
 
-QUANTIZED: Final = ("fp8", "int8", "fp6", "int4", "int2")
-"""The formats that carry one scale per block; the others are plain casts."""
+RAW: Final = ("fp32", "bf16")
+"""The formats that are plain casts, without scales."""
+
+QUANTIZED: Final = tuple(fmt for fmt in FORMATS if fmt not in RAW)
+"""The formats that carry one scale per block."""
 
 BITS: Final = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
-"""Bits of one element's code, the block scale not counted."""
+"""Bits of one element's code, without the block scale."""
 
 QMAX: Final = {"fp8": 448.0, "int8": 127.0, "fp6": 28.0, "int4": 7.0, "int2": 1.0}
-"""The largest magnitude a code can stand for; a block's maximum is scaled onto it."""
+"""The largest magnitude of a code; the maximum of a block is scaled to it."""
 
 MINIFLOAT: Final = {"fp8": (3, 7), "fp6": (2, 3)}
 """(mantissa bits, exponent bias) of the two small floating-point formats: e4m3 and e3m2."""
 
 MIN_BLOCK, MAX_BLOCK = 64, 2048
 ROTATION: Final = 32
-"""Width of the Hadamard rotation, the only one there is besides 0 (none)."""
+"""Width of the Hadamard rotation, the only one besides 0 (none)."""
 
 SCALE_BYTES: Final = 2
 
 
 def check_format(fmt: str) -> None:
-    """Raise ValueError unless `fmt` is one of FORMATS."""
+    """Raise ValueError unless ``fmt`` is one of ``FORMATS``."""
     if fmt not in FORMATS:
         raise ValueError(f"unknown wire format {fmt!r}: choose one of {', '.join(FORMATS)}")
 
 
 def check_block(fmt: str, n: int, block: int | None) -> None:
-    """Raise ValueError unless rows of `n` elements can be encoded in `fmt` with this block size."""
+    """Raise ValueError unless rows of ``n`` elements can be encoded in ``fmt`` with this block size."""
     check_format(fmt)
     if n < 1:
         raise ValueError(f"a payload row holds at least one element, not {n}")
@@ -42,26 +47,24 @@ def check_block(fmt: str, n: int, block: int | None) -> None:
             f"block size {block} for {fmt}: it must be a power of two, {MIN_BLOCK} to {MAX_BLOCK}"
         )
     if n % block:
-        raise ValueError(f"a row of {n} elements is no whole number of {fmt} blocks of {block}: pad the row")
+        raise ValueError(f"a row of {n} elements does not divide into {fmt} blocks of {block}: pad the row")
 
 
 def code_bytes(fmt: str, n: int) -> int:
-    """Bytes of the codes of `n` elements, scales not included."""
+    """Bytes of the codes of ``n`` elements, scales not included."""
     return n * BITS[fmt] // 8
 
 
 def nbytes(fmt: str, n: int, block: int | None = None) -> int:
-    """Payload bytes of a row of `n` elements, scales included.
+    """Payload bytes of a row of ``n`` elements, scales included.
 
     Args:
-        fmt: one of FORMATS.
-        n: elements in the row; a multiple of `block` for the quantized formats.
-        block: elements that share a scale, a power of two from 64 to 2048; ignored by the
-            plain formats fp32 and bf16.
+        fmt: one of ``FORMATS``.
+        n: elements in the row; a multiple of ``block`` for the quantized formats.
+        block: elements that share a scale, a power of two from 64 to 2048; ignored for fp32 and bf16.
 
     Raises:
-        ValueError: for an unknown format, a bad block size or a row that is no whole number
-            of blocks.
+        ValueError: the format is unknown, the block size is invalid, or the row does not divide into blocks.
     """
     check_block(fmt, n, block)
     scales = SCALE_BYTES * (n // block) if fmt in QUANTIZED and block is not None else 0

@@ -1,62 +1,67 @@
-"""The codec's specification, executable: `jax.numpy` code that every kernel equals bit for bit.
+"""The executable specification of the codec: every kernel equals this ``jax.numpy`` code bit for bit.
 
-It is also the implementation on CPU, and on any device without kernels of its own.
+It is also the implementation on CPUs and on all devices without kernels.
 
-**Payload.** A row of n elements becomes `nbytes(fmt, n, block)` bytes: the codes of the whole
-row, then one bf16 scale (little endian) for each block of `block` consecutive elements.
+**Payload.** A row of n elements becomes ``nbytes(fmt, n, block)`` bytes: the codes of the whole
+row, then one bf16 scale (little endian) for each block of ``block`` consecutive elements.
 
 **Scale.** m is the block's largest magnitude in fp32, and s = m * r with r the fp32 nearest to
 1/qmax, or to 1/(qmax * sqrt(32)) with rotation. Under "nearest" rounding s is rounded to the
 nearest bf16 (ties to even), under "stochastic" it is rounded up. Then
 
-- s < 2**-80: the block is flushed to zero. The scale is 0 and so are all codes. The threshold
-  lies so high that no subnormal number can influence a code: results do not depend on whether
-  a chip flushes subnormals.
-- m not finite, or s > 2**125 (its reciprocal could be subnormal; only int2 gets there): the
-  scale is the quiet NaN 0x7FC0, all codes are 0, and the whole block decodes to NaN.
+- s < 2**-80: the block is flushed to zero: the scale and all codes are 0. The threshold is so high that
+  no subnormal number can influence a code, so results do not depend on whether a chip flushes subnormals.
+- m is not finite, or s > 2**125 (its reciprocal could be subnormal; possible only in int2): the scale is
+  the quiet NaN 0x7FC0, all codes are 0, and the whole block decodes to NaN.
 
 **Code.** y = x * inv in fp32. inv = 1/scale correctly rounded to fp32, then made 8 ulps smaller
 under stochastic rounding, then, with rotation, multiplied by the fp32 nearest to 1/sqrt(32).
 Integer formats: q = rint(y), half to even, kept as two's complement of 8, 4 or 2 bits.
-Small floats (fp8 = e4m3, fp6 = e3m2): y rounded to the nearest representable value, half to
-even, subnormals included, as sign | exponent | mantissa; the sign of a zero is kept.
-qmax is reached from both sides and nothing needs clipping: rounding the scale to nearest moves a
-block maximum to at most qmax * (1 + 2**-8), which rounds back to qmax in every format; the 8 ulps
-pay for the fp32 roundings on the way, so that under stochastic rounding |y| <= qmax.
+Small floats (fp8 = e4m3, fp6 = e3m2): y rounded to the nearest representable value, half to even,
+including subnormals, as sign | exponent | mantissa; the sign of a zero is kept. No clipping is needed:
+rounding the scale to nearest moves a block maximum to at most qmax * (1 + 2**-8), which rounds back to
+qmax in every format; the 8 ulps make up for the fp32 roundings, so that under stochastic rounding
+|y| <= qmax.
 
 **Stochastic rounding.** With b = 16 bits for integers, 20 for fp8 and 21 for fp6, u uniform in [0, 2**b), and
 quantum 1 for integers, or the spacing of the format's values around y for small floats:
 t = y / quantum * 2**b and q = rint(t + u) >> b for integers; t = |y| / quantum * 2**b and
-q = (rint(t) + u) >> b for small floats, where only below the smallest normal value there is something to
-round. The expectation of q is rint(t) / 2**b exactly, and t / 2**b where an integer's t ends in a half.
-u belongs to the element's index i (row-major in the encoder's input, modulo 2**35) and the seed:
-eight neighbours share two words, `octet_hash(hash_keys(seed), i >> 3)`, the first four of them the first.
-Element k of four takes the high b bits of their word rotated left by 8 * k: each byte is the first of one
-element's bits and the second of the one before (of the last, for the first). So every u is uniform, and what
-two elements of a word are rounded to depends on each other only where the first byte of one leaves it open,
-in one case of 256.
+q = (rint(t) + u) >> b for small floats, whose t is fractional only below the smallest normal value. The
+expectation of q is rint(t) / 2**b exactly, and t / 2**b if an integer's t ends in a half.
+u depends on the element's index i (row-major in the encoder's input, modulo 2**35) and the seed: eight
+neighbours share two words, ``octet_hash(hash_keys(seed), i >> 3)``, the first four of them the first word.
+Element k of four takes the high b bits of their word rotated left by 8 * k, so each byte of the word is the
+first byte of one element's bits and the second byte of its predecessor's (cyclically). Every u is uniform,
+and the roundings of two elements of a word are dependent only if the first byte does not decide one of them,
+which happens in one case of 256.
 
-**Order of codes.** int8, fp8: one byte an element. int4: element 2j in the low half of byte j,
+**Order of codes.** int8, fp8: one byte per element. int4: element 2j in the low half of byte j,
 2j + 1 in the high half. int2: elements 4j..4j+3 in byte j, from the low bits up. fp6: two planes,
 first the low four bits of every code of the row, packed as int4, then the high two bits
 of every code, packed as int2 (together 4 codes in 3 bytes).
 
-**Rotation.** With rotation=32 every 32 consecutive elements are multiplied by the normalised
-Hadamard matrix before encoding: butterflies (a + b, a - b) of stride 1, 2, 4, 8, 16, in arithmetic
-that flushes subnormal operands and results to zeros of their sign. The norm 1/sqrt(32) goes into
-s and inv as said above; the plain formats are multiplied by it. The matrix is its own inverse;
-`decode_sum` applies it again after the last sum and multiplies by fp32(scale) * fp32(1/sqrt(32)).
+**Rotation.** With rotation=32 every 32 consecutive elements are multiplied by the normalised Hadamard
+matrix before encoding: butterflies (a + b, a - b) of stride 1, 2, 4, 8, 16, in arithmetic that flushes
+subnormal operands and results to zeros of their sign. The norm 1/sqrt(32) is part of s and inv as above;
+raw formats are multiplied by it. The matrix is its own inverse; ``decode_sum`` applies it again after the
+last sum and multiplies by fp32(scale) * fp32(1/sqrt(32)).
 
-**Sums.** Peers are added in row order in fp32, starting with the first row's value. Every product
-below is exact, so a fused multiply-add changes nothing. Small floats: sum of value * scale.
-Integers are summed with a bias, which spares the kernels a subtraction for each code: let h be half
-the format's range (8 for int4) and 2**e the largest power of two in the scales that the peers have
-for a block; the sum is 2**e * (sum of (q + h) * (scale * 2**-e) - h * sum of scale * 2**-e). Codes
-that are all 0 still sum to an exact 0, and what a bias of h costs is one bit of fp32's 24.
+**Sums.** Peers are added in row order in fp32, starting with the first row's value. Every product below is
+exact, so a fused multiply-add changes nothing. Small floats: sum of value * scale. Integers are summed with
+a bias, which saves the kernels a subtraction per code: let h be half the format's range (8 for int4) and
+2**e the largest power of two among the peers' scales of a block; the sum is
+2**e * (sum of (q + h) * (scale * 2**-e) - h * sum of scale * 2**-e). If all codes are 0, the sum is exactly
+0; the bias costs one of fp32's 24 bits.
 
 References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order of the hops;
 SDP4Bit (arXiv:2410.15526) for the rotation and the encoded difference.
 """
+
+# jnp.arange and lax.fori_loop have no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +72,7 @@ from pallas_kernels.formats import MINIFLOAT, QMAX, QUANTIZED, ROTATION, code_by
 
 MIN_SCALE_BITS = (127 - 80) << 23
 MAX_SCALE_BITS = (127 + 125) << 23
-"""The reciprocal of a scale is no subnormal number, which CPUs take for zero, even by the margin smaller."""
+"""Up to here the reciprocal of a scale, even reduced by the margin, is not subnormal: CPUs flush those."""
 INF_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
 HASH_ROUNDS = 3
@@ -102,7 +107,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def hash_keys(seed: jax.Array) -> jax.Array:
-    """uint32[1 + HASH_ROUNDS]: what `octet_hash` needs of a seed, the same for all elements."""
+    """uint32[1 + HASH_ROUNDS]: the keys of ``octet_hash`` for a seed, the same for all elements."""
     keys = [mix(seed)]
     for _ in range(HASH_ROUNDS):
         keys.append(mix(keys[-1] + jnp.uint32(WEYL)))
@@ -112,10 +117,10 @@ def hash_keys(seed: jax.Array) -> jax.Array:
 def octet_hash(keys: jax.Array, octet: jax.Array) -> tuple[jax.Array, jax.Array]:
     """64 random bits, as two words, for the neighbours 8*octet to 8*octet + 7 (uint32 arrays).
 
-    Rounds of Philox (Salmon et al., 2011), which needs one instruction for a product of 64 bits, on a
-    Weyl sequence in both words: three of them are white (correlations of elements, of lanes and of single
-    bits at lags up to 4096, and chi-squares over pairs of neighbours, lanes and seeds are at the level of
-    noise), where on a plain counter it takes four.
+    Rounds of Philox (Salmon et al., 2011), with one instruction per 64-bit product, on a Weyl sequence in
+    both words. Three rounds are white: correlations of elements, lanes and single bits at lags up to 4096,
+    and chi-squares over pairs of neighbours, lanes and seeds are at the level of noise. A plain counter would
+    need four.
     """
     x = y = octet * jnp.uint32(WEYL) + keys[0]
     for key in keys[1:]:
@@ -124,7 +129,7 @@ def octet_hash(keys: jax.Array, octet: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _high_product(x: jax.Array, factor: int) -> jax.Array:
-    """The high word of a uint32's product of 64 bits; JAX 0.11 cannot compile `lax.mulhi` in shard_map."""
+    """The high word of a 64-bit product; JAX 0.11 cannot compile ``lax.mulhi`` in shard_map."""
     low, high = x & 0xFFFF, x >> 16
     middle = low * jnp.uint32(factor >> 16) + (low * jnp.uint32(factor & 0xFFFF) >> 16)
     rest = high * jnp.uint32(factor & 0xFFFF) + (middle & 0xFFFF)
@@ -132,20 +137,20 @@ def _high_product(x: jax.Array, factor: int) -> jax.Array:
 
 
 def _uniform(seed: jax.Array, index: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    """Random bits of every element, int32; `index` holds the uint32 index of every eight."""
+    """Random bits of every element, int32; ``index`` holds the uint32 index of each group of eight."""
     words = jnp.stack(octet_hash(hash_keys(seed), index), axis=-1)
     turns = [words] + [words << turn | words >> (32 - turn) for turn in (8, 16, 24)]
     return (jnp.stack(turns, axis=-1) >> (32 - bits)).astype(jnp.int32).reshape(shape)
 
 
 def _flush(x: jax.Array) -> jax.Array:
-    """Subnormal numbers as zeros of their sign, on every chip."""
+    """Replace subnormal numbers by zeros of their sign, on every chip."""
     bits = to_bits(x)
     return to_float(jnp.where(bits & INF_BITS == 0, bits & ~0x7FFFFFFF, bits))
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """The butterflies of the 32-wide Hadamard matrix along the last axis, not yet normalised."""
+    """The butterflies of the 32-wide Hadamard matrix along the last axis, not normalised."""
     shape = x.shape
     for stride in (1, 2, 4, 8, 16):
         pairs = _flush(x).reshape(-1, ROTATION // (2 * stride), 2, stride)
@@ -164,8 +169,8 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
     carry = 0xFFFF if rounding == "stochastic" else 0x7FFF + ((exact >> 16) & 1)
     rounded = jnp.where(bad | zero, 127 << 23, exact + carry) >> 16
     scale = jnp.where(bad, NAN_SCALE, jnp.where(zero, 0, rounded)).astype(jnp.uint16)
-    # The reciprocal in integers: XLA's division on GPU is off by an ulp or two. scale = m * 2**k
-    # with an 8-bit m, and 2**31 / m is never a tie.
+    # The reciprocal in integers, as XLA's division on GPUs is off by an ulp or two: scale = m * 2**k with an
+    # 8-bit m, and 2**31 / m is never a tie.
     mantissa = ((rounded & 0x7F) | 0x80).astype(jnp.uint32)
     quotient = (jnp.uint32(1 << 31) + (mantissa >> 1)) // mantissa
     inverse = (quotient.astype(jnp.float32) * np.float32(2.0**-24)) * _power_of_two(127 - (rounded >> 7))
@@ -177,7 +182,7 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
 
 
 def _integer(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
-    """int32 nearest to y, half to even; or one of its neighbours, drawn by `random`."""
+    """The int32 nearest to y, half to even; or one of y's neighbours, drawn by ``random``."""
     if random is None:
         return jnp.round(y).astype(jnp.int32)
     fixed = y * np.float32(1 << RANDOM_BITS[fmt])
@@ -189,7 +194,7 @@ def _integer(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
 
 
 def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
-    """int32 codes of scaled values y, not yet cut to the format's bits."""
+    """int32 codes of scaled values y, not yet truncated to the format's bits."""
     if fmt not in MINIFLOAT:
         return _integer(y, fmt, random)
     mantissa, bias = MINIFLOAT[fmt]
@@ -207,7 +212,7 @@ def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
 
 
 def _join(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack int32 codes of `bits` bits into bytes, [..., n] -> uint8[..., n * bits / 8]."""
+    """Pack int32 codes of ``bits`` bits into bytes, [..., n] -> uint8[..., n * bits / 8]."""
     count = 8 // bits
     groups = codes.reshape(*codes.shape[:-1], -1, count) & ((1 << bits) - 1)
     shifts = jnp.arange(count, dtype=jnp.int32) * bits
@@ -215,7 +220,7 @@ def _join(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _part(packed: jax.Array, bits: int) -> jax.Array:
-    """Undo `_join`: uint8[..., k] -> int32[..., k * 8 / bits]."""
+    """The inverse of ``_join``: uint8[..., k] -> int32[..., k * 8 / bits]."""
     count = 8 // bits
     shifts = jnp.arange(count, dtype=jnp.int32) * bits
     groups = (packed.astype(jnp.int32)[..., None] >> shifts) & ((1 << bits) - 1)
@@ -264,12 +269,15 @@ def _plain(fmt: str) -> jnp.dtype:
 
 
 def _octets(rows: int, n: int) -> jax.Array:
-    """uint32[rows, n / 8]: the row-major index of every eight neighbours."""
+    """uint32[rows, n / 8]: the row-major index of each group of eight neighbours."""
     return jnp.arange(rows * n // 8, dtype=jnp.uint32).reshape(rows, n // 8)
 
 
-def _encode(x, index, fmt, block, rounding, rotation, seed):
-    """Encode fp32[..., n], whose eights have the given indices, into uint8[..., nbytes]."""
+def _encode(
+    x: jax.Array, index: jax.Array | None, fmt: str, block: int | None, rounding: str, rotation: int,
+    seed: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """Encode fp32[..., n] into uint8[..., nbytes]; ``index`` holds the index of each group of eight."""
     if rotation:
         x = rotate(x)
     if fmt not in QUANTIZED:
@@ -278,29 +286,40 @@ def _encode(x, index, fmt, block, rounding, rotation, seed):
     scale, inverse = _scales(blocks, fmt, rounding, rotation)
     inverse = inverse[..., None]
     y = blocks * inverse
-    random = _uniform(seed, index, RANDOM_BITS[fmt], blocks.shape) if rounding == "stochastic" else None
-    # A dead block holds NaN or Inf times zero: replace it before the conversion to an integer.
+    random = None
+    if rounding == "stochastic":
+        assert seed is not None
+        assert index is not None
+        random = _uniform(seed, index, RANDOM_BITS[fmt], blocks.shape)
+    # In a dead block y can be NaN: replace it before the conversion to an integer.
     dead = inverse == 0
     codes = jnp.where(dead, 0, _codes(jnp.where(dead, 0, y), fmt, random))
     return jnp.concatenate([_pack(codes.reshape(x.shape), fmt), _bytes(scale)], axis=-1)
 
 
-def encode(x, seed, *, fmt, block, rounding, rotation):
-    """See `pallas_kernels.encode`."""
+def encode(
+    x: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str, rotation: int
+) -> jax.Array:
+    """See ``pallas_kernels.encode``."""
     index = _octets(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
     return _encode(x.astype(jnp.float32), index, fmt, block, rounding, rotation, seed)
 
 
-def encode_delta(w, base, seed, *, fmt, block, rounding):
-    """See `pallas_kernels.encode_delta`."""
+def encode_delta(
+    w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
+) -> jax.Array:
+    """See ``pallas_kernels.encode_delta``."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
 
-def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
-    """See `pallas_kernels.encode_reordered`."""
+def encode_reordered(
+    g: jax.Array, seed: jax.Array | None, *,
+    fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.encode_reordered``."""
 
-    def reorder(flat):
+    def reorder(flat: jax.Array) -> jax.Array:
         pieces = flat.reshape(local, nodes, chunks, -1)
         return pieces.transpose(2, 0, 1, 3).reshape(chunks, local, -1)
 
@@ -309,7 +328,7 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
     return _encode(reorder(g.astype(jnp.float32)), index, fmt, block, rounding, rotation, seed)
 
 
-def _decode(payload, fmt, n, block):
+def _decode(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:
     """fp32[..., n] of uint8[..., nbytes]."""
     if fmt not in QUANTIZED:
         return _from_bytes(payload, _plain(fmt)).astype(jnp.float32)
@@ -317,20 +336,20 @@ def _decode(payload, fmt, n, block):
     return (values * scale).reshape(*payload.shape[:-1], n)
 
 
-def decode(payload, *, fmt, n, block, dtype):
-    """See `pallas_kernels.decode`."""
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
+    """See ``pallas_kernels.decode``."""
     return _decode(payload, fmt, n, block).astype(dtype)
 
 
-def decode_add(payload, base, *, fmt, block):
-    """See `pallas_kernels.decode_add`."""
+def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
+    """See ``pallas_kernels.decode_add``."""
     total = base.astype(jnp.float32) + _decode(payload, fmt, base.shape[-1], block)
-    # Not every chip keeps subnormals: none may, or two copies of one weight would differ.
+    # Flush subnormals on all chips, because some do: otherwise two copies of a weight would differ.
     total = jnp.where(jnp.abs(total) < np.finfo(np.float32).tiny, 0, total)
     return total.astype(base.dtype)
 
 
-def _split(payload, fmt, n, block):
+def _split(payload: jax.Array, fmt: str, n: int, block: int | None) -> tuple[jax.Array, jax.Array]:
     """Unscaled values and scales of payload rows, fp32[..., n / block, block] and [..., n / block, 1]."""
     codes = code_bytes(fmt, n)
     scale = _from_bytes(payload[..., codes:], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
@@ -338,13 +357,17 @@ def _split(payload, fmt, n, block):
     return values, scale[..., None]
 
 
-def _fold_rows(term, rows):
-    """The sum of term(row) over the rows, in order, one row at a time to bound the memory."""
-    return lax.fori_loop(1, rows, lambda row, total: total + term(row), term(0))
+def _fold_rows(term: Callable[[Any], jax.Array], rows: int) -> jax.Array:
+    """The sum of term(row) over the rows, in order, one row at a time to bound memory."""
+
+    def add(row: Any, total: jax.Array) -> jax.Array:
+        return total + term(row)
+
+    return lax.fori_loop(1, rows, add, term(0))
 
 
-def _sum_rows(payload, fmt, n, block):
-    """fp32[n]: the decoded rows added up in row order."""
+def _sum_rows(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:
+    """fp32[n]: the sum of the decoded rows, in row order."""
     rows = payload.shape[0]
     if fmt not in HALF_RANGE:
         return _fold_rows(lambda row: _decode(payload[row], fmt, n, block), rows)
@@ -353,19 +376,21 @@ def _sum_rows(payload, fmt, n, block):
     exponent = jnp.minimum(jnp.max(to_bits(scales), axis=0) >> 23, 253)[:, None]
     down = to_float((254 - exponent) << 23)
 
-    def term(row):
+    def term(row: Any) -> jax.Array:
         values, scale = _split(payload[row], fmt, n, block)
         return (values + half) * (scale * down)
 
-    def bias(row):
+    def bias(row: Any) -> jax.Array:
         return half * (scales[row][:, None] * down)
 
     total = _fold_rows(term, rows) - _fold_rows(bias, rows)
     return (total * to_float(exponent << 23)).reshape(n)
 
 
-def decode_sum(payload, *, fmt, n, block, rotation, scale):
-    """See `pallas_kernels.decode_sum`."""
+def decode_sum(
+    payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
+) -> jax.Array:
+    """See ``pallas_kernels.decode_sum``."""
     total = _sum_rows(payload, fmt, n, block)
     factor = np.float32(scale)
     if rotation:
@@ -374,7 +399,10 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
     return total if factor == 1 else total * factor
 
 
-def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
-    """See `pallas_kernels.decode_sum_encode`."""
+def decode_sum_encode(
+    payload: jax.Array, seed: jax.Array | None, *,
+    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.decode_sum_encode``."""
     total = _sum_rows(payload, fmt_in, rows_out * n, block).reshape(rows_out, n)
     return encode(total, seed, fmt=fmt_out, block=block, rounding=rounding, rotation=0)

@@ -54,7 +54,7 @@ def test_a_loop_learns_and_goes_on_where_it_stood_on_another_mesh(path, tmp_path
     said = capsys.readouterr().out
     assert "step 30" in said
     assert "step 20" not in said
-    assert checkpoints.newest_sound(tmp_path / "in two" / "checkpoints").step == 40
+    assert checkpoints.newest_valid(tmp_path / "in two" / "checkpoints").step == 40
     assert len(list((tmp_path / "in two" / "tensorboard").iterdir())) == 2
     assert main(tmp_path / "in two", nodes=4, local=2) == in_two
 

@@ -12,14 +12,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 from jax.typing import DTypeLike
 
-import pallas_kernels
+from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
 from zerojax.errors import ZeroError
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.dtypes import dtype_name
 
-RAW = ("fp32", "bf16")
-BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
-FORMATS = tuple(BITS)
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64
 
@@ -220,7 +217,7 @@ class ZeroConfig:
     def _check_stage(self) -> None:
         if self.stage == 0 and (self.weights or self.local_weights):
             raise ZeroError("stage 0 gathers no weights: leave weights and local_weights at None.")
-        if self.stage == 0 and set(self.grad_formats) & set(pallas_kernels.QUANTIZED):
+        if self.stage == 0 and set(self.grad_formats) & set(QUANTIZED):
             raise ZeroError(
                 "stage 0 gives every device the whole sum, which has no owner to decode it: use "
                 '"fp32" or "bf16" gradients, or stage 1 and above.'
@@ -260,7 +257,7 @@ class ZeroConfig:
             raise ZeroError('grad_sync="step" keeps sums between the two hops: it needs grads_hops=2.')
 
     def _check_no_op(self) -> None:
-        quantized = set(pallas_kernels.QUANTIZED)
+        quantized = set(QUANTIZED)
         if self.rotation and not quantized & set(self.grad_formats):
             raise ZeroError("rotation helps quantized gradients only: set grads, or rotation=0.")
         if self.rounding == "stochastic" and not quantized & set(self.grad_formats):

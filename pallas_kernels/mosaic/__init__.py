@@ -1,1 +1,1 @@
-"""Pallas kernels for Hopper and newer, through Pallas' Mosaic GPU backend. They need jax alone."""
+"""Pallas kernels for Hopper and newer, through Pallas' Mosaic GPU backend, which needs jax alone."""

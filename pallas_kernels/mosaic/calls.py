@@ -1,13 +1,17 @@
-"""The reference's functions, computed by the Pallas kernels: same names, same arguments.
+"""The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
-What the kernels take: bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
-at least four blocks (and sums of at most 32 peers). `pallas_kernels.reference` does the rest, or what the
-caller of an encoder names.
+The kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of at
+least four blocks, and sums of at most 32 peers. Everything else falls back to ``pallas_kernels.reference``,
+or to ``otherwise`` where the caller of an encoder gives it.
 """
 
-from collections.abc import Callable
+# Pallas and jnp.iinfo have no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,32 +29,32 @@ from pallas_kernels.mosaic.tiles import Tile, choose_tile
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _MOST_PEERS = 32
-"""Rows that are added up in unrolled code."""
+"""Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
-"""Elements that a thread encodes."""
+"""Elements encoded per thread."""
 DECODE_ELEMENTS = 16
-"""Elements that a thread decodes."""
+"""Elements decoded per thread."""
 SUM_ELEMENTS = 32
-"""Elements that a thread adds up."""
+"""Elements summed per thread."""
 
 
-def _has_kernel(*fmts: str, dtypes=(), rounding: str = "nearest", rotation: int = 0) -> bool:
+def _has_kernel(*fmts: str, dtypes: Sequence[Any] = (), rounding: str = "nearest", rotation: int = 0) -> bool:
     """Whether there are kernels for these formats, dtypes and options."""
     fits = all(fmt in kernels.CODES for fmt in fmts) and all(dtype in _FLOATS for dtype in dtypes)
     return fits and rounding == "nearest" and not rotation
 
 
 def _vector(rows: Rows, most: int, count: int) -> int:
-    """Elements, `most` or fewer, that one access may move in `count` rows of codes.
+    """Elements, at most ``most``, that one access may move in ``count`` rows of codes.
 
-    An access must be aligned to its size, and rows begin where the one before ends.
+    An access must be aligned to its size, and rows follow each other without padding.
     """
     bits = BITS[rows.fmt]
     size = most * bits // 8
     return most if count == 1 else max(gcd(rows.nbytes, size), 1) * 8 // bits
 
 
-def _view(payload: jax.Array, dtype) -> jax.Array:
+def _view(payload: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """uint8[rows, n] as dtype[rows, n * 8 / bits]; no bytes move."""
     bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
     if bits > 8:
@@ -65,17 +69,20 @@ def _as_bytes(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
 
 
-def _launch(body, out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile, *arrays) -> jax.Array:
-    """Run `body` once for every tile of `rows` rows of `blocks` blocks."""
+def _launch(
+    body: Callable[..., None], out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile,
+    *arrays: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Run ``body`` once for every tile of ``rows`` rows of ``blocks`` blocks."""
     call = plgpu.kernel(
         body,
         out_type=out,
         grid=(rows * -(-blocks // tile.blocks),),
         grid_names=(kernels.TILE_AXIS,),
         compiler_params=plgpu.CompilerParams(
-            # No thread reads what another one writes.
+            # No thread reads what another writes.
             unsafe_no_auto_barriers=True,
-            # Layouts are given, not inferred, and conversions need no clamps.
+            # Layouts are explicit, not inferred, and conversions need no clamps.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
@@ -83,15 +90,18 @@ def _launch(body, out: jax.ShapeDtypeStruct, rows: int, blocks: int, tile: Tile,
 
 
 def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
-    """Payload rows as integers of as many bits as `lanes` codes have."""
+    """Payload rows as integers with the bits of ``lanes`` codes."""
     bits = lanes * BITS[out.fmt]
     return jax.ShapeDtypeStruct((rows, out.nbytes * 8 // bits), jnp.dtype(f"int{bits}"))
 
 
-def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
+def _encode(
+    x: jax.Array, out: Rows, rows: int, place: Callable[[jax.Array], tuple[Any, Any]]
+) -> jax.Array | None:
     """Encode bf16 or fp32[pieces, n] into uint8[rows, nbytes]; None if there is no tile for it.
 
-    place(piece) is the (row, first block) that a piece goes to. Integers are made of bf16 pairs, in words.
+    place(piece) is the (row, first block) of a piece in the payload. Integer codes are computed from pairs of
+    bf16 numbers in words.
     """
     pieces, n = x.shape
     blocks = n // out.block
@@ -102,7 +112,7 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
     if tile is None:
         return None
 
-    def encode_kernel(x_ref, out_ref):
+    def encode_kernel(x_ref: Any, out_ref: Any) -> None:
         piece, start = kernels.my_tile(tile, blocks)
         row, first = place(piece)
         x = tile.load(x_ref.at[piece], start)
@@ -115,10 +125,14 @@ def _encode(x, out: Rows, rows: int, place) -> jax.Array | None:
     return _as_bytes(_launch(encode_kernel, _encoded_type(out, rows, lanes), pieces, blocks, tile, x))
 
 
-def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation = reference.encode):
-    """See `pallas_kernels.encode`; `otherwise` does what no kernel here does."""
+def encode(
+    x: jax.Array, seed: jax.Array | None, *,
+    fmt: str, block: int | None, rounding: str, rotation: int,
+    otherwise: Implementation = reference.encode,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.encode``; ``otherwise`` is the fallback."""
     payload = None
-    if _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
+    if block is not None and _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         out = Rows(fmt, x.shape[1] // block, block)
         payload = _encode(x, out, x.shape[0], lambda piece: (piece, 0))
     if payload is None:
@@ -126,37 +140,40 @@ def encode(x, seed, *, fmt, block, rounding, rotation, otherwise: Implementation
     return payload
 
 
-def encode_delta(w, base, seed, *, fmt, block, rounding):
-    """See `pallas_kernels.encode_delta`. The difference is XLA's, and stored in between."""
+def encode_delta(
+    w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
+) -> jax.Array:
+    """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it in between."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
 
 def encode_reordered(
-    g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation,
+    g: jax.Array, seed: jax.Array | None, *,
+    fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
     otherwise: Implementation = reference.encode_reordered,
-):  # fmt: skip
-    """See `pallas_kernels.encode_reordered`; `otherwise` does what no kernel here does."""
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.encode_reordered``; ``otherwise`` is the fallback."""
     pieces = local * nodes * chunks
     payload = None
-    if _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
+    if block is not None and _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
         blocks = g.size // (pieces * block)
 
-        def place(piece):
+        def place(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
             chunk, node, peer = piece % chunks, piece // chunks % nodes, piece // (chunks * nodes)
             return chunk * local + peer, node * blocks
 
         payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
     if payload is None:
-        options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+        options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
         return otherwise(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
     return payload.reshape(chunks, local, -1)
 
 
-def decode(payload, *, fmt, n, block, dtype):
-    """See `pallas_kernels.decode`."""
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
+    """See ``pallas_kernels.decode``."""
     default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
-    if not _has_kernel(fmt, dtypes=(dtype,)):
+    if block is None or not _has_kernel(fmt, dtypes=(dtype,)):
         return default()
     rows, source = payload.shape[0], Rows(fmt, n // block, block)
     # A store moves 16 bytes.
@@ -165,7 +182,7 @@ def decode(payload, *, fmt, n, block, dtype):
     if tile is None:
         return default()
 
-    def decode_kernel(codes_ref, scales_ref, out_ref):
+    def decode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, source.blocks)
         x = kernels.load_decoded(codes_ref, scales_ref, row, start, tile, source, dtype)
         out_ref.at[row, pl.ds(start, tile.blocks)][...] = x
@@ -175,31 +192,33 @@ def decode(payload, *, fmt, n, block, dtype):
     return _launch(decode_kernel, out, rows, source.blocks, tile, *views).reshape(rows, n)
 
 
-def decode_add(payload, base, *, fmt, block):
-    """See `pallas_kernels.decode_add`."""
+def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
+    """See ``pallas_kernels.decode_add``."""
     return reference.decode_add(payload, base, fmt=fmt, block=block)
 
 
 def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
-    """The tile for sums over `peers` rows of words of `lanes` codes; None where no kernel adds them."""
+    """The tile for sums over ``peers`` rows of words of ``lanes`` codes; None if no kernel supports them."""
     if peers > _MOST_PEERS:
         return None
-    # A row alone must be a whole number of words, too.
+    # A single row must also be a whole number of words.
     vector = _vector(source, vector, max(peers, 2)) // lanes
     return choose_tile(blocks, source.block // lanes, vector, SUM_ELEMENTS // lanes) if vector else None
 
 
 def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax.Array]:
-    """The payload as words of `lanes` codes, and as scales."""
+    """The payload as words of ``lanes`` codes, and as scales."""
     dtype = kernels.CODES[fmt] if fmt == "fp8" else jnp.dtype(f"uint{lanes * BITS[fmt]}")
     return _view(payload, dtype), _view(payload, jnp.bfloat16)
 
 
-def decode_sum(payload, *, fmt, n, block, rotation, scale):
-    """See `pallas_kernels.decode_sum`."""
-    options = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
+def decode_sum(
+    payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
+) -> jax.Array:
+    """See ``pallas_kernels.decode_sum``."""
+    options: dict[str, Any] = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
     default = partial(reference.decode_sum, payload, **options)
-    if not _has_kernel(fmt, rotation=rotation):
+    if block is None or not _has_kernel(fmt, rotation=rotation):
         return default()
     peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)
     # A store moves 16 bytes.
@@ -207,7 +226,7 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
     if tile is None:
         return default()
 
-    def sum_kernel(codes_ref, scales_ref, out_ref):
+    def sum_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         _, start = kernels.my_tile(tile, source.blocks)
         (total,), unit = kernels.load_sum(codes_ref, scales_ref, peers, start, tile, source)
         if unit is not None:
@@ -218,25 +237,28 @@ def decode_sum(payload, *, fmt, n, block, rotation, scale):
     return _launch(sum_kernel, out, 1, source.blocks, tile, *_sum_views(payload, fmt, 1)).reshape(n)
 
 
-def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
-    """See `pallas_kernels.decode_sum_encode`. What no kernel does in one pass is stored in between."""
+def decode_sum_encode(
+    payload: jax.Array, seed: jax.Array | None, *,
+    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored in between."""
 
-    def default():
+    def default() -> jax.Array:
         summed = decode_sum(payload, fmt=fmt_in, n=rows_out * n, block=block, rotation=0, scale=1.0)
-        options = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
+        options: dict[str, Any] = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
         return encode(summed.reshape(rows_out, n), seed, **options)
 
-    if not _has_kernel(fmt_in, fmt_out, rounding=rounding):
+    if block is None or not _has_kernel(fmt_in, fmt_out, rounding=rounding):
         return default()
     peers = payload.shape[0]
     source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
-    # Words whose sums make 16 bits, as wide as a scale.
+    # As many lanes as encode into 16 bits, the width of a scale.
     lanes = 1 if "fp8" in (fmt_in, fmt_out) else 16 // BITS[fmt_out]
     tile = _sum_tile(peers, source, out.blocks, lanes, _vector(out, 16, rows_out))
     if tile is None:
         return default()
 
-    def sum_encode_kernel(codes_ref, scales_ref, out_ref):
+    def sum_encode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, out.blocks)
         first = row * out.blocks + start
         total, unit = kernels.load_sum(codes_ref, scales_ref, peers, first, tile, source)

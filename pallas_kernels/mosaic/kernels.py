@@ -1,15 +1,15 @@
-"""The kernels' bodies. `pallas_kernels.reference` is their specification; they equal it bit for bit.
+"""The bodies of the kernels, which equal their specification, ``pallas_kernels.reference``, bit for bit.
 
-A program handles one tile of blocks (see `tiles`), from loads to stores in registers. The last tile
-of a row ends where the row ends: it may overlap the one before, and both write the same bytes there.
+A program handles one tile of blocks (see ``tiles``) in registers, from loads to stores. The last tile of a
+row ends where the row ends: it may overlap the previous one, and both write the same bytes there.
 
-Two things are left to the hardware. A conversion of NaN to an integer gives 0, which is the code that the
-specification wants in dead blocks. And products may be contracted with a following addition, for only
-exact ones are followed by any.
+Two things rely on the hardware: a conversion of NaN to an integer gives 0, which is the code specified for
+dead blocks, and products may be contracted with a following addition, because all such products are exact.
 """
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from pallas_kernels.reference import (
 TILE_AXIS = "tile"
 """Name of the grid's only axis."""
 CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4}
-"""What a code is to Mosaic."""
+"""The dtypes of codes in Mosaic."""
 _ONE_BF16 = 0x3F80
 
 
@@ -65,17 +65,17 @@ class Rows:
         """Bytes of a row, scales included."""
         return self.code_bytes + 2 * self.blocks
 
-    def codes_of(self, ref, row):
-        """The codes [blocks, block] of a GMEM ref [rows, codes and scales, as if those were codes]."""
+    def codes_of(self, ref: Any, row: Any):
+        """The codes [blocks, block] of a GMEM ref [rows, codes, and scales viewed as codes]."""
         return ref.at[row, pl.ds(0, self.codes)].reshape(self.blocks, self.block)
 
-    def scales_of(self, ref, row):
-        """The scales [blocks] of a GMEM ref bf16[rows, codes, as if those were scales, and scales]."""
+    def scales_of(self, ref: Any, row: Any):
+        """The scales [blocks] of a GMEM ref bf16[rows, codes viewed as scales, and scales]."""
         return ref.at[row, pl.ds(self.code_bytes // 2, self.blocks)]
 
 
 def my_tile(tile: Tile, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """(row, first block) of this program, where rows have `blocks` blocks."""
+    """(row, first block) of this program, for rows of ``blocks`` blocks."""
     program = lax.axis_index(TILE_AXIS)
     tiles = pl.cdiv(blocks, tile.blocks)
     return program // tiles, jnp.minimum(program % tiles * tile.blocks, blocks - tile.blocks)
@@ -84,14 +84,14 @@ def my_tile(tile: Tile, blocks: int) -> tuple[jax.Array, jax.Array]:
 def _top(lanes: list[jax.Array]) -> jax.Array:
     """Bits of the largest magnitude in each row of all lanes: int32[blocks] of fp32[blocks, n]."""
     tops = lanes[0] if len(lanes) == 1 else reduce(jnp.maximum, map(jnp.abs, lanes))
-    # As integers: where rows of floats are reduced, XLA's code for CPUs loses NaN.
+    # As integers, because XLA's reductions of rows of floats lose NaN on CPUs.
     return jnp.max(to_bits(tops) & 0x7FFFFFFF, axis=1)
 
 
 def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array, jax.Array]:
     """Scale bits (int32) and inverse scales (fp32, 0 for dead blocks) of maxima given as fp32 bits.
 
-    The numbers are in units of `unit`, a power of two for each block, or None: a factor of the inverse.
+    The numbers are in units of ``unit``, a power of two per block (a factor of the inverse), or None.
     """
     peak = to_float(top) if unit is None else to_float(top) * unit
     exact = to_bits(peak * np.float32(1 / QMAX[fmt]))
@@ -107,10 +107,10 @@ def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x correctly rounded, for 1 <= x < 2 of bf16's precision: the chip's own is some ulps off.
+    """1 / x correctly rounded, for 1 <= x < 2 in bf16's precision; the chip's own is some ulps off.
 
-    One step of Newton's. Cut in two, the guess has exact products with x, so that it does not matter which
-    of them the compiler fuses with the subtraction that follows.
+    One Newton step. The guess is split in two, whose products with x are exact, so it does not matter which
+    of them the compiler fuses with the following subtraction.
     """
     guess = np.float32(1) / x
     high = to_float(to_bits(guess) & ~0xFFF)
@@ -118,10 +118,10 @@ def _reciprocal(x: jax.Array) -> jax.Array:
     return guess + guess * error
 
 
-def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype) -> jax.Array:
-    """Codes of numbers times `inverse`, those of the first lane lowest, as one integer of `dtype`."""
+def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype: Any) -> jax.Array:
+    """Codes of the lanes times ``inverse`` as one integer of ``dtype``, the first lane lowest."""
     if fmt == "fp8":
-        # Conversions to fp8 keep NaN, and the sign of zero.
+        # Conversions to fp8 keep NaN and the sign of zero.
         (lane,) = lanes
         y = jnp.where(inverse == 0, np.float32(0), lane * inverse)
         return lax.bitcast_convert_type(y.astype(jnp.float8_e4m3fn), dtype)
@@ -131,32 +131,32 @@ def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype) -> jax.Ar
     for code in codes[-2::-1]:
         word = (word << bits) + code
     if len(codes) > 1:
-        # What negative codes borrowed from their upper neighbours is given back: no code is masked.
+        # Undo the borrows of negative codes from the code above, so that no code needs a mask.
         signs = sum(1 << (bits * k + bits - 1) for k in range(len(codes)))
         word = (word + signs) ^ signs
     return word.astype(dtype)
 
 
 def store_encoded(
-    lanes: list[jax.Array], unit: jax.Array | None, out_ref, row, start, tile: Tile, out: Rows
+    lanes: list[jax.Array], unit: jax.Array | None, out_ref: Any, row: Any, start: Any, tile: Tile, out: Rows
 ) -> None:
-    """Encode numbers as the blocks from `start` on of a payload row.
+    """Encode numbers as the blocks from ``start`` on of a payload row.
 
     Args:
-        lanes: fp32[blocks, block / lanes]; neighbours in a block are neighbours in this list.
-        unit: fp32[blocks], a power of two that the numbers of each block are in units of, or None.
-        out_ref: [rows, all codes and scales of a row], integers of as many bits as the lanes' codes have.
+        lanes: each fp32[blocks, block / lanes]; neighbours in a block are neighbours in this list.
+        unit: fp32[blocks], the power of two that is the unit of each block's numbers, or None.
+        out_ref: [rows, all codes and scales of a row], integers with the bits of the lanes' codes.
         row: the payload row.
-        start: first of its blocks.
-        tile: how the lanes lie in registers.
-        out: what payload rows are like.
+        start: the first block.
+        tile: the layout of the lanes in registers.
+        out: the form of payload rows.
     """
     scale, inverse = _scales(_top(lanes), unit, out.fmt)
     words = _pack(lanes, tile.spread(inverse), out.fmt, out_ref.dtype)
     here = pl.ds(start, tile.blocks)
     region = out_ref.at[row, pl.ds(0, out.blocks * tile.width)].reshape(out.blocks, tile.width)
     region.at[here][...] = words
-    # The scale in as many pieces: 2 of 8 bits, 4 of 4.
+    # The scale in pieces of the same width: 2 of 8 bits, 4 of 4.
     bits = len(lanes) * BITS[out.fmt]
     count = 16 // bits
     region = out_ref.at[row, pl.ds(out.blocks * tile.width, out.blocks * count)]
@@ -165,14 +165,16 @@ def store_encoded(
 
 
 def unpack_pairs(words: jax.Array) -> list[jax.Array]:
-    """The two bf16 numbers of each int32 word, the low half's first, as fp32."""
+    """The two bf16 numbers of each int32 word as fp32, the low half first."""
     return [to_float(words << 16), to_float(words & ~0xFFFF)]
 
 
-def load_decoded(codes_ref, scales_ref, row, start, tile: Tile, source: Rows, dtype) -> jax.Array:
-    """dtype[blocks, block], bf16 or fp32: the blocks from `start` on of a payload row.
+def load_decoded(
+    codes_ref: Any, scales_ref: Any, row: Any, start: Any, tile: Tile, source: Rows, dtype: Any
+) -> jax.Array:
+    """dtype[blocks, block], bf16 or fp32: the blocks from ``start`` on of a payload row.
 
-    Codes are exact in bf16, and so is one product rounded once: bf16 arithmetic gives the specified bits.
+    Codes are exact in bf16 and the product is rounded once, so bf16 arithmetic gives the specified bits.
     """
     codes = tile.load(source.codes_of(codes_ref, row), start)
     scale = tile.load_each(source.scales_of(scales_ref, row), start)
@@ -183,23 +185,25 @@ def load_decoded(codes_ref, scales_ref, row, start, tile: Tile, source: Rows, dt
 
 
 def _values(codes: jax.Array) -> jax.Array:
-    """fp32 values of codes; integers by way of bf16, which takes fewer instructions."""
+    """fp32 values of codes; integers are converted through bf16, which takes fewer instructions."""
     if codes.dtype == jnp.float8_e4m3fn:
         return codes.astype(jnp.float32)
     return codes.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def load_sum(codes_ref, scales_ref, peers: int, start, tile: Tile, source: Rows):
-    """The blocks from `start` on, added up over `peers` payload rows.
+def load_sum(
+    codes_ref: Any, scales_ref: Any, peers: int, start: Any, tile: Tile, source: Rows
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The sum over ``peers`` payload rows of the blocks from ``start`` on.
 
     Args:
-        codes_ref: [peers, all codes and scales of a row]: small floats, or unsigned integers that hold
-            one or several codes.
+        codes_ref: [peers, all codes and scales of a row]: small floats, or unsigned integers of one or
+            several codes each.
         scales_ref: bf16[peers, all codes and scales of a row].
-        peers: rows.
+        peers: number of rows.
         start: the first block.
-        tile: how the codes lie in registers.
-        source: what payload rows are like.
+        tile: the layout of the codes in registers.
+        source: the form of payload rows.
 
     Returns:
         Lanes, a list of fp32[blocks, block / lanes], and the unit fp32[blocks] they are in, or None.
@@ -222,17 +226,19 @@ def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     top = reduce(jnp.maximum, bits)
     exponent = jnp.minimum(top & INF_BITS, 253 << 23)
     raised = (253 << 23) - exponent
-    # Below 2**-100 of the largest scale all is lost in rounding; kept, it could wrap around.
+    # Scales below 2**-100 of the largest are lost in rounding anyway; if kept, they could wrap around.
     least = jnp.maximum(top - (100 << 23), 0)
     return [to_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], to_float(exponent)
 
 
-def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows):
-    """The sum of words of integer codes, lane by lane, and the power of two it is in units of.
+def _add_integers(
+    words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows
+) -> tuple[list[jax.Array], jax.Array]:
+    """The sum of words of integer codes, lane by lane, and the power of two that is its unit.
 
-    No instruction makes a float of a code: with its sign bit flipped and masked out where it stands it is
-    a subnormal (or all but), (code + half) * 2**(place - 149), and scales are brought up into the top
-    binade to meet it. The bias `half` is taken off again once, after the sum.
+    Codes become floats without a conversion: masked in place, with the sign bit flipped, a code is a
+    subnormal (or nearly so), (code + half) * 2**(place - 149), and scales are raised to the top binade to
+    compensate. The bias ``half`` is subtracted once, after the sum.
     """
     bits, half = BITS[source.fmt], HALF_RANGE[source.fmt]
     count = source.block // tile.width
@@ -242,10 +248,10 @@ def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, s
     bias = reduce(jnp.add, [scale * np.float32(2.0**-126) for scale in scales]) * np.float32(-half)
     bias = tile.spread(bias)
     spread = [tile.spread(scale) for scale in scales]
-    lanes = []
+    lanes: list[jax.Array] = []
     for k in range(count):
         place = k * bits
-        # From here on a code would reach into the exponent.
+        # Beyond this place a code would reach into the exponent.
         down = 8 if place > 24 - bits else 0
         place -= down
         products = [
@@ -258,5 +264,5 @@ def _add_integers(words: list[jax.Array], scales: list[jax.Array], tile: Tile, s
 
 
 def subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
-    """The float with these bits, as a rule a subnormal one, times `factor`: GPUs do not flush it."""
+    """The float with these bits, usually subnormal, times ``factor``; GPUs do not flush it."""
     return to_float(bits) * factor

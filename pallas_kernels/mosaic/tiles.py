@@ -1,12 +1,16 @@
-"""How a tile of blocks lies in the registers of a program's 128 threads.
+"""The layout of a tile of blocks in the registers of a program's 128 threads.
 
-A tile is [blocks, elements of a block], one block a row. `lanes` neighbouring threads share a row, each
-holds vectors of `vector` neighbouring elements of it, and a vector is what one load or store moves. So
-rows are read in pieces of lanes * vector elements, a block's maximum takes log2(lanes) shuffles, and
-nothing passes through shared memory.
+A tile is [blocks, elements of a block], one block per row. ``lanes`` neighbouring threads share a row; each
+holds vectors of ``vector`` neighbouring elements of it, and a load or store moves one vector. So rows are
+read in pieces of lanes * vector elements, a block's maximum takes log2(lanes) shuffles, and nothing passes
+through shared memory.
 """
 
+# Pallas has no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +24,7 @@ _WARP_LANES = 32
 _FEWEST_LANES = 8
 
 
-def _layout(tiles, warp_dims, lane_dims) -> plgpu.Layout:
+def _layout(tiles: Any, warp_dims: Any, lane_dims: Any) -> plgpu.Layout:
     layout = mgpu.TiledLayout(
         plgpu.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
     ).canonicalize()
@@ -34,7 +38,7 @@ class Tile:
 
     Attributes:
         lanes: threads that share a block, a power of two up to 32.
-        vector: neighbouring elements that a load or store moves.
+        vector: neighbouring elements moved by one load or store.
         blocks: blocks of the tile, a multiple of 128 / lanes.
         width: elements of a block.
     """
@@ -56,28 +60,28 @@ class Tile:
         return _layout(((_WARPS * rows, columns), (rows, columns), (self.vector,)), (-5,), (-3, -2))
 
     def _pieces_layout(self, count: int) -> plgpu.Layout:
-        """The layout of [blocks, count]: all threads of a block hold all of its row."""
+        """The layout of [blocks, count], in which every thread of a block holds its whole row."""
         rows = _WARP_LANES // self.lanes
         tiles = ((_WARPS * rows, count), (rows, count), (1, count))
         return _layout(tiles, (-6,), (-4, plgpu.Replicated(self.lanes)))
 
-    def load(self, ref, start: jax.Array) -> jax.Array:
-        """[blocks, width] of a GMEM ref [all blocks, width], from block `start` on."""
+    def load(self, ref: Any, start: jax.Array) -> jax.Array:
+        """[blocks, width] of a GMEM ref [all blocks, width], from block ``start`` on."""
         rows = ref.at[pl.ds(start, self.blocks)]
         return plgpu.load(rows, layout=self.layout, optimized=False)
 
-    def load_each(self, ref, start: jax.Array) -> jax.Array:
-        """[blocks] of a GMEM ref [all blocks], from `start` on."""
+    def load_each(self, ref: Any, start: jax.Array) -> jax.Array:
+        """[blocks] of a GMEM ref [all blocks], from ``start`` on."""
         values = ref.at[pl.ds(start, self.blocks)]
         return plgpu.load(values, layout=self.layout.reduce(1), optimized=False)
 
     def spread(self, values: jax.Array) -> jax.Array:
-        """[blocks], one number a block, as [blocks, width]."""
+        """Broadcast [blocks], one number per block, to [blocks, width]."""
         wide = lax.broadcast_in_dim(values, self.shape, (0,))
         return plgpu.layout_cast(wide, self.layout)
 
     def pieces(self, values: jax.Array, bits: int, count: int) -> jax.Array:
-        """int32[blocks] cut into `count` pieces of `bits` bits, low ones first: int32[blocks, count]."""
+        """Split int32[blocks] into ``count`` pieces of ``bits`` bits, lowest first: int32[blocks, count]."""
         layout = self._pieces_layout(count)
         shape = (self.blocks, count)
         wide = plgpu.layout_cast(lax.broadcast_in_dim(values, shape, (0,)), layout)
@@ -85,13 +89,13 @@ class Tile:
 
 
 def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | None:
-    """The tile for rows of `blocks` blocks; None where a row is too short for any.
+    """The tile for rows of ``blocks`` blocks; None if a row is too short for any.
 
     Args:
         blocks: blocks of a row.
         width: elements of a block, a power of two.
         vector: elements that one load or store may move.
-        elements: elements that a thread is to own, where the row is long enough.
+        elements: elements per thread, if the row is long enough.
     """
     most = min(_WARP_LANES, width)
     lanes = min(most, max(_FEWEST_LANES, width // elements))

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA devices, and their binding to JAX. Import it only where jax-triton is."""
+"""Triton kernels for CUDA devices, and their binding to JAX; importable only with jax-triton installed."""

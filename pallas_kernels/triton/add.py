@@ -1,8 +1,8 @@
-"""Sums over peers: the Triton side of `reference.decode_sum`."""
+"""Sums over peers: ``reference.decode_sum`` in Triton."""
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005, SIM108
 
@@ -25,7 +25,7 @@ def load_peer_codes(
     FMT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """What load_row_codes returns, for each of PEERS rows."""
+    """The result of load_row_codes for each of PEERS rows."""
     rows = ()
     for peer in tl.static_range(0, PEERS):
         rows = rows + (load_row_codes(ptr, block * 0 + peer, block * W, live, K, PITCH, CODES, FMT, MASKED),)
@@ -52,11 +52,11 @@ def load_peer_scales(
 
 @triton.jit
 def add_integers(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
-    """The sum of peers' integer codes: lanes, and the power of two they are in units of.
+    """The sum of peers' integer codes: lanes, and the power of two that is their unit.
 
-    One instruction makes a float of a code, where it stands: masked out and with its sign bit
-    flipped it is a subnormal (or all but), (q + HALF) * 2**(place - 149), and scales are brought up
-    into the top binade to meet it. The bias HALF is taken off again once, after the sum.
+    One instruction turns a code, in place, into a float: masked, with its sign bit flipped, it is a subnormal
+    (or nearly so), (q + HALF) * 2**(place - 149), and scales are raised to the top binade to compensate. The
+    bias HALF is subtracted once, after the sum.
     """
     BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -75,7 +75,7 @@ def add_integers(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
     lanes = ()
     bias = scales[0]
     for peer in tl.static_range(0, PEERS):
-        # Below 2**-100 of the largest scale all is lost in rounding; kept, it could wrap around.
+        # Scales below 2**-100 of the largest are lost in rounding anyway; if kept, they could wrap around.
         scale = tl.where(bits[peer] > least, bits[peer] + raised, 0).to(tl.float32, bitcast=True)
         added = ()
         for k in tl.static_range(0, K):

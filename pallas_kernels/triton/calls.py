@@ -1,10 +1,14 @@
-"""The reference's functions, computed by the Triton kernels: same names, same arguments.
+"""The functions of the reference, with the same arguments, computed by the Triton kernels.
 
-This is the only module that touches jax-triton. Import it only where that is installed.
+The only module that uses jax-triton; importable only if that is installed.
 """
+
+# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# (Triton and jax-triton have no types.)
 
 import inspect
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,47 +23,51 @@ from pallas_kernels.triton import kernels
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _LIMIT = 2**31
-"""Elements of a row that 32-bit offsets reach."""
+"""Elements of a row that 32-bit offsets can address."""
 _MOST_PEERS = 64
-"""Rows that are added up in unrolled code."""
+"""Rows summed in unrolled code."""
 
 
 def encode_shape(fmt: str, rotation: int, stochastic: bool) -> tuple[int, int]:
-    """(elements a thread owns, warps in a program) of the encode kernel; see docs/kernels.md."""
+    """(elements per thread, warps per program) of the encode kernel; see docs/kernels.md."""
     if rotation or stochastic:
         return 32, 8
     return (32, 4) if fmt == "fp6" else (16, 8)
 
 
 def decode_shape(fmt: str, dtype: jnp.dtype) -> tuple[int, int, int]:
-    """(elements a thread owns at a time, warps in a program, times) of the decode kernel."""
+    """(elements per thread and tile, warps per program, tiles) of the decode kernel."""
     lanes = 8 if dtype == jnp.bfloat16 or fmt in ("fp6", "int2") else 4
     return lanes, 4, 4 if fmt == "fp6" else 2
 
 
 def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int, int]:
-    """(elements a thread owns at a time, warps in a program, times) of the kernel that sums."""
+    """(elements per thread and tile, warps per program, tiles) of the sum kernel."""
     if stored:
         return (32, 2, 1) if rotation else (16, 8, 1)
     return {"int4": (32, 1, 4), "fp6": (64, 2, 1)}.get(fmt, (32, 2, 1))
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:
-    """Whether the kernels take rows of n elements in `fmt`; the reference takes the others."""
+    """Whether the kernels support rows of n elements in ``fmt``; the rest falls back to the reference."""
     if fmt == "fp8" and compute_capability() < 89:  # no conversion instructions before Ada
         return False
     return fmt in QUANTIZED and n < _LIMIT and all(dtype in _FLOATS for dtype in dtypes)
 
 
-def _options(out: jax.ShapeDtypeStruct) -> dict:
-    """The arguments that jax-triton 0.4 renamed. Contraction would round differently from the reference."""
+def _options(out: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """The arguments that jax-triton 0.4 renamed; contraction would round differently from the reference."""
     if _NEW_STYLE:
         return {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
     return {"out_shape": out, "enable_fp_fusion": False}
 
 
-def _call(kernel, arrays, out, rows: int, n: int, block: int, shape, **constants):
-    """Launch one program for every UNROLL (or 1) * T * K elements of each of `rows` rows of n."""
+def _call(
+    kernel: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
+    block: int | None, shape: tuple[int, int], **constants: Any,
+) -> jax.Array:  # fmt: skip
+    """Launch one program per UNROLL (or 1) * T * K elements of each of ``rows`` rows of n."""
+    assert block is not None  # as in all quantized formats
     lanes, warps = shape
     threads = max(32 * warps, block // lanes)
     tiles = -(-n // (threads * lanes * constants.get("UNROLL", 1)))
@@ -78,8 +86,12 @@ def _call(kernel, arrays, out, rows: int, n: int, block: int, shape, **constants
     )
 
 
-def _encode(x, base, seed, rows, n, reorder, out, *, fmt, width, block, rounding, rotation):
-    """Encode x as `rows` rows of n into `out`, whose payload rows hold `width` elements."""
+def _encode(
+    x: jax.Array, base: jax.Array | None, seed: jax.Array | None, rows: int, n: int,
+    reorder: tuple[int, int, int], out: tuple[int, ...], *,
+    fmt: str, width: int, block: int | None, rounding: str, rotation: int,
+) -> jax.Array:  # fmt: skip
+    """Encode x as ``rows`` rows of n into ``out``, whose payload rows hold ``width`` elements."""
     local, nodes, chunks = reorder
     stochastic = rounding == "stochastic"
     return _call(
@@ -104,18 +116,22 @@ def _encode(x, base, seed, rows, n, reorder, out, *, fmt, width, block, rounding
     )
 
 
-def encode(x, seed, *, fmt, block, rounding, rotation):
-    """See `pallas_kernels.encode`."""
-    options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+def encode(
+    x: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str, rotation: int
+) -> jax.Array:
+    """See ``pallas_kernels.encode``."""
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows, n = x.shape
     if not _has_kernel(x.dtype, fmt=fmt, n=n):
         return reference.encode(x, seed, **options)
     return _encode(x, None, seed, rows, n, (rows, 1, 1), (rows, nbytes(fmt, n, block)), width=n, **options)
 
 
-def encode_delta(w, base, seed, *, fmt, block, rounding):
-    """See `pallas_kernels.encode_delta`."""
-    options = {"fmt": fmt, "block": block, "rounding": rounding}
+def encode_delta(
+    w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
+) -> jax.Array:
+    """See ``pallas_kernels.encode_delta``."""
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding}
     rows, n = w.shape
     if not _has_kernel(w.dtype, base.dtype, fmt=fmt, n=n):
         return reference.encode_delta(w, base, seed, **options)
@@ -123,9 +139,12 @@ def encode_delta(w, base, seed, *, fmt, block, rounding):
     return _encode(w, base, seed, rows, n, (rows, 1, 1), out, width=n, rotation=0, **options)
 
 
-def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rotation):
-    """See `pallas_kernels.encode_reordered`."""
-    options = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+def encode_reordered(
+    g: jax.Array, seed: jax.Array | None, *,
+    fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.encode_reordered``."""
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows = local * nodes * chunks
     n = g.size // rows
     if not _has_kernel(g.dtype, fmt=fmt, n=n * nodes):
@@ -134,7 +153,9 @@ def encode_reordered(g, seed, *, fmt, local, nodes, chunks, block, rounding, rot
     return _encode(g, None, seed, rows, n, (local, nodes, chunks), out, width=nodes * n, **options)
 
 
-def _decode(payload, base, dtype, *, fmt, n, block):
+def _decode(
+    payload: jax.Array, base: jax.Array | None, dtype: jnp.dtype, *, fmt: str, n: int, block: int | None
+) -> jax.Array:
     rows = payload.shape[0]
     lanes, warps, unroll = decode_shape(fmt, dtype)
     return _call(
@@ -154,23 +175,27 @@ def _decode(payload, base, dtype, *, fmt, n, block):
     )
 
 
-def decode(payload, *, fmt, n, block, dtype):
-    """See `pallas_kernels.decode`."""
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
+    """See ``pallas_kernels.decode``."""
     if not _has_kernel(dtype, fmt=fmt, n=n):
         return reference.decode(payload, fmt=fmt, n=n, block=block, dtype=dtype)
     return _decode(payload, None, dtype, fmt=fmt, n=n, block=block)
 
 
-def decode_add(payload, base, *, fmt, block):
-    """See `pallas_kernels.decode_add`."""
+def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
+    """See ``pallas_kernels.decode_add``."""
     n = base.shape[1]
     if not _has_kernel(base.dtype, fmt=fmt, n=n):
         return reference.decode_add(payload, base, fmt=fmt, block=block)
     return _decode(payload, base, base.dtype, fmt=fmt, n=n, block=block)
 
 
-def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, rounding):
-    """Sum the payload's rows of rows * n elements into `out`, in fmt_out ("sum": fp32)."""
+def _sum(
+    payload: jax.Array, seed: jax.Array | None, out: jax.ShapeDtypeStruct, *,
+    fmt: str, fmt_out: str, rows: int, n: int, block: int | None, rotation: int, factor: float,
+    rounding: str,
+) -> jax.Array:  # fmt: skip
+    """Sum the payload's rows of rows * n elements into ``out``, in fmt_out ("sum": fp32)."""
     encoded = fmt_out in QUANTIZED
     lanes, warps, unroll = sum_shape(fmt, rotation, not encoded)
     return _call(
@@ -197,18 +222,29 @@ def _sum(payload, seed, out, *, fmt, fmt_out, rows, n, block, rotation, factor, 
     )
 
 
-def decode_sum(payload, *, fmt, n, block, rotation, scale):
-    """See `pallas_kernels.decode_sum`."""
+def decode_sum(
+    payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
+) -> jax.Array:
+    """See ``pallas_kernels.decode_sum``."""
     if not _has_kernel(fmt=fmt, n=n) or payload.shape[0] > _MOST_PEERS:
         return reference.decode_sum(payload, fmt=fmt, n=n, block=block, rotation=rotation, scale=scale)
     factor = np.float32(scale) * (reference.ROTATION_NORM if rotation else np.float32(1))
     out = jax.ShapeDtypeStruct((n,), jnp.float32)
-    options = {"rows": 1, "n": n, "block": block, "rotation": rotation, "factor": float(factor)}
+    options: dict[str, Any] = {
+        "rows": 1,
+        "n": n,
+        "block": block,
+        "rotation": rotation,
+        "factor": float(factor),
+    }
     return _sum(payload, None, out, fmt=fmt, fmt_out="sum", rounding="nearest", **options)
 
 
-def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rounding):
-    """See `pallas_kernels.decode_sum_encode`."""
+def decode_sum_encode(
+    payload: jax.Array, seed: jax.Array | None, *,
+    fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.decode_sum_encode``."""
     total = rows_out * n
     re_encode = partial(encode, fmt=fmt_out, block=block, rounding=rounding, rotation=0)
     fits = payload.shape[0] <= _MOST_PEERS and _has_kernel(fmt=fmt_in, n=total)
@@ -216,5 +252,5 @@ def decode_sum_encode(payload, seed, *, fmt_in, fmt_out, rows_out, n, block, rou
         summed = decode_sum(payload, fmt=fmt_in, n=total, block=block, rotation=0, scale=1.0)
         return re_encode(summed.reshape(rows_out, n), seed)
     out = jax.ShapeDtypeStruct((rows_out, nbytes(fmt_out, n, block)), jnp.uint8)
-    options = {"rows": rows_out, "n": n, "block": block, "rotation": 0, "factor": 1.0}
+    options: dict[str, Any] = {"rows": rows_out, "n": n, "block": block, "rotation": 0, "factor": 1.0}
     return _sum(payload, seed, out, fmt=fmt_in, fmt_out=fmt_out, rounding=rounding, **options)

@@ -1,11 +1,11 @@
-"""From codes to numbers: the Triton side of `reference.decode`.
+"""From codes to numbers: ``reference.decode`` in Triton.
 
-A number is made by writing a code into the mantissa of a float, not by a conversion.
+Codes become numbers by being written into the mantissa of a float, without a conversion.
 """
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005, SIM108
 
@@ -20,8 +20,8 @@ from pallas_kernels.triton.words import float_halves, fma_halves, select_bytes
 def _signed_lanes(words, BITS: tl.constexpr, K: tl.constexpr):
     """fp32 lanes of K two's complement fields, without a conversion.
 
-    A field of a half word, still in its place, goes under the exponent that gives its lowest bit the
-    weight 1; its sign bit is flipped on the way, which adds half of its range.
+    A field of a half word, in place, is put under the exponent that gives its lowest bit the weight 1, with
+    its sign bit flipped, which adds half of its range.
     """
     HALF: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -30,7 +30,7 @@ def _signed_lanes(words, BITS: tl.constexpr, K: tl.constexpr):
         word = words[k * BITS // 32]
         if k * BITS % 32 >= 16:
             word = word >> 16
-        # (word & mask) ^ under, which the compiler would not make one instruction of.
+        # (word & mask) ^ under, which the compiler would not merge into one instruction.
         bits = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0x6A;",
             "=r,r,r,r",
@@ -68,10 +68,10 @@ def _e4m3_lanes(words, K: tl.constexpr):
 
 @triton.jit
 def _e3m2_lanes(low, high, K: tl.constexpr):
-    """fp32 lanes of K e3m2 codes, given their nibbles and the two bits above.
+    """fp32 lanes of K e3m2 codes, given their low four and high two bits.
 
-    Codes k and k + 4 of eight become a pair of fp16: five bits of magnitude under an exponent 12 too
-    small (e3m2's bias is 3, fp16's 15), and the sign three places above the uppermost of them.
+    Codes k and k + 4 of eight become a pair of fp16: five bits of magnitude with an exponent 12 too small
+    (e3m2's bias is 3, fp16's 15), and the sign three places above them.
     """
     lanes = ()
     for i in tl.static_range(0, K // 8):
@@ -115,7 +115,7 @@ def load_row_codes(
     FMT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The words of K codes a thread, from place `first` of a payload row on, and fp6's high plane."""
+    """The words of K codes per thread, from position ``first`` of a payload row on, and fp6's high plane."""
     ALIGNED: tl.constexpr = PITCH % 4 == 0
     start = ptr + row.to(tl.int64) * PITCH
     if FMT == "fp6":
@@ -129,7 +129,7 @@ def load_row_codes(
 
 @triton.jit
 def values_of(words, high, K: tl.constexpr, FMT: tl.constexpr):
-    """fp32 lanes of what load_row_codes returned, without the scale."""
+    """fp32 lanes of the result of load_row_codes, without the scale."""
     if FMT == "fp8":
         return _e4m3_lanes(words, K)
     elif FMT == "fp6":

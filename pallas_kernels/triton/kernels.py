@@ -1,15 +1,15 @@
-"""The Triton kernels. `pallas_kernels.reference` is their specification; they equal it bit for bit.
+"""The Triton kernels, which equal their specification, ``pallas_kernels.reference``, bit for bit.
 
-Memory sets their speed only while few instructions lie between a load and a store; `lanes`,
-`quantize` and `dequantize` say how. A program of T threads takes T * K / BLOCK blocks of one row, W =
-BLOCK / K threads share a block, and a block's maximum is all that threads tell each other.
+They are memory-bound only with few instructions between a load and a store; ``lanes``, ``quantize`` and
+``dequantize`` say how. A program of T threads takes T * K / BLOCK blocks of one row, W = BLOCK / K threads
+share a block, and threads exchange only the maximum of a block.
 
-Compiled without fused multiply-add contraction: where one is wanted it is written down.
+Compiled without fused multiply-add contraction; every fused multiply-add is explicit.
 """
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005
 
@@ -48,9 +48,9 @@ def store_encoded(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Encode lanes as the blocks from `block` on of a payload row of PITCH bytes, CODES of them codes.
+    """Encode lanes as the blocks from ``block`` on of a payload row of PITCH bytes, CODES of them codes.
 
-    The numbers are lanes * unit, if unit is not None. octet[T] is the index of each thread's first eight
+    The numbers are lanes * unit if unit is not None. octet[T] is the index of each thread's first eight
     elements, for the random bits.
     """
     K: tl.constexpr = len(lanes)
@@ -99,7 +99,7 @@ def encode_kernel(
     ROTATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Encode rows of N elements; row (local, node, chunk) becomes piece `node` of row (chunk, local).
+    """Encode rows of N elements; row (local, node, chunk) becomes piece ``node`` of row (chunk, local).
 
     base_ptr is read when DELTA, keys_ptr (reference.hash_keys) when STOCHASTIC; K is 32 when ROTATE.
     """
@@ -161,9 +161,9 @@ def decode_kernel(
     CODES: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Decode rows of N elements; when ADD, add them to base_ptr's, and let no subnormal sum survive.
+    """Decode rows of N elements; if ADD, add them to base_ptr's and flush subnormal sums to zero.
 
-    A program does UNROLL tiles: it loads all of them before it stores the first.
+    A program handles UNROLL tiles, and loads all of them before it stores the first.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
@@ -217,11 +217,11 @@ def sum_kernel(
     FACTOR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Add PEERS payload rows up; encode the sum as rows of OUT_N elements, or store it ("sum").
+    """Sum PEERS payload rows; encode the sum as rows of OUT_N elements, or store it ("sum").
 
-    With ROTATE (K is 32) the stored sum is rotated; it is multiplied by FACTOR. A program does UNROLL
-    tiles, one after the other. While it adds one up, the codes of the next two come into shared memory, and
-    the scales of the next, which are too small to be copied there, into registers.
+    The stored sum is rotated if ROTATE (K is 32), and multiplied by FACTOR. A program handles UNROLL tiles,
+    one after the other. While it sums one, the codes of the next two are copied into shared memory, and the
+    scales of the next, which are too small for such copies, are loaded into registers.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W

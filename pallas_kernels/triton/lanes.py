@@ -1,12 +1,12 @@
 """Loads and stores for Triton kernels in which a thread owns K neighbouring elements.
 
-They are held as K tensors ("lanes") of T numbers, T the number of threads: lane k has the elements
-t * K + k of a tile. Neighbours become lanes and back inside one thread: no layout is ever changed.
+They are held as K tensors ("lanes") of T numbers, for T threads: lane k has the elements t * K + k of a tile.
+Neighbours become lanes, and lanes neighbours, within a thread, without a change of layout.
 """
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005
 
@@ -55,7 +55,7 @@ def _vector_offsets(first, live, COUNT: tl.constexpr, VECTOR: tl.constexpr, INDE
 
 @triton.jit
 def _load_words(ptr, first, live, COUNT: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr):
-    """COUNT lanes: thread t's are the COUNT neighbouring numbers of TYPE from (first + t) * COUNT on."""
+    """COUNT lanes, for thread t the COUNT neighbouring numbers of TYPE from (first + t) * COUNT on."""
     typed = ptr.to(tl.pointer_type(TYPE), bitcast=True)  # pyright: ignore[reportArgumentType]  (unwrapped)
     VECTOR: tl.constexpr = min(COUNT, 16 * 8 // TYPE.primitive_bitwidth)
     words = ()
@@ -87,7 +87,7 @@ def _store_words(ptr, first, words, live, MASKED: tl.constexpr):
 
 @triton.jit
 def load_codes(ptr, first, live, BYTES: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """BYTES bytes a thread, as uint32 words (or one uint16, widened); 2-aligned rows by halves."""
+    """BYTES bytes per thread, as uint32 words (or one widened uint16); 2-aligned rows load by halves."""
     if BYTES == 2:
         half = _load_words(ptr, first, live, 1, tl.uint16, MASKED)
         return (half[0].to(tl.uint32),)
@@ -117,7 +117,7 @@ def store_codes(ptr, first, words, live, BYTES: tl.constexpr, ALIGNED: tl.conste
 
 @triton.jit
 def load_lanes(ptr, first, live, K: tl.constexpr, MASKED: tl.constexpr):
-    """fp32 lanes of K neighbouring bf16 or fp32 elements a thread, from (first + t) * K on."""
+    """fp32 lanes of K neighbouring bf16 or fp32 elements per thread, from (first + t) * K on."""
     if ptr.dtype.element_ty == tl.float32:
         return _load_words(ptr, first, live, K, tl.float32, MASKED)
     else:
@@ -136,7 +136,7 @@ def store_lanes(ptr, first, lanes, live, MASKED: tl.constexpr):
     T: tl.constexpr = live.shape[0]
     K: tl.constexpr = len(lanes)
     if ptr.dtype.element_ty == tl.float32:
-        # More than 16 bytes a thread: sorted through shared memory, or sectors would be written in parts.
+        # More than 16 bytes per thread: reordered through shared memory, to write whole sectors.
         offsets = first * K + tl.arange(0, T * K)
         if MASKED:
             mask = tl.broadcast_to(live[:, None], (T, K)).reshape(T * K)

@@ -1,13 +1,13 @@
-"""From numbers to codes: scales, dither, rounding, packing; the Triton side of `reference.encode`.
+"""From numbers to codes: scales, dither, rounding and packing, ``reference.encode`` in Triton.
 
-Conversion instructions to integers run at an eighth of the rate of an addition, so codes are read out
-of the mantissas of sums. Half of what is left would be packing: codes are therefore put in pairs, the
-halves of a word, by one instruction for two of them, and pairs are what is shifted and added up.
+Conversions to integers run at an eighth of the rate of additions, so codes are read from the mantissas of
+sums. Packing would be half of the rest: therefore one instruction puts two codes into the halves of a word,
+and these pairs are shifted and added.
 """
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 # ruff: noqa: RUF005, SIM108
 
@@ -28,7 +28,7 @@ HASH_ROUNDS = tl.constexpr(reference.HASH_ROUNDS)
 WEYL = tl.constexpr(reference.WEYL)
 PHILOX = tl.constexpr(reference.PHILOX)
 DITHER_ULP = tl.constexpr(2.0 ** (16 - 149))
-"""Makes 2**-149 of the unit of dither, 2**-16: the bits of a number of up to 2**24 units are their count."""
+"""Maps the unit of dither, 2**-16, to 2**-149: the bits of a number of up to 2**24 units are their count."""
 
 
 @triton.jit
@@ -56,12 +56,12 @@ def block_scales(
 ):
     """bf16 scale bits and inverse scales, [T] each: the same for the W threads of a block.
 
-    The numbers are lanes * unit, unit a power of two for each block, or None: a factor of the inverse.
+    The numbers are lanes * unit, a power of two per block (a factor of the inverse), or None.
     """
     T: tl.constexpr = lanes[0].shape[0]
     top = tl.zeros([T], tl.int32)
     for k in tl.static_range(0, len(lanes), 2):
-        # Two magnitudes as floats, which costs no abs; then as integers, which Hopper takes by threes.
+        # Two magnitudes as floats, where abs is free; then as integers, which Hopper compares by threes.
         pair = tl.maximum(tl.abs(lanes[k]), tl.abs(lanes[k + 1]), propagate_nan=tl.PropagateNan.ALL)
         top = tl.maximum(top, pair.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = top.reshape(T // W, W)
@@ -79,7 +79,7 @@ def block_scales(
         rounded = (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16
     rounded = tl.where(dead, ONE_BF16, rounded)
     scale = tl.where(dead, tl.where(bad, NAN_SCALE, 0), rounded).to(tl.uint16)
-    # A reciprocal good to an ulp, made exact by one step of Newton's (Markstein).
+    # A reciprocal within an ulp, made exact by one Newton step (Markstein).
     wide = (rounded << 16).to(tl.float32, bitcast=True)
     guess = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [wide], tl.float32, True, 1)
     inverse = tl.fma(guess, tl.fma(-wide, guess, 1.0), guess)
@@ -94,7 +94,7 @@ def block_scales(
 
 @triton.jit
 def random_words(keys_ptr, octet, COUNT: tl.constexpr):
-    """The random words of every four elements, for COUNT eights of them from octet[T] on."""
+    """The random words of every four elements, for COUNT groups of eight from octet[T] on."""
     start = octet * WEYL + tl.load(keys_ptr)
     words = ()
     for i in tl.static_range(0, COUNT):
@@ -110,7 +110,7 @@ def random_words(keys_ptr, octet, COUNT: tl.constexpr):
 
 @triton.jit
 def _draw(y, random, LANE: tl.constexpr, BIAS: tl.constexpr):
-    """BIAS + a neighbour of y drawn with lane LANE's bits of `random`, in the high half of int32."""
+    """BIAS + a neighbour of y drawn with lane LANE's bits of ``random``, in the high half of int32."""
     bias = tl.full(y.shape, BIAS << 16, tl.int32)
     FIRST: tl.constexpr = 3 - LANE % 4
     SECOND: tl.constexpr = (FIRST + 3) % 4
@@ -126,9 +126,10 @@ def _round(y, BIAS: tl.constexpr):
 
 @triton.jit
 def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """y's neighbours among small floats, int32: exponent and mantissa where fp32 has its own, then noise.
+    """A neighbour of y among small floats, int32: exponent and mantissa in fp32's places, then noise.
 
-    Scaled so that a code's exponent of 0 or 1 is fp32's, a number's bits are its code, and what is lost.
+    Scaled so that a code's exponent of 0 or 1 is fp32's: then a number's bits are its code, followed by the
+    bits to round away.
     """
     BITS: tl.constexpr = 23 - MANTISSA
     bits = (y * (2.0 ** (BIAS - 127))).to(tl.uint32, bitcast=True)
@@ -138,11 +139,11 @@ def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS:
 
 @triton.jit
 def _minifloat(y, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
-    """exponent | mantissa of y, int32, the exponent where fp32 has its own; above and below is noise.
+    """exponent | mantissa of y, int32, the exponent in fp32's place, with noise above and below.
 
-    A power of two so much larger than |y| is added that the sum's mantissa ends in the significand,
-    rounded; that goes under the same power's exponent. SMALLEST is fp32's exponent of the smallest
-    normal number that has a code.
+    Adds a power of two so large that the mantissa of the sum ends in y's rounded significand, which is then
+    put under the exponent of that power. SMALLEST is fp32's exponent of the smallest normal number with a
+    code.
     """
     UP: tl.constexpr = 23 - MANTISSA
     exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
@@ -153,7 +154,7 @@ def _minifloat(y, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit
 def pair_up(codes, DISTANCE: tl.constexpr, HIGH: tl.constexpr):
-    """Lanes k and k + DISTANCE, of every 2 * DISTANCE lanes, in one word: their high or low halves."""
+    """The high or low halves of lanes k and k + DISTANCE, of every 2 * DISTANCE lanes, in one word."""
     pairs = ()
     for k in tl.static_range(0, len(codes)):
         if k // DISTANCE % 2 == 0:
@@ -163,7 +164,7 @@ def pair_up(codes, DISTANCE: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def pack(pairs, BITS: tl.constexpr):
-    """uint32 words: the codes of 16 / BITS successive pairs, those in low halves below those in high."""
+    """uint32 words of the codes of 16 / BITS successive pairs, those of the low halves lowest."""
     PER: tl.constexpr = 16 // BITS
     words = ()
     for i in tl.static_range(0, len(pairs) // PER):
@@ -184,7 +185,7 @@ def _e4m3_pair(a, b):
 
 @triton.jit
 def _keep_live(words, inverse, SIGNS: tl.constexpr):
-    """Words XORed with SIGNS; zero where the block is dead."""
+    """Words XORed with SIGNS, or zero in dead blocks."""
     alive = tl.where(inverse == 0.0, 0, 0xFFFFFFFF).to(tl.uint32)
     kept = ()
     for i in tl.static_range(0, len(words)):
@@ -196,8 +197,8 @@ def _keep_live(words, inverse, SIGNS: tl.constexpr):
 def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
     """Pairs of bytes, each of the codes of 8 / BITS lanes: pair_up and the first half of pack in one.
 
-    The conversion to fp16 rounds to units of 2**-24, its subnormals' last place. Their bits are an
-    integer, or integers side by side, and with up to 11 bits fp16's sums of them are exact.
+    The conversion to fp16 rounds to units of 2**-24, the last place of its subnormals, whose bits are
+    integers, or several side by side; fp16's sums of up to 11 bits of them are exact.
     """
     COUNT: tl.constexpr = 8 // BITS
     DISTANCE: tl.constexpr = 16 // BITS
@@ -231,7 +232,7 @@ def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
 
 @triton.jit
 def integer_words(lanes, inverse, random, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, NORMAL: tl.constexpr):
-    """The words of the lanes' codes; NORMAL says that `inverse` is far from the subnormals."""
+    """The words of the lanes' codes; NORMAL if ``inverse`` is far from the subnormals."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     if NORMAL and not STOCHASTIC:
         words = pack(_rounded_bytes(lanes, inverse, BITS), 8)
@@ -257,9 +258,9 @@ def _minifloat_pairs(
     BIAS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs that begin with the sign."""
-    # The exponent that _minifloat writes is too large by a constant; scaling the numbers makes the constant
-    # a multiple of 16, and so it vanishes from the three or four bits of a code's exponent.
+    """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs starting with the sign."""
+    # The exponent of _minifloat is too large by a constant; scaling the numbers makes it a multiple of 16,
+    # so that it vanishes from the three or four bits of a code's exponent.
     SHIFT: tl.constexpr = 0 if STOCHASTIC else (BIAS + MANTISSA - 151) % 16
     inverse *= 1.0 * (1 << SHIFT)
     codes = ()
@@ -297,7 +298,7 @@ def fp8_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def fp6_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
-    """The words of the lanes' e3m2 codes: of the plane of their low four bits, and of the high two."""
+    """The words of the lanes' e3m2 codes: those of their low four bits, and of their high two."""
     codes, signs = _minifloat_pairs(lanes, inverse, random, 8, 2, 3, STOCHASTIC)
     low = ()
     high = ()

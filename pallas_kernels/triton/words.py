@@ -1,8 +1,8 @@
-"""Instructions on the bytes and halves of 32-bit words, which Triton has no names for."""
+"""Instructions on the bytes and halves of 32-bit words that Triton lacks."""
 
 # Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
 # it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportMissingImports=false
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def select_bytes(a, b, SELECTOR: tl.constexpr):
-    """A uint32 of bytes of a (0 to 3) and b (4 to 7), which SELECTOR's digits name, its lowest the lowest."""
+    """A uint32 of bytes of a (0 to 3) and b (4 to 7), selected by SELECTOR's digits, the lowest first."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -25,7 +25,7 @@ def select_bytes(a, b, SELECTOR: tl.constexpr):
 @triton.jit
 def rotate_bytes(a, COUNT: tl.constexpr):
     """A uint32 rotated left by COUNT bytes, 0 to 3."""
-    # By one instruction: what compilers make of shifts, together with a shift that follows, are two or three.
+    # One instruction: compilers turn shifts, together with a following shift, into two or three.
     if COUNT == 0:
         return a
     else:

@@ -1,6 +1,6 @@
-"""The full product behind ``tests/train/test_equivalence.py``: every model, stage, mesh and optimizer.
+"""All combinations of model, stage, mesh and optimizer of ``tests/train/test_equivalence.py``.
 
-It compiles some three hundred programs, an hour or more on two cores, so CI runs a covering part instead:
+It compiles about three hundred programs, which takes an hour or more on two cores; CI runs a covering subset:
 
     python scripts/acceptance/equivalence.py [models...]
 """
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[2] / "tests"
 
 
 def main(names: list[str]) -> int:
-    """Compare, print a line for each, and return how many differ."""
+    """Compare all cases and print a line for each; returns how many differ."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=12"
     sys.path[:0] = [str(TESTS / "helpers"), str(TESTS / "train")]

@@ -4,7 +4,7 @@ Runs in zerojax's environment, with another Python that has torch, transformers 
 
     .venv/bin/python scripts/acceptance/hf_compare.py --reference hf/bin/python
 
-Everything is random weights and a few minutes on two cores. Ends with an error where a bound is missed.
+All weights are random; it takes a few minutes on two cores. Ends with an error if a bound is missed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from zerojax.cli.trained import open_trained
 from zerojax.interop.huggingface import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.run.build import evaluate, make_batches, prepare_data
+from zerojax.run.build import make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import gather_model
@@ -52,7 +52,7 @@ class Reference:
     folder: Path
 
     def __call__(self, task: str, folder: Path, tokens: np.ndarray | None = None) -> Path:
-        """Run a task of hf_reference.py; the path of what it wrote."""
+        """Run a task of hf_reference.py; returns the path of its output."""
         out, given = self.folder / "out.npz", self.folder / "tokens.npy"
         files = []
         if tokens is not None:
@@ -64,20 +64,20 @@ class Reference:
 
 
 def run(*arguments: object) -> None:
-    """A zerojax command that must succeed."""
+    """Run a zerojax command, which must succeed."""
     if code := zerojax([str(word) for word in arguments]):
         raise SystemExit(code)
 
 
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """What zerojax computes with a run's weights, in fp32."""
+    """zerojax's logits with the weights of a run, in fp32."""
     run_folder = RunFolder(folder)
     trained = open_trained(run_folder, run_folder.read_config(), MeshSection(nodes=2, local=4))
     return np.asarray(gather_model(trained.state)(tokens))
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, as the safetensors library reads them."""
+    """All tensors of a folder, read by the safetensors library."""
     return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
 
 
@@ -113,7 +113,7 @@ def compare_fine_tuned(model: Path, work: Path, reference: Reference, dtype: str
     config = replace(config, zero=ZeroSection(compute_dtype=dtype))
     batches, validation = make_batches(config, prepare_data(config, folder))
     batches.close()
-    full = float(evaluate(open_trained(folder, config, config.mesh).state, validation))
+    full = float(mean_loss(open_trained(folder, config, config.mesh).state, validation))
     tokens = np.concatenate([batch["tokens"] for batch in validation])
     theirs = json.loads(reference("loss", out, tokens).read_text())
     ours = folder.read_summary()["validation_loss"]  # under zero++: of int8 weights

@@ -1,6 +1,6 @@
 """Write tests/fixtures/huggingface: tiny models by transformers, tokens, and their logits.
 
-Needs PyTorch and transformers, which zerojax does not; any Python that has them will do:
+Needs PyTorch and transformers, which zerojax does not depend on; any Python that has them works:
 
     python3.11 -m venv hf && hf/bin/pip install torch transformers safetensors
     hf/bin/python scripts/acceptance/hf_fixtures.py tests/fixtures/huggingface
@@ -26,7 +26,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
-# name -> (config, dtype, largest file): each family, and each thing that an importer can get wrong.
+# name -> (config, dtype, largest file): every family, and everything that an importer can get wrong.
 MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
     "gpt2": (
         transformers.GPT2Config(
@@ -113,7 +113,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """A model with random weights, all of them: biases and norms do not keep their zeros and ones."""
+    """A model whose weights are all random, including biases and norms."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None:
-    """Make models; beside the files of each, expected.npz has tokens and the logits that belong to them."""
+    """Write models; beside the files of each, expected.npz has tokens and their logits."""
     tokenizer = make_tokenizer()
     assert len(tokenizer) <= VOCABULARY
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, 20), dtype=np.int32)
@@ -132,7 +132,7 @@ def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None
         shutil.rmtree(folder / name, ignore_errors=True)
         make_model(config, dtype).save_pretrained(folder / name, max_shard_size=largest)
         tokenizer.save_pretrained(folder / name)
-        # Read again: a model cast back to fp32 would keep rotary frequencies as rounded to its dtype.
+        # Read again: a model cast back to fp32 would keep its rotary frequencies rounded.
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
         with torch.no_grad():
             logits = model(torch.from_numpy(tokens).long()).logits.numpy()

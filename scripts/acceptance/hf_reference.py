@@ -1,4 +1,4 @@
-"""The PyTorch side of hf_compare.py, which calls it: models made and judged by transformers."""
+"""The PyTorch side of hf_compare.py, which calls it: makes and evaluates models with transformers."""
 
 # pyright: reportMissingImports=false
 import argparse
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, torch.dtype, str]] = {
 
 
 def load(folder: Path) -> torch.nn.Module:
-    """A model in fp32, its linear layers decoded if they are quantized."""
+    """A model in fp32, with its linear layers decoded if they are quantized."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -65,7 +65,7 @@ def mean_loss(folder: Path, tokens: np.ndarray) -> float:
 
 @torch.no_grad()
 def inspect(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """The logits of some tokens, and the weights that they were computed with."""
+    """The logits of some tokens, and the weights used."""
     model = load(folder)
     logits = model(torch.from_numpy(tokens).long()).logits
     weights = {name: parameter.float().numpy() for name, parameter in model.named_parameters()}
@@ -73,7 +73,7 @@ def inspect(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Make models, or judge one."""
+    """Make models, or evaluate one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", choices=("make", "loss", "inspect"))
     parser.add_argument("folder", type=Path)
@@ -82,7 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.task == "make":
         hf_fixtures.write(options.folder, CASES)
-        # To be trained: with the weights that transformers itself begins with.
+        # To be trained: keeps the initial weights of transformers.
         torch.manual_seed(0)
         fresh = options.folder.with_name("fresh")
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(fresh)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Train for a long time, and see whether host memory, open files or threads grow.
+"""Train for a long time, and check that host memory, open files and threads do not grow.
 
     scripts/acceptance/leak.py --steps 10000
 
-trains a tiny model in two processes with `zerojax launch`, with evaluations and checkpoints, and reads /proc
-meanwhile. Exit code 1 if, after the first fifth, either process gains more files or threads than a save uses
-for a moment, or more than 5% of memory.
+trains a tiny model in two processes with `zerojax launch`, with evaluations and checkpoints, and samples
+/proc. Exit code 1 if, after the first fifth, either process gains more files or threads than a save briefly
+uses, or more than 5% of memory.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _MOMENTARY = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds."""
+    """The resources of a process."""
 
     step: int
     megabytes: float
@@ -35,13 +35,13 @@ class Sample:
     threads: int
 
     def text(self) -> str:
-        """For a person."""
+        """The sample in words."""
         held = f"{self.megabytes:.0f} MB, {self.files:.0f} files, {self.threads:.0f} threads"
         return f"{held} around step {self.step:.0f}"
 
 
 def watch(command: list[str], run: Path, log: Path) -> dict[int, list[Sample]]:
-    """Run to the end; what each process held, twice a second, by process id."""
+    """Run to the end; returns samples of each process, twice a second, by process id."""
     samples: dict[int, list[Sample]] = {}
     with log.open("wb") as output:
         launcher = subprocess.Popen(command, stdout=output, stderr=output)
@@ -62,7 +62,7 @@ def watch(command: list[str], run: Path, log: Path) -> dict[int, list[Sample]]:
 
 
 def fifths(samples: list[Sample], steps: int) -> list[Sample]:
-    """The medians of the second fifth of a run and of those behind it."""
+    """The medians of the second and of each later fifth of a run."""
 
     def middle(fifth: int) -> Sample:
         rows = [astuple(x) for x in samples if fifth * steps < 5 * x.step <= (fifth + 1) * steps]
@@ -72,7 +72,7 @@ def fifths(samples: list[Sample], steps: int) -> list[Sample]:
 
 
 def main() -> None:
-    """Run, print the figures, judge."""
+    """Run, print the figures, and compare them with the bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--preset", default="zero3")

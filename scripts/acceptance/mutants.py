@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Break the core in small plausible ways, one at a time, and see whether the tests notice.
+"""Mutation tests: break the core in small plausible ways, one at a time, and check that the tests notice.
 
     scripts/acceptance/mutants.py --check       # do the lists still fit the code? runs no test
-    scripts/acceptance/mutants.py --jobs 2      # all; what an interrupted run has found is kept
+    scripts/acceptance/mutants.py --jobs 2      # all; results of an interrupted run are kept
     scripts/acceptance/mutants.py --only pipeline belt --fresh
 
 Each list in `scripts/acceptance/mutants/` names a source file, the tests that should notice a change of it,
-cheapest first (each line is what pytest is given), and the mutants: a text that occurs exactly once in the
-file, and what stands there instead. After a refactoring, `--check` names the texts to look up again.
+cheapest first (pytest's arguments, one run per line), and the mutants: a text that occurs exactly once in the
+file, and its replacement. After a refactoring, `--check` names the texts that no longer fit.
 
 A mutant is applied to a copy of the tree, never to the checkout. The first test that fails, or hangs, kills
-it. One that survives all of its tests needs a test, or a reason why nothing can tell it from the original:
-`equivalent`. Exit code: 0 if nothing survives that isn't equivalent, 1 otherwise, 2 if a list doesn't fit the
-code or a test fails without any mutant.
+it. A mutant that survives all of its tests needs another test, or an explanation why it is `equivalent` to
+the original. Exit code: 0 if only equivalent mutants survive, 1 otherwise, 2 if a list does not fit the code
+or a test fails without any mutant.
 """
 
 import argparse
@@ -43,12 +43,12 @@ LEFT_OUT = shutil.ignore_patterns(".*", "runs", "site", "build", "dist")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 MISSPELT = re.compile(r"NameError: name '\w+' is not defined")
 ALLOWANCE = (60, 4)
-"""A test hangs when it takes so many seconds more than so many times as long as without a mutant."""
+"""(seconds, factor): a test hangs if it takes longer than the seconds plus factor times its usual time."""
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""Other signals come from outside: they say nothing about a mutant."""
+"""Other signals come from outside and say nothing about a mutant."""
 
 running: set[int] = set()
-"""The sessions of tests that are running."""
+"""The sessions of running tests."""
 
 
 class StaleError(Exception):
@@ -61,10 +61,10 @@ class Mutant:
 
     Attributes:
         name: the list's name and what the change breaks; unique.
-        file: what is changed, relative to the root.
-        text: of the whole file, changed.
+        file: the changed file, relative to the root.
+        text: of the whole changed file.
         tests: pytest's arguments, one run each, in this order.
-        equivalent: why no test can notice, or "".
+        equivalent: why no test can notice the change, or "".
     """
 
     name: str
@@ -75,20 +75,20 @@ class Mutant:
 
     @property
     def fingerprint(self) -> str:
-        """Of the changed file: a kill of another text says nothing about this one."""
+        """A hash of the changed file: results hold for this text only."""
         return hashlib.sha256(f"{self.file}\n{self.text}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant.
+    """The result of a mutant.
 
     Attributes:
-        verdict: "killed", "survived" or "equivalent"; "not equivalent" if it was killed against its mark;
-            "broken" if it is no mutant, for it has a misspelt name or can't be imported.
+        verdict: "killed", "survived" or "equivalent"; "not equivalent" if a test killed it although it is
+            marked equivalent; "broken" if it has an undefined name or cannot be imported.
         by: the test that killed it, or why it is equivalent.
         seconds: of all tests.
-        fingerprint: the mutant's.
+        fingerprint: of the mutant.
     """
 
     verdict: str
@@ -98,7 +98,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is left to do about it."""
+        """Whether it needs no further attention."""
         return self.verdict in ("killed", "equivalent")
 
 
@@ -106,8 +106,8 @@ def read_lists(root: Path) -> list[Mutant]:
     """Every mutant of every list.
 
     Raises:
-        StaleError: a text does not occur exactly once, a change changes nothing or can't be parsed, a name is
-            given twice; one line for each.
+        StaleError: a text does not occur exactly once, a change changes nothing or cannot be parsed, or a
+            name is given twice; one line for each.
     """
     mutants, wrong = [], []
     for path in sorted((root / LISTS).glob("*.toml")):
@@ -144,19 +144,19 @@ def _syntax_error(text: str) -> str:
 
 @contextlib.contextmanager
 def copy_of(root: Path) -> Iterator[Path]:
-    """A copy of the tree, for as long as the context lasts."""
+    """A temporary copy of the tree."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         yield shutil.copytree(root, Path(folder) / "tree", ignore=LEFT_OUT)
 
 
 def run_tests(tree: Path, tests: str, compiled: Path, limit: float | None = None) -> tuple[int | None, str]:
-    """Run pytest in a tree up to the first failure; its exit status, None if it hung, and its output."""
+    """Run pytest in a tree up to the first failure; returns its exit status (None if it hung) and output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
-    # Programs that one mutant's tests have compiled, the next one's find.
+    # The tests of all mutants share a cache of compiled programs.
     paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     with tempfile.TemporaryFile() as written:
-        # In a session of its own, so that what a test has started ends with it.
+        # In a session of its own, so that processes started by a test end with it.
         process = subprocess.Popen(
             command,
             cwd=tree,
@@ -179,7 +179,7 @@ def run_tests(tree: Path, tests: str, compiled: Path, limit: float | None = None
 
 
 def end(session: int) -> None:
-    """End what is left of a session."""
+    """Kill what is left of a session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
 
@@ -191,7 +191,7 @@ def judge(mutant: Mutant, root: Path, compiled: Path, usual: dict[str, float]) -
         mutant: to be applied to a copy.
         root: of the tree.
         compiled: folder of compiled programs.
-        usual: seconds that each test takes without a mutant.
+        usual: seconds of each test without a mutant.
     """
     start = time.monotonic()
 
@@ -218,23 +218,23 @@ def judge(mutant: Mutant, root: Path, compiled: Path, usual: dict[str, float]) -
 
 
 class Ledger:
-    """What earlier runs and this one have found, on disk after each mutant."""
+    """The results of earlier runs and of this one, written to disk after each mutant."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
-        """Read what is there, or begin anew."""
+        """Read earlier results, or start without."""
         self.path = path
         kept = json.loads(path.read_text()) if path.exists() and not fresh else {}
         self.results = {name: Result(**fields) for name, fields in kept.items()}
 
     def known(self, mutant: Mutant) -> bool:
-        """Whether nothing is left to find out; survivors get another chance, for tests change."""
+        """Whether a result is known; survivors are tested again, because tests change."""
         result = self.results.get(mutant.name)
         if result is None or result.fingerprint != mutant.fingerprint:
             return False
         return result.verdict == ("equivalent" if mutant.equivalent else "killed")
 
     def add(self, name: str, result: Result) -> None:
-        """Note a result."""
+        """Record a result."""
         self.results[name] = result
         draft = self.path.with_suffix(".draft")
         plain = {key: dataclasses.asdict(result) for key, result in self.results.items()}
@@ -243,7 +243,7 @@ class Ledger:
 
 
 def each[T, R](jobs: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """Work through items, so many at a time; whichever is done first comes first."""
+    """Apply a function to items, a number of them at a time; yields results as they come."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(work, item): item for item in items}
         try:
@@ -257,10 +257,10 @@ def each[T, R](jobs: int, work: Callable[[T], R], items: Iterable[T]) -> Iterato
 
 
 def run_unchanged(root: Path, tests: list[str], compiled: Path, jobs: int) -> dict[str, float]:
-    """Seconds that each of the tests takes without a mutant.
+    """Seconds of each test without a mutant.
 
     Raises:
-        StaleError: one fails as it is, or there is none.
+        StaleError: a test fails, or there is none.
     """
     seconds = {}
 
@@ -278,7 +278,7 @@ def run_unchanged(root: Path, tests: list[str], compiled: Path, jobs: int) -> di
 
 
 def run_all(root: Path, chosen: list[Mutant], folder: Path, *, jobs: int, fresh: bool) -> list[Result]:
-    """Find out about every mutant that nothing is known of yet; the results in the order of the lists."""
+    """Test every mutant without a known result; returns all results in the order of the lists."""
     folder.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(folder / "results.json", fresh=fresh)
     left = [mutant for mutant in chosen if not ledger.known(mutant)]
@@ -296,14 +296,14 @@ def _line(mutant: Mutant, result: Result) -> str:
 
 
 def main() -> int:
-    """Read the lists, run what is chosen, print the results; the exit code."""
+    """Read the lists, run the chosen mutants, print the results; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[""], help="how the names of the mutants to run begin")
+    parser.add_argument("--only", nargs="+", default=[""], help="prefixes of the names of mutants to run")
     parser.add_argument("--jobs", type=int, default=1, help="how many to run at a time (default: 1)")
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have found")
-    parser.add_argument("--check", action="store_true", help="only see whether the lists fit the code")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier runs")
+    parser.add_argument("--check", action="store_true", help="only check that the lists fit the code")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the tree (default: this script's)")
     parser.add_argument(
         "--folder", type=Path, help="for results and compiled programs (default: runs/mutants in the root)"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compile training steps for a cluster of H100s that is not there, and compare with what the planner says.
+"""Compile training steps for an absent cluster of H100s, and compare them with the planner's predictions.
 
     scripts/acceptance/plan.py gpt-350m gpt-1.3b --presets zero3 delta --remat full none --accumulate 1 4
     scripts/acceptance/plan.py gpt-18b --nodes 64 --local 8
 
-For each case: the memory of a device, the bytes it sends within its node and to others, and the part of the
-latter whose collective has compute beside it in the compiled schedule. Needs the compiler of
-scripts/install_cuda_compiler.sh, no GPU. A case takes some 10 to 60 seconds of one core.
+For each case: the memory of a device, the bytes it sends within its node and to others, and the fraction of
+the latter that overlaps with compute in the compiled schedule. Needs the compiler of
+scripts/install_cuda_compiler.sh, but no GPU. A case takes about 10 to 60 seconds on one core.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from zerojax.zero_config import PRESETS, Remat
 
 ALLOWED = 0.15
 LAYERS_OF_A_BODY = 2
-"""XLA makes one body of two layers, so that two buffers can take turns."""
+"""XLA unrolls two layers into one loop body, so that two buffers can alternate."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Check:
-    """What the planner and the compiler say of a case; bytes on one device and per step.
+    """A case according to the planner and the compiler; bytes on one device and per step.
 
     Attributes:
         memory: planned, compiled.
         local_bytes: planned, compiled.
         node_bytes: planned, compiled.
-        hidden: the part of a layer's matmuls that lie between a hop's start and its end in the compiled
+        hidden: the fraction of a layer's matmuls between the start and the end of a hop in the compiled
             program, averaged over ``node_bytes``.
         kinds: planned memory by kind.
     """
@@ -71,7 +71,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the planned memory."""
+        """Relative error of the planned memory."""
         return self.memory[0] / self.memory[1] - 1
 
 
@@ -118,7 +118,7 @@ def _state(case: Case, config: RunConfig) -> zerojax.TrainState:
 
 
 def main() -> None:
-    """Parse the command line, check the cases, print a table; exit 1 where memory is off by over 15%."""
+    """Parse the command line, check the cases, print a table; exit 1 if memory is off by over 15%."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

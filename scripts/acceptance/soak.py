@@ -149,12 +149,12 @@ def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     import jax
 
     from zerojax.run.build import RunSetup
-    from zerojax.run.checkpoints.canonical import to_natural
+    from zerojax.run.checkpoints.canonical import to_canonical
 
     state = restore(
         folder / "checkpoints" / str(step), RunSetup.of(load_config(folder / "config.toml")).abstract_state()
     )
-    flat, _ = jax.tree_util.tree_flatten_with_path(to_natural(state))
+    flat, _ = jax.tree_util.tree_flatten_with_path(to_canonical(state))
     return {
         jax.tree_util.keystr(path): np.asarray(
             jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x

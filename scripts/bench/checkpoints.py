@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What saving costs: stretches of training with one save each beside stretches without, in one process.
+"""Measure the cost of a save: stretches of training with one save each, in turn with stretches without.
 
     scripts/bench/checkpoints.py gpt-tiny --steps 50 --pairs 4
 
-The last lines are the seconds of each pair, by the clock and of all processor cores together (which other
-work on the machine disturbs less), what saving cost (the median over the pairs), for how long the
-training loop itself stood still, and how much longer than a typical step the longest was.
+The last lines are the seconds of each pair, of wall time and of CPU time over all cores (which other work on
+the machine disturbs less), the cost of saving (median over the pairs), how long the training loop was
+blocked, and by how much the longest step exceeded a typical one.
 """
 
 import argparse
@@ -26,10 +26,10 @@ class Stretch:
 
     Attributes:
         clock: until the last step and the save are done.
-        cores: of processor time, all cores together.
+        cores: of CPU time, over all cores.
         trained: until the last step is done.
         stood: of the call to save.
-        late: by which its longest step exceeds the median.
+        late: by which the longest step exceeds the median.
     """
 
     clock: float
@@ -45,7 +45,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a TOML file, or the name of one in configs/")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a stretch, and so between saves")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a stretch, between saves")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of stretches")
     options = parser.parse_args()
     config = load_config(find_config(options.config))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How the time to trace, lower and compile a training step grows with a Stack's depth.
+"""Measure the time to trace, lower and compile a training step over the depth of a Stack.
 
     scripts/bench/compile_time.py --layers 12 48 --preset zero++
 
-For a cluster of 2 x 4 H100s that is not there (scripts/install_cuda_compiler.sh); in seconds of processor
-time, which other programs' load hardly changes; the least of some repetitions.
+For an absent cluster of 2 x 4 H100s (scripts/install_cuda_compiler.sh). Reports seconds of CPU time, which
+other load on the machine hardly changes; the least of several repetitions.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from zerojax.run.config import find_config, load_config
 
 
 def seconds(layers: int, preset: str, config: str) -> dict[str, float]:
-    """Processor seconds of each stage for a model of so many layers."""
+    """CPU seconds of each stage for a model with the given number of layers."""
     settings = load_config(find_config(config))
     model = dataclasses.replace(settings.model, layers=layers, attention="cudnn")
     begun = time.process_time()

@@ -35,7 +35,7 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
 from zerojax.cli.cluster import emulate_devices
 from zerojax.models import parameter_count
-from zerojax.run.build import RunSetup, abstract_batch, evaluate, make_batches
+from zerojax.run.build import RunSetup, abstract_batch, make_batches, mean_loss
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.data import Batch, Dataset, open_dataset, prepare
 from zerojax.run.metrics.queue import MetricsQueue
@@ -308,7 +308,7 @@ def train(trainee: Trainee, seed: int, data: Dataset, exact: Trainee) -> dict[st
         "steps": config.train.steps,
         "tokens": config.train.steps * size,
         "loss": curve[-1][1],
-        "loss_exact": float(evaluate(with_weights_of(state, exact.state), validation)),
+        "loss_exact": float(mean_loss(with_weights_of(state, exact.state), validation)),
         "curve": curve,
         "train_loss": means([one.values["loss"] for one in steps]),
         "grad_norm": means([one.values["grad_norm"] for one in steps]),
@@ -322,7 +322,7 @@ def train(trainee: Trainee, seed: int, data: Dataset, exact: Trainee) -> dict[st
 
 def measure(state: zerojax.TrainState, validation: list[Batch]) -> dict[str, jax.Array]:
     """The validation loss, for the queue."""
-    return {"validation_loss": evaluate(state, validation)}
+    return {"validation_loss": mean_loss(state, validation)}
 
 
 def with_weights_of(state: zerojax.TrainState, exact: zerojax.TrainState) -> zerojax.TrainState:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure what data cost: preparing tokens, reading batches, and attention that keeps documents apart.
+"""Measure the cost of data: preparing tokens, reading batches, and attention that separates documents.
 
-The text is the Python standard library's source code, cut to documents and written as JSON lines. Rates are
-per second of one core (the process's CPU time), which other programs on the machine disturb little.
-Attention is measured on a GPU alone. docs/data.md has the figures.
+The text is the source code of Python's standard library, cut into documents and written as JSON lines. Rates
+are per second of one core (the process's CPU time), which other programs on the machine disturb little.
+Attention is measured on GPUs only. docs/data.md has the figures.
 """
 
 import argparse
@@ -22,8 +22,8 @@ import numpy as np
 from zerojax.models.attention import causal_attention
 from zerojax.run.config import DataSection
 from zerojax.run.data import (
+    DatasetPart,
     PackedRows,
-    Part,
     TokenFile,
     TrainBatches,
     make_rows,
@@ -36,7 +36,7 @@ _MEAN_DOCUMENT = 2000
 
 
 def main() -> None:
-    """Print a line for each measurement."""
+    """Measure, and print a line for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=60, help="of text to prepare")
     parser.add_argument("--length", type=int, default=2048, help="of a sequence")
@@ -69,7 +69,7 @@ def write_documents(path: Path, size: int) -> None:
             size -= length
 
 
-def measure(name: str, settings: DataSection, folder: Path) -> Part:
+def measure(name: str, settings: DataSection, folder: Path) -> DatasetPart:
     """Prepare and open."""
     start = time.process_time()
     prepare(settings, folder)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long the Python side of a training step takes: from the call of ``train_step`` to its return.
+"""Measure the Python side of a training step: the time from the call of ``train_step`` to its return.
 
     scripts/bench/dispatch_time.py
 
-One CPU device and a model so small that its execution hardly counts; what there is of it is in the figure,
-which is thus an upper bound. The batch is in place already.
+One CPU device and a model so small that its execution, which is included, hardly counts: the figure is an
+upper bound. The batch is placed beforehand.
 """
 
 import os
@@ -24,7 +24,7 @@ STEPS = 200
 
 
 def microseconds(preset: str) -> list[float]:
-    """Of each call, the first few left out."""
+    """Microseconds of each call, without the first few."""
     config = GPTConfig(vocab_size=64, layers=2, d_model=16, heads=2, max_seq_len=8)
     state = zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What scripts/bench/links.py measured, as a Markdown table and curves, next to the planner's predictions.
+"""Show the results of scripts/bench/links.py and the planner's predictions as a Markdown table and curves.
 
 scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
 
-Cells are thousands of tokens/s of one GPU, the median step's, and in brackets what the planner expects. A
-rate of more than 400 Gb/s stands for no limit, and is predicted as 400.
+Cells are thousands of tokens/s of one GPU, by the median step, and in brackets the planner's prediction. A
+rate above 400 Gb/s means no limit, and is predicted as 400.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
-    """Tokens/s of one GPU that the planner expects."""
+    """Tokens/s of one GPU by the planner."""
     sequences, length = in_sequences(tokens)
     config, spec = abstract(model, length)
     fields = dict(train.VARIANTS[variant])
@@ -86,7 +86,7 @@ def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:
 
 @cache
 def abstract(model: str, length: int) -> tuple[GPTConfig, TrainSpec]:
-    """A model of links.py, and its program on two devices, none of whose arrays exists."""
+    """A model of links.py, and its abstract program on two devices."""
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     config = train.make_config(parser.parse_args([*MODELS[model], "--seq", str(length)]))
@@ -100,7 +100,7 @@ def abstract(model: str, length: int) -> tuple[GPTConfig, TrainSpec]:
 
 
 def names(cells: Cells, field: int) -> list[Any]:
-    """The values of one of a cell's coordinates, in the order in which they came."""
+    """The values of one coordinate of the cells, in order of appearance."""
     return list(dict.fromkeys(key[field] for key in cells))
 
 
@@ -125,7 +125,7 @@ def in_thousands(cell: tuple[float, float | None] | None) -> str:
 
 
 def in_words(rate: str) -> str:
-    """A rate as a heading has it."""
+    """A rate as a heading."""
     if bytes_per_second(rate) > UNTHROTTLED:
         return "no limit"
     return f"{bytes_per_second(rate) * 8 / 1e9:g} Gb/s"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what the benchmarks' --json wrote: a step's time under each system, a panel for each rate of links.
+"""Draw the --json output of the benchmarks: a step's time under each system, a panel per link rate.
 
 scripts/bench/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
 """
@@ -18,14 +18,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="+", type=Path, help="what the benchmarks wrote, of one session")
+    parser.add_argument("results", nargs="+", type=Path, help="outputs of the benchmarks of one session")
     parser.add_argument("--picture", type=Path, required=True, help="the PNG to write")
     options = parser.parse_args()
     draw([Row(**row) for path in options.results for row in json.loads(path.read_text())], options.picture)
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Bars to the median, a line from the least to the most, and how many times the fastest median it is."""
+    """Bars to the median, a line from minimum to maximum, and the ratio to the fastest median."""
     from matplotlib.figure import Figure
 
     rates = list(dict.fromkeys(row.rate for row in rows))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What the planner expects of zerojax over link rates, models and batches: a prediction, nothing is run.
+"""Predict the speed of zerojax over link rates, models and batches with the planner; nothing is run.
 
     scripts/bench/expected_speed.py --nodes 2 --gpus-per-node 4 --gpu h200 --picture docs/expected.png
 
 Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta, recomputing everything
-(`remat="full"`), one micro-batch a step. Tokens beyond 2048 are sequences of 2048.
+(`remat="full"`), with one micro-batch per step. More than 2048 tokens are sequences of 2048.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
-    """What is expected of one model on each cluster with each batch."""
+    """The predictions for one model on each cluster with each batch."""
     settings = load_config(find_config(model))
     settings = dataclasses.replace(
         settings,

@@ -1,7 +1,7 @@
 """JAX's own fully sharded training, for scripts/bench/train.py: `jit`, NamedSharding, XLA's partitioner.
 
-As its documentation recommends: fp32 masters and moments sharded over all devices, cast to bf16 as shards,
-one scan over the layers whose body asks for its weights whole, so that they are gathered layer by layer.
+As JAX's documentation recommends: fp32 masters and moments sharded over all devices, cast to bf16 as shards,
+and one scan over the layers whose body constrains its weights to be whole: they are gathered layer by layer.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def make(
 
 
 def _spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Over all devices, along the last dimension that divides; the leading one counts layers."""
+    """Sharded over all devices along the last dimension that divides; the leading one is layers."""
     for number in range(len(shape) - 1, 0, -1):
         if shape[number] % mesh.size == 0:
             return NamedSharding(mesh, PartitionSpec(*(None,) * number, AXES))

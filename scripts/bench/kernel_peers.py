@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Other libraries' block quantizers on this GPU, counted as scripts/bench/kernels.py counts.
+"""Measure other libraries' block quantizers on this GPU, as scripts/bench/kernels.py does.
 
     python3 scripts/bench/kernel_peers.py --megabytes 256
 
-Needs PyTorch; measures bitsandbytes, torchao and torch.compile, and says which of them is not installed.
-Scales are theirs: fp32, one for each block. GB/s count the bytes that must move once. Calls follow each other
-without waiting and rotate among inputs that no cache holds; what Python takes to launch one hides behind the
-one before at 64 MB and more, and would be what is measured below.
+Needs PyTorch; measures bitsandbytes, torchao and torch.compile, and reports which of them are not installed.
+They use fp32 scales, one per block. GB/s count the bytes that must move once. Calls follow each other without
+waiting and rotate among inputs that no cache holds. From 64 MB on Python's launch time hides behind the
+previous call; below, it would dominate.
 """
 
 # pyright: reportMissingImports=false
-# PyTorch and the libraries are no dependencies: whoever compares has them.
+# PyTorch and these libraries are not dependencies of zerojax.
 import argparse
 import json
 import statistics
@@ -23,7 +23,7 @@ import torch
 
 BLOCK = 256
 FP8_BLOCK = 128
-"""What torchao's kernel is written for."""
+"""The block size of torchao's kernel."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def torchao_cases(n: int, device: str) -> list[Case]:
     def source():
         return (numbers(n, device),)
 
-    # Scales take on the numbers' type here, and integers' zero points come with them.
+    # Scales have the dtype of the numbers here, and integers also have zero points.
     moved = 3 * n + 6 * n // BLOCK
     cases = [
         Case("torchao", "encode", "int8", encode, source, moved),
@@ -128,7 +128,7 @@ def torchao_cases(n: int, device: str) -> list[Case]:
 
 
 def compiled_cases(n: int, device: str) -> list[Case]:
-    """What torch.compile makes of plain code for int8: encode, and decode + sum + encode."""
+    """torch.compile of plain code for int8: encode, and decode + sum + encode."""
 
     def encode(x):
         blocks = x.float().view(-1, BLOCK)

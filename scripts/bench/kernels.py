@@ -77,7 +77,7 @@ def payload(index: int, fmt: str, peers: int, n: int) -> jax.Array:
     )
     scales = jnp.full((peers, n // BLOCK), 0.0117, jnp.bfloat16)
     raw = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(peers, -1)
-    # 0x7f and 0xff are no codes of fp8.
+    # 0x7f and 0xff are not codes of fp8.
     return jnp.concatenate([codes & 0xF7 if fmt == "fp8" else codes, raw], axis=1)
 
 
@@ -235,7 +235,7 @@ def seconds(compiled: Callable, sets: list[tuple], rounds: int = 7) -> tuple[flo
 
 
 def _device_seconds(compiled: Callable, sets: list[tuple]) -> float:
-    """What the device spends in kernels for one call of a compiled program's function."""
+    """Kernel time of one call of a compiled program's function, from a trace."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(compiled(sets))
@@ -265,7 +265,7 @@ def copy_rate(n: int) -> float:
 
 
 def copies(size: int) -> int:
-    """How many inputs of `size` bytes to rotate among, so that no call finds its own in the cache."""
+    """The number of inputs of `size` bytes to rotate among, so that no call finds its own in the cache."""
     return max(3, min(32, (256 << 20) // size))
 
 

@@ -4,8 +4,8 @@
     scripts/bench/links.py --nodes 2 --gpus-per-node 1 --json links.json
     scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
 
-Each model and batch is one run of scripts/bench/train.py in a cluster of its own; the rates change beneath
-its steps. Results are written after each, so that what is done is not lost with what is not. Needs root.
+Each model and batch is one run of scripts/bench/train.py in a cluster of its own, which measures all rates.
+Results are written after each run, so that a failure loses only one. Needs root.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of a GPU in a step")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="per GPU and step")
     parser.add_argument("--rates", nargs="+", default=["10gbit", "25gbit", "40gbit", "1000gbit"])
     parser.add_argument("--variants", nargs="+", default=["zero++", "delta"])
-    parser.add_argument("--layers", type=int, help="of each model, to try this script out")
+    parser.add_argument("--layers", type=int, help="of each model, for a quick trial")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a model and batch")
-    parser.add_argument("--json", type=Path, required=True, help="write what was measured here")
+    parser.add_argument("--json", type=Path, required=True, help="write the results here")
     options = parser.parse_args()
     try:
         fastest = max(options.rates, key=bytes_per_second)
@@ -62,14 +62,14 @@ def main() -> int:
 
 
 def in_sequences(tokens: int) -> tuple[int, int]:
-    """How many sequences of which length so many tokens are: one, or some of `LONGEST`.
+    """The number and length of sequences for a number of tokens: a single one, or some of `LONGEST`.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: the tokens do not divide so.
     """
     length = min(tokens, LONGEST)
     if tokens < 1 or tokens % length:
-        raise ValueError(f"{tokens} tokens are no number of sequences of {LONGEST}")
+        raise ValueError(f"{tokens} tokens do not divide into sequences of {LONGEST}")
     return tokens // length, length
 
 

@@ -1,8 +1,8 @@
-"""Text to train on from the files of this machine: source code, headers and documentation, each once.
+"""Collects text to train on from the files of this machine: source code, headers and documentation.
 
-Language models need text, and every machine that can train one has some: the sources of its Python packages,
-the headers of its C and C++ libraries, their documentation. Files are taken in the order of a hash of their
-paths, so that a limit on the size cuts all kinds alike, and the same machine gives the same text again.
+Every machine that can train a model has the sources of its Python packages, the headers of its C and C++
+libraries, and their documentation. Files are taken in the order of a hash of their paths, so that a limit on
+the size cuts all kinds alike and the same machine gives the same text again.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ KINDS = {
 }
 KIND_OF = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
 SMALLEST, LARGEST = 256, 1 << 20
-"""Bytes of a document. Smaller ones say nothing; larger ones are mostly tables or generated."""
+"""Bytes of a document; larger files are mostly tables or generated."""
 
 LONGEST_LINE = 1000
 LEAST_LETTERS = 0.6
-"""Of a document's bytes, ASCII letters and white space: tables of numbers have fewer."""
+"""Least fraction of ASCII letters and white space in a document; tables of numbers have less."""
 
 _LETTERS = (string.ascii_letters + string.whitespace).encode()
 _TELLING_LINE = 16
@@ -37,26 +37,25 @@ _BATCH = 2048
 
 
 def default_roots() -> list[Path]:
-    """Where the machine keeps such files: the running Python's library and packages, and /usr."""
+    """The folders of such files: the running Python's library and packages, and /usr."""
     own = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     return [*own, Path("/usr/include"), Path("/usr/local"), Path("/usr/share")]
 
 
 def collect(path: Path, roots: Iterable[Path], megabytes: float) -> dict[str, Any]:
-    """Write documents as JSON lines, ``{"text": ...}``, until there are so many megabytes of them.
+    """Write documents as JSON lines, ``{"text": ...}``, up to a number of megabytes.
 
-    A document is left out if another has the same text, or if more than half of its lines (those of 16
-    characters and more, without indentation) stand in documents that were taken before: a copy that was
-    edited, or one licence and little else.
+    A document is left out if another has the same text, or if more than half of its lines (of at least 16
+    characters without indentation) occur in earlier documents, as in edited copies and licences.
 
     Args:
-        path: where to; it appears when it is complete.
-        roots: folders to look through. Links to folders are not followed.
+        path: of the file, which appears when it is complete.
+        roots: folders to search; links to folders are not followed.
         megabytes: of text, 10^6 bytes each.
 
     Returns:
-        What the text is: its documents, bytes, bytes of each kind, SHA-256 in the order of the file, and
-        how many documents were left out as duplicates.
+        A description of the text: documents, bytes, bytes of each kind, SHA-256 in the order of the file, and
+        the number of duplicates left out.
     """
     seen: set[bytes] = set()
     lines: set[int] = set()
@@ -101,7 +100,7 @@ def _files(roots: Iterable[Path]) -> list[Path]:
 
 
 def _texts(files: list[Path]) -> Iterator[tuple[Path, str]]:
-    """What is in the files that hold text, read side by side, a few at a time."""
+    """The texts of the files that hold any, read concurrently, a few at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for some in batched(files, _BATCH):
             for file, text in zip(some, pool.map(_read, some), strict=True):
@@ -110,7 +109,7 @@ def _texts(files: list[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _read(file: Path) -> str | None:
-    """A file's text, or None where there is none to learn from."""
+    """A file's text, or None if it holds none to train on."""
     try:
         if not SMALLEST <= file.stat().st_size <= LARGEST:
             return None

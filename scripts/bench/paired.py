@@ -1,4 +1,4 @@
-"""What runs of several variants and seeds say: how far each ends from the exact run of its seed."""
+"""Statistics of runs of several variants and seeds: how far each ends from the exact run of its seed."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ import numpy as np
 import scipy.stats
 
 Run = dict[str, Any]
-"""A record as `convergence.py` writes it."""
+"""A run in the output of `convergence.py`."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean of a few numbers and how sure it is.
+    """The mean of a few numbers and its error.
 
     Attributes:
-        mean: of all.
-        deviation: of one of them (n - 1 in the denominator); None of a single one.
-        error: the standard error of the mean; None likewise.
-        count: how many there are.
+        mean: of the numbers.
+        deviation: standard deviation (n - 1 in the denominator); None for a single number.
+        error: standard error of the mean; None for a single number.
+        count: of the numbers.
     """
 
     mean: float
@@ -31,7 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The spread of one number or more."""
+        """The spread of at least one number."""
         deviation = statistics.stdev(values) if len(values) > 1 else None
         error = None if deviation is None else deviation / len(values) ** 0.5
         return cls(statistics.fmean(values), deviation, error, len(values))
@@ -49,12 +49,12 @@ def differences(runs: Sequence[Run], exact: str, of: str = "loss") -> dict[str, 
 
 @dataclass(frozen=True)
 class Chance:
-    """What seeds alone do, by the analysis of variance of log(loss) = variant + seed + chance.
+    """The effect of chance, by an analysis of variance of log(loss) = variant + seed + chance.
 
     Attributes:
         deviation: of one paired difference, relative, if the two variants are equally good; pooled over all.
-        freedom: how many degrees of freedom it is estimated from.
-        probability: of variants that differ as much as these do, if all are equally good (F test).
+        freedom: degrees of freedom of the estimate.
+        probability: that variants differ as much as these if all are equally good (F test).
     """
 
     deviation: float
@@ -63,7 +63,7 @@ class Chance:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> "Chance | None":
-        """What runs tell; None where there are too few."""
+        """The estimate from some runs; None if there are too few."""
         losses = np.log([run["loss"] for run in runs])
         seeds = _indicators([run["seed"] for run in runs])
         free, left = _residual(losses, np.hstack([seeds, _indicators([run["variant"] for run in runs])]))
@@ -76,22 +76,22 @@ class Chance:
 
 
 def _indicators(labels: Sequence[Any]) -> np.ndarray:
-    """A column for each label, 1 where it stands."""
+    """Indicator columns, one per label."""
     return np.asarray([[label == other for other in dict.fromkeys(labels)] for label in labels], float)
 
 
 def _residual(values: np.ndarray, columns: np.ndarray) -> tuple[int, float]:
-    """Degrees of freedom and sum of squares that a least-squares fit by columns leaves."""
+    """Residual degrees of freedom and sum of squares of a least-squares fit by columns."""
     fit, _, rank, _ = np.linalg.lstsq(columns, values)
     return len(values) - int(rank), float(np.sum((values - columns @ fit) ** 2))
 
 
 def table(runs: Sequence[Run], exact: str) -> list[str]:
-    """A row for each variant, as Markdown; of the variants in the order of their first run.
+    """A Markdown table, a row per variant in the order of their first runs.
 
-    Columns: the mean loss over seeds and one run's standard deviation; the mean of the paired differences
-    and its standard error; by how much the loss falls if the same weights are evaluated without their wire
-    formats; what a node sends in a step. Below, what chance does (`Chance`).
+    Columns: the mean loss over seeds and the standard deviation of one run; the mean of the paired
+    differences and its standard error; by how much the loss falls if the same weights are evaluated without
+    their wire formats; the bytes that a node sends per step. Below, the effect of `Chance`.
     """
     lines = [
         f"| variant | seeds | validation loss | spread | from {exact} | weights as they are | sent |",
@@ -123,7 +123,7 @@ def table(runs: Sequence[Run], exact: str) -> list[str]:
 
 
 def draw(runs: Sequence[Run], exact: str, path: Path) -> None:
-    """Two panels in a PNG: the distance from the exact run as training goes on, and at the end, per seed."""
+    """Draw a PNG of two panels: the distance from the exact run during training, and at the end, per seed."""
     from matplotlib.figure import Figure
 
     names = [name for name in dict.fromkeys(run["variant"] for run in runs) if name != exact]

@@ -1,4 +1,4 @@
-"""Curves of throughput over the batch, a panel for each model and link, predicted or measured."""
+"""Draws curves of throughput over the batch, a panel for each model and link, predicted or measured."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Curve:
         label: for the legend.
         points: (tokens of a GPU in a step, tokens/s of one GPU).
         color: of matplotlib's cycle, "C0" and so on.
-        style: as matplotlib spells it: "o-", "--".
+        style: of matplotlib: "o-", "--".
     """
 
     label: str
@@ -35,11 +35,11 @@ def draw_panels(
 
     Args:
         path: of the picture.
-        models: a row of panels each.
-        links: a column each.
-        curves: what a panel shows.
+        models: one row of panels each.
+        links: one column each.
+        curves: of a panel.
         tokens: ticks of the horizontal axis.
-        title: above everything.
+        title: of the picture.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, ScalarFormatter

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the planner predicts where the ZeRO++ paper (Wang et al., 2023) measured: its Tables 1 and 8.
+"""Compare the planner's predictions with Tables 1 and 8 of the ZeRO++ paper (Wang et al., 2023).
 
     scripts/bench/paper_tables.py
 
 Prints Markdown. The paper gives sizes, not shapes: 18B is that of Megatron-LM (Narayanan et al., 2021), the
-others have its widths. TFLOP/s count recomputation, as the formula there does. Matmuls on V100 are taken at
-61.44 of 125 TFLOP/s, the paper's Table 7 for 18B with hpZ; on A100 at the part measured here on H200. What
-the V100s compute and send is fp16, of the size of bf16.
+others have its widths. TFLOP/s include recomputation, as in the paper's formula. Matmuls on V100 are assumed
+to reach 61.44 of 125 TFLOP/s, from the paper's Table 7 for 18B with hpZ; on A100 the fraction measured here
+on H200. The V100s use fp16, of the size of bf16.
 """
 
 import jax

@@ -1,12 +1,11 @@
-"""What the PyTorch peers of scripts/bench/train.py share: the model, the options, the clock, the table.
+"""Common parts of the PyTorch peers of scripts/bench/train.py: the model, the options, timing, the table.
 
-The model computes what zerojax's stack computes: the same blocks, initial distributions, data and loss.
-Its draws are PyTorch's, so a peer's loss agrees with ours statistically (after as many steps), not bit
-for bit.
+The model is zerojax's stack: the same blocks, initial distributions, data and loss. Its random numbers are
+PyTorch's, so after the same steps a peer's loss agrees with ours statistically, not bit for bit.
 """
 
 # pyright: reportMissingImports=false
-# PyTorch is not a dependency: whoever compares has it.
+# PyTorch is not a dependency of zerojax.
 import argparse
 import faulthandler
 import gc
@@ -38,7 +37,7 @@ class Peer:
         step: trains on one batch and returns its loss on this rank, without waiting for it.
         grad_norm: the global norm of the last step's gradients; all ranks call it.
         parameters: of the whole model.
-        close: lets go of what would outlive the last reference to the model.
+        close: frees what would outlive the last reference to the model.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Block(nn.Module):
     """A pre-norm block of zerojax.models without biases, GPT-2's or (llama) LLaMA's."""
 
     def __init__(self, d: int, ffn: int, *, layers: int, llama: bool):
-        """Draw the weights: normal, those that lead into the residual stream narrower."""
+        """Initialise the weights: normal, narrower for projections into the residual stream."""
         super().__init__()
         norm = partial(nn.RMSNorm, d, eps=1e-5) if llama else partial(nn.LayerNorm, d, eps=1e-5, bias=False)
         self.norm_attention = norm()
@@ -119,7 +118,7 @@ class Block(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """The model: blocks and nothing else."""
+    """The model: blocks only."""
 
     def __init__(self, blocks: list[nn.Module], rope: RopeTable | None):
         """Take the blocks, wrapped as a peer wraps them."""
@@ -136,7 +135,7 @@ class BlockStack(nn.Module):
 
 
 def rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-    """Turn each pair (x[i], x[i + dim/2]) of (batch, heads, time, dim) by its position's angle, in fp32."""
+    """Rotate each pair (x[i], x[i + dim/2]) of (batch, heads, time, dim) by its position's angle, in fp32."""
     cos, sin = rope
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
@@ -184,7 +183,7 @@ def make_parser(description: str, peers: list[str], default: list[str]) -> argpa
         "--warm-up",
         type=int,
         default=3,
-        help="untimed steps: the first of all, and the others anew at each of --rates",
+        help="untimed steps: the first once, the others again at each of --rates",
     )
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--peers", nargs="+", choices=peers, default=default)
@@ -214,7 +213,7 @@ def pick_device(options: argparse.Namespace) -> torch.device:
 
 
 def say(message: str) -> None:
-    """Tell how far the run is, on rank 0; after a long silence, the stacks are printed."""
+    """Print progress on rank 0; after a long silence, stacks are dumped."""
     if os.environ.get("RANK", "0") == "0":
         faulthandler.dump_traceback_later(STALL_SECONDS)
         print(f"[{time.perf_counter() - _BEGUN:6.1f} s] {message}", file=sys.stderr, flush=True)
@@ -223,9 +222,9 @@ def say(message: str) -> None:
 def measure_all(
     options: argparse.Namespace, device: torch.device, build: Callable[[str], Peer], names: list[str]
 ) -> None:
-    """Build, warm up and time each peer; print its line and rewrite the JSON as soon as it is known.
+    """Build, warm up and time each peer; print its line and rewrite the JSON after each.
 
-    At the end the ranks part.
+    At the end the process group is destroyed.
     """
     rows: list[Row] = []
     first = SDPBackend.CUDNN_ATTENTION if options.attention == "cudnn" else SDPBackend.FLASH_ATTENTION
@@ -240,12 +239,12 @@ def measure_all(
                     print(line(row), flush=True)
                     write(rows, options.json)
     faulthandler.cancel_dump_traceback_later()
-    dist.barrier()  # rank 0 prints yet; who leaves early takes its connections along
+    dist.barrier()  # rank 0 still prints; a rank that leaves early closes its connections
     dist.destroy_process_group()
 
 
 def forget(device: torch.device) -> None:
-    """Free what the last peer held (modules and their hooks are cycles) and its highest mark."""
+    """Free the memory of the last peer (modules and their hooks are cycles) and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -284,7 +283,7 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
 
 
 def _limit_links(rate: str | None) -> None:
-    """Give every node's link the rate."""
+    """Set the rate of every node's link."""
     if rate is not None:
         from zerojax.testing.emulated_cluster.network import limit_link
 

@@ -1,6 +1,6 @@
-"""What the benchmarks of one model under many systems share: a row, how it is counted and printed.
+"""Common parts of the benchmarks of one model under many systems: how a row is counted and printed.
 
-It imports neither JAX nor PyTorch, for either may be missing where the other is measured.
+Imports neither JAX nor PyTorch, because either may be missing where the other is measured.
 """
 
 import argparse
@@ -16,19 +16,18 @@ class Row:
     """One variant's figures.
 
     Attributes:
-        micro_batches: of a step; all variants with as many see the same data.
-        rate: of the nodes' links, where the run sets it (--rates).
+        micro_batches: of a step; all variants with the same number see the same data.
+        rate: of the nodes' links, if the run sets it (--rates).
         milliseconds: median, minimum and maximum of a step.
         tokens_per_second: of the world, at the median.
         mfu: model FLOPs (6 per parameter and token, and attention) over the chips' bf16 peak; None
-            where the chip's peak is not known.
-        sent_per_node: bytes that a node put on its link in a step, headers included; None where the
-            nodes are not those of zerojax emulate.
+            if the chip's peak is unknown.
+        sent_per_node: bytes that a node put on its link in a step, headers included; None without zerojax
+            emulate.
         peak_gib: the most memory that device 0 held.
         loss: after the timed steps; the gradient's norm likewise.
-        exposed_ms: milliseconds of a step in which device 0 communicates and does nothing else; None where
-            no step was traced.
-        hidden: the part of device 0's communication that runs beside compute; None likewise.
+        exposed_ms: milliseconds of a step in which device 0 only communicates; None if no step was traced.
+        hidden: fraction of device 0's communication beside compute; None likewise.
     """
 
     variant: str
@@ -48,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Speed:
-    """What is counted of timed steps: see ``Row``."""
+    """The figures of timed steps; see ``Row``."""
 
     milliseconds: tuple[float, float, float]
     tokens_per_second: float
@@ -58,14 +57,14 @@ class Speed:
 def speed_of(
     seconds: Sequence[float], tokens: int, flops_per_token: int, world: int, peak_tflops: float | None
 ) -> Speed:
-    """The figures of steps that took so many seconds each.
+    """The figures of steps from their times.
 
     Args:
         seconds: of every timed step.
         tokens: of a step, of the world.
         flops_per_token: of a forward and a backward pass.
         world: devices.
-        peak_tflops: of one of them; None where it is not known.
+        peak_tflops: of one of them; None if unknown.
     """
     median = statistics.median(seconds)
     peak = peak_tflops and peak_tflops * 1e12 * world
@@ -74,7 +73,7 @@ def speed_of(
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the model and of what is printed, which all systems have alike."""
+    """The options of the model and of the output, common to all systems."""
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--d-model", type=int, default=2048)
     parser.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
@@ -91,7 +90,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sent_so_far() -> int | None:
-    """Bytes that this node has put on its link, by the interface's counter; None without such a link."""
+    """Bytes that this node has put on its link, by the interface's counter; None without a link."""
     try:
         from zerojax.testing.emulated_cluster.network import ClusterError, link_bytes
     except ImportError:  # where PyTorch's peers run alone
@@ -120,6 +119,6 @@ def line(row: Row) -> str:
 
 
 def write(rows: Sequence[Row], path: Path | None) -> None:
-    """The rows as JSON, where a path is given."""
+    """Write the rows as JSON if a path is given."""
     if path:
         path.write_text(json.dumps([asdict(row) for row in rows], indent=1))

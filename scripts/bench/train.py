@@ -6,12 +6,12 @@
         scripts/bench/train.py --nodes 2 --local 4 --variants zero3 zero++ delta
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
-SwiGLU), fed random bf16 activations: what is measured is the blocks and their communication. "gspmd" is JAX's
-own sharding (gspmd.py); PyTorch's run the same stack (train_fsdp2.py). A variant whose
-loss after the same steps is more than 1% from that of the first with as many micro-batches is marked: it
-computes something else. Steps after the timed ones are traced (not with --no-trace): "hidden" is the
-part of their communication that ran beside compute, "exposed" the time of a step in which there was nothing
-else. Several --rates of an emulated cluster's links are timed one after the other, without compiling again.
+SwiGLU), fed random bf16 activations, to measure the blocks and their communication. "gspmd" is JAX's own
+sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A variant is marked as wrong if its loss
+after the same steps differs by more than 1% from that of the first variant with as many micro-batches. Steps
+after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication beside
+compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated cluster's
+links are timed one after the other, without recompiling.
 """
 
 import argparse
@@ -59,7 +59,7 @@ TRACED_STEPS = 2
 
 
 class BlockStack(nnx.Module):
-    """The model: blocks and nothing else."""
+    """The model: blocks only."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         """Draw the weights."""
@@ -67,7 +67,7 @@ class BlockStack(nnx.Module):
         self.blocks = zerojax.Stack(partial(Block, config), config.layers, rngs=rngs)
 
     def rope(self, length: int) -> RopeTable | None:
-        """The rotary table of a sequence, where positions are rotary."""
+        """The rotary table of a sequence, if positions are rotary."""
         if self.config.positions != "rope":
             return None
         return rope_table(jnp.arange(length), rope_frequencies(self.config))
@@ -101,7 +101,7 @@ def main() -> None:
     traces.add_argument("--no-trace", action="store_true", help="do not trace: no overlap figures")
     parser.add_argument(
         "--xla", nargs="+", default=[], metavar="OPTION=VALUE",
-        help="tell the compiler so, in place of what zerojax.comm.xla_options says (true, false or a number)",
+        help="an option of the compiler, instead of zerojax.comm.xla_options (true, false or a number)",
     )  # fmt: skip
     options = parser.parse_args()
     for name, _, value in (given.partition("=") for given in options.xla):
@@ -159,7 +159,7 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def make_config(options: argparse.Namespace) -> GPTConfig:
-    """The blocks that the command line asks for."""
+    """The configuration of the blocks, from the command line."""
     family: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu"} if options.llama else {}
     return GPTConfig(
         vocab_size=256,
@@ -174,7 +174,7 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
 
 
 def flops_per_token(config: GPTConfig) -> int:
-    """Of a forward and a backward pass: 6 a weight, and causal attention's two products."""
+    """FLOPs of a forward and a backward pass: 6 per weight, and causal attention's two products."""
     matrices = 3 if config.mlp == "swiglu" else 2
     weights = 4 * config.d_model**2 + matrices * config.d_model * config.ffn_width
     return config.layers * (6 * weights + 6 * config.d_model * config.max_seq_len)
@@ -183,7 +183,7 @@ def flops_per_token(config: GPTConfig) -> int:
 def timed(
     steps: int, state: Any, step: gspmd.Step, batch: Any
 ) -> tuple[Any, dict[str, jax.Array], list[float]]:
-    """The state after so many steps, the last one's metrics, and each one's seconds."""
+    """The state after some steps, the metrics of the last, and the seconds of each."""
     metrics, seconds = {}, []
     for _ in range(steps):
         begun = time.perf_counter()
@@ -196,7 +196,7 @@ def timed(
 def trace(
     variant: str, state: Any, step: gspmd.Step, batch: Any, keep: Path | None
 ) -> tuple[Any, float, float]:
-    """The state after three more steps, milliseconds of one's exposed communication, and the part hidden."""
+    """The state after three more steps, the exposed milliseconds per step, and the hidden fraction."""
     with tempfile.TemporaryDirectory() as folder:
         # Every node writes traces, and those of an emulated cluster share a file system.
         place = (keep or Path(folder)) / variant / f"process{jax.process_index()}"
@@ -204,7 +204,7 @@ def trace(
             state, _, _ = timed(1 + TRACED_STEPS, state, step, batch)
         events = read_events(trace_files(place)[-1])
     own = [event for event in events if event.device == events[0].device]
-    # Nodes do not begin to trace at the same time: in the first step one waits for another.
+    # Nodes do not start tracing at the same time: in the first step some wait for others.
     overlap = measure_overlap(own[len(own) // (1 + TRACED_STEPS) :])
     return state, 1e3 * (overlap.total - overlap.hidden) / TRACED_STEPS, overlap.fraction
 

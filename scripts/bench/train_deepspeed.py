@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""DeepSpeed's training of the block stack that scripts/bench/train.py times: ZeRO-3 and ZeRO++.
+"""Time DeepSpeed's ZeRO-3 and ZeRO++ on the block stack of scripts/bench/train.py.
 
     zerojax emulate --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         sh -c 'python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --node-rank $NODE_RANK \\
             --master-addr $MASTER_ADDR --master-port $MASTER_PORT scripts/bench/train_deepspeed.py'
 
 Bucket sizes are DeepSpeed's defaults for ZeRO-3 and its ZeRO++ tutorial's for ZeRO++; overlap_comm is on,
-and the optimizer is PyTorch's fused AdamW, which needs no build. ZeRO++'s kernels are compiled at first
-use: that takes nvcc and ninja, CUDA_HOME where nvcc's own folder does not lie in it, and minutes without
-MAX_JOBS=32 TORCH_CUDA_ARCH_LIST=9.0. On a CPU (DS_ACCELERATOR=cpu, --device cpu) only "zero3" runs.
+and the optimizer is PyTorch's fused AdamW, which needs no build. ZeRO++'s kernels are compiled at first use,
+which needs nvcc, ninja and perhaps CUDA_HOME, and takes minutes without MAX_JOBS=32 TORCH_CUDA_ARCH_LIST=9.0.
+On a CPU (DS_ACCELERATOR=cpu, --device cpu) only "zero3" runs.
 """
 
 # pyright: reportMissingImports=false
-# PyTorch and DeepSpeed are no dependencies: whoever compares has them.
+# PyTorch and DeepSpeed are not dependencies of zerojax.
 import argparse
 import logging
 import os
@@ -44,7 +44,7 @@ ZERO_PLUS_PLUS = {
     "zero_quantized_weights": True,
     "zero_quantized_gradients": True,
 }
-# In fp16, too: where DeepSpeed's kernels read bf16 gradients as fp16 the norm tells.
+# Also in fp16: the norm reveals whether DeepSpeed's kernels read bf16 gradients as fp16.
 PEERS: dict[str, dict[str, Any]] = {
     "ds-zero3": {"zero": ZERO3},
     "ds-zero++": {"zero": ZERO_PLUS_PLUS},
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def build_quantizer() -> None:
-    """Compile ZeRO++'s kernels: on one rank, so that the others find them done."""
+    """Compile ZeRO++'s kernels on one rank first, for all."""
     from deepspeed.ops.op_builder import QuantizerBuilder
 
     say("compiling DeepSpeed's quantizer")

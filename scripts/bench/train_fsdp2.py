@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch's sharded training of the block stack that scripts/bench/train.py times.
+"""Time PyTorch's FSDP2 and HSDP on the block stack of scripts/bench/train.py.
 
     python3 -m torch.distributed.run --nproc-per-node 8 scripts/bench/train_fsdp2.py \\
         --sequences 4 --peers fsdp2
@@ -9,11 +9,11 @@
             scripts/bench/train_fsdp2.py --peers fsdp2 hsdp hsdp-x8'
 
 Settings are the documented best: blocks compiled, bf16 parameters and reductions over fp32 masters,
-fused AdamW, prefetch as FSDP2 does by itself. Without --checkpoint nothing is recomputed.
+fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed.
 """
 
 # pyright: reportMissingImports=false
-# PyTorch is not a dependency: whoever compares has it.
+# PyTorch is not a dependency of zerojax.
 import argparse
 import os
 from functools import partial
@@ -75,7 +75,7 @@ def build(
     batch = make_batch(options, device, micro_batches, torch.bfloat16)
 
     def step() -> torch.Tensor:
-        # Not after the update: the last step's gradients are still to be measured.
+        # Not after the update: the last step's gradients are measured later.
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for number, (x, y) in enumerate(batch, 1):
@@ -92,13 +92,13 @@ def build(
 
 
 def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> Any:
-    """The stack, each block checkpointed if asked for, compiled, and sharded as it is made.
+    """The stack, each block checkpointed if asked for, compiled, and sharded, in this order.
 
-    In that order: FSDP's hooks then stay outside of the compiled code, so that it has no breaks and
-    all blocks share it. (It is compiled twice: the first block's input needs no gradient.)
+    So FSDP's hooks stay outside of the compiled code, which has no graph breaks and is shared by all blocks.
+    (It is compiled twice: the first block's input needs no gradient.)
     """
-    torch.manual_seed(0)  # ranks keep their shards of what each draws whole
-    # Inputs are bf16 already; casting them would round the table of rotary angles.
+    torch.manual_seed(0)  # every rank draws all weights and keeps its shards
+    # Inputs are bf16 already; a cast would round the table of rotary angles.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
     blocks = []
     for _ in range(options.layers):

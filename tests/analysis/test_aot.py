@@ -1,4 +1,4 @@
-"""zerojax.analysis.aot: described clusters, and what stays as it was in a process that compiles for them."""
+"""zerojax.analysis.aot: described clusters, and no side effects in a process that compiles for them."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_the_cpu_stays_the_default(cuda_mesh):
 
 def test_a_description_of_ones_own(cuda_mesh, tmp_path: Path):
     cuda_mesh(1, 1)
-    text = aot.describe("h100").replace("NVIDIA H100", "NVIDIA X100")
+    text = aot.gpu_description("h100").replace("NVIDIA H100", "NVIDIA X100")
     (tmp_path / "x100.txtpb").write_text(text)
     assert "X100" in aot.topology(1, 2, tmp_path / "x100.txtpb")[1].device_kind
 

@@ -1,4 +1,4 @@
-"""The report's count against numbers reckoned by hand."""
+"""The report's count against numbers computed by hand."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_delta_sends_once_however_many_micro_batches():
 
 @pytest.mark.parametrize("style", ["stacked", "listed"])
 def test_delta_sends_the_differences_of_each_layer_once(style):
-    """A stack's layers bring their copies up to date as they are called; nothing does it again after them."""
+    """The layers of a stack update their copies as they are called, and nothing repeats it afterwards."""
     state = abstract_state(style, zerojax.make_mesh(2, 4), zerojax.ZeroConfig.preset("delta", block_size=64))
     sent = [c for c in zerojax.comm_report(state, batch_of(8)).collectives if c.phase == "delta"]
     assert {c.axes for c in sent} == {("node",)}

@@ -1,4 +1,4 @@
-"""The report against the network card: real processes, each on a link of its own, training."""
+"""The report against the network card: training in real processes, each on a link of its own."""
 
 import io
 

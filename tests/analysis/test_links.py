@@ -1,4 +1,4 @@
-"""What doctor measures and advises, on emulated devices."""
+"""The measurements and advice of doctor, on emulated devices."""
 
 import jax
 import pytest

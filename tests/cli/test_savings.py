@@ -21,7 +21,7 @@ def opened(*options: str) -> tuple[RunConfig, TrainSpec]:
 
 
 def check(trial: Trial, *options: str) -> None:
-    """A trial's numbers are those of the plan of the command line with that option."""
+    """What a trial says is what the plan of the command line with that option says."""
     config, spec = opened(*options, *trial.option.split())
     train, zero = config.train, spec.zero
     plan = plan_state(spec)

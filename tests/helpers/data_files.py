@@ -1,4 +1,4 @@
-"""What several tests of the data share."""
+"""Helpers of the tests of data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from zerojax.run.data import ByteTokenizer, TokenFile, TokenWriter, open_tokens
 
 @dataclass
 class Ends(ByteTokenizer):
-    """A tokenizer of which only the size and the ends of a text are asked."""
+    """A tokenizer with only a size and the ends of a text."""
 
     vocab_size: int
     end_of_text: int

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from zerojax.interop.huggingface import Source, import_model, model_section
+from zerojax.interop.huggingface import ModelFolder, import_model, model_section
 from zerojax.models import GPTConfig
 from zerojax.run.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
 from zerojax.run.run_dir import RunFolder
@@ -31,7 +31,7 @@ def run_config(model: GPTConfig, preset: str = "zero++") -> RunConfig:
 
 def begin_run(model: Path, folder: RunFolder) -> None:
     """Import a model with its tokenizer."""
-    source = Source.open(model)
+    source = ModelFolder.open(model)
     config = run_config(source.model)
     data = replace(config.data, tokenizer=str(folder.tokenizer.absolute()))
     import_model(source, replace(config, data=data), folder)

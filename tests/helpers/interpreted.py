@@ -1,7 +1,7 @@
-"""The Triton kernels on a CPU: Triton's interpreter, with the few PTX instructions they name in numpy.
+"""Runs the Triton kernels on a CPU by Triton's interpreter, with their PTX instructions in numpy.
 
-Import it in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported. `install`
-makes `pallas_kernels.triton.calls` run its kernels here, on concrete arrays.
+Import it in a process of its own, with TRITON_INTERPRET=1 set before Triton is imported. `install` makes
+`pallas_kernels.triton.calls` run its kernels here, on concrete arrays.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -100,7 +100,7 @@ def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
 
 
 class _Array:
-    """What the interpreter asks of an array: its address and its type."""
+    """An array for the interpreter: its address and its type."""
 
     def __init__(self, array):
         self.array = array

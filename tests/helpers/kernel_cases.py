@@ -1,4 +1,4 @@
-"""Inputs that codecs get wrong."""
+"""Inputs that are hard for codecs."""
 
 import jax
 import ml_dtypes

@@ -1,4 +1,4 @@
-"""What the tests of the Mosaic kernels call, with which arguments."""
+"""The calls of the tests of the Mosaic kernels."""
 
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Compile every Mosaic kernel to machine code for an H100 that is not there."""
+"""Compile every Mosaic kernel to machine code for an absent H100."""
 
 import jax
 import numpy as np

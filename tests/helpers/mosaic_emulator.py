@@ -1,6 +1,6 @@
-"""Mosaic kernels' bodies on numpy arrays, one program after the other: what they compute, not how.
+"""Runs the bodies of Mosaic kernels on numpy arrays, one program after the other, ignoring layouts.
 
-Pallas' own interpreter for Mosaic GPU knows no reshaped references, which the kernels cannot do without.
+Pallas' own interpreter for Mosaic GPU does not support reshaped references, which the kernels need.
 """
 
 from collections.abc import Callable
@@ -81,5 +81,5 @@ def emulate(monkeypatch) -> None:
 
 
 def _subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
-    """In numpy: XLA's code for CPUs takes subnormals for zeros."""
+    """In numpy, because XLA flushes subnormals on CPUs."""
     return jnp.asarray(np.asarray(bits).view(np.float32) * np.asarray(factor))

@@ -107,15 +107,15 @@ def plain_loop(
 
 
 def masters(state: zerojax.TrainState) -> Tree:
-    """A state's fp32 master weights in natural shapes, cut out of the stored arrays by numpy."""
+    """A state's fp32 master weights in unsharded shapes, cut out of the stored arrays by numpy."""
     stored = by_path(state.params)
-    natural = {
+    whole = {
         leaf.path: np.asarray(stored[leaf.path])
         .reshape(leaf.layers, leaf.padded)[:, : leaf.size]
         .reshape(leaf.unsharded_shape)
         for leaf in state.spec.leaves
     }
-    return traverse_util.unflatten_dict(natural)
+    return traverse_util.unflatten_dict(whole)
 
 
 def distance(found: Tree, wanted: Tree) -> float:

@@ -1,7 +1,7 @@
-"""The wire codec once more, in plain numpy and float64: what the tests compare with.
+"""An independent wire codec in plain numpy and float64, for tests to compare with.
 
-Written from the specification in `pallas_kernels.reference`, by other means: decimal arithmetic
-where that one manipulates bits, tables where that one calculates.
+Written from the specification in `pallas_kernels.reference` by other means: decimal arithmetic instead of bit
+manipulation, tables instead of calculation.
 """
 
 import ml_dtypes
@@ -99,7 +99,7 @@ def _code(y, fmt, random):
 
 
 def _pack(codes, bits):
-    """Little-endian bit fields, by way of single bits."""
+    """Little-endian bit fields, packed bit by bit."""
     field = (codes[:, None] >> np.arange(bits)) & 1
     return np.packbits(field.astype(np.uint8).reshape(-1), bitorder="little")
 

@@ -24,7 +24,7 @@ def draw_tokens(batch=2, time=12):
 
 
 @FAMILIES
-def test_logits_are_fp32_of_the_natural_shape(family):
+def test_logits_are_fp32_of_the_expected_shape(family):
     model = make(**family)
     logits = model(draw_tokens())
     assert logits.shape == (2, 12, 37)

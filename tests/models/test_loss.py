@@ -80,7 +80,7 @@ def test_a_label_outside_the_vocabulary_is_nan():
 
 
 def widest_fp32(function, *args):
-    """Most elements of any fp32 value that the program holds."""
+    """The most elements of any fp32 value in the program."""
 
     def sizes(jaxpr):
         for equation in jaxpr.eqns:

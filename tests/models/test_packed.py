@@ -1,4 +1,4 @@
-"""Packed documents against each document by itself, in models, on meshes and over micro-batches."""
+"""Packed documents against each document alone, in models, on meshes and over micro-batches."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def make(**family: Any) -> GPT:
 
 
 def draw() -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
-    """Documents by row, and the same packed."""
+    """Documents by row, and the same documents packed."""
     rng = np.random.default_rng(0)
     documents = [[rng.integers(0, VOCAB, size) for size in row] for row in ROWS]
     tokens, segments = np.full((len(ROWS), 17), -1), np.zeros((len(ROWS), 17))
@@ -48,7 +48,7 @@ def draw() -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
 
 
 def alone(documents: list[list[np.ndarray]]) -> jax.Array:
-    """Each document in a row of its own, -1 behind it: a causal model needs no mask for that."""
+    """Each document in a row of its own, padded with -1, for which a causal model needs no mask."""
     flat = [document for row in documents for document in row]
     return jnp.stack([np.pad(d, (0, 17 - len(d)), constant_values=-1) for d in flat])
 
@@ -136,7 +136,7 @@ def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
 
 
 def test_segments_of_another_shape_are_refused():
-    with pytest.raises(ZeroError, match=r'"segments" has shape \(2, 16\), and "tokens" \(2, 17\)'):
+    with pytest.raises(ZeroError, match=r'"segments" has shape \(2, 16\), but "tokens" \(2, 17\)'):
         lm_loss(make(), {"tokens": jnp.zeros((2, 17), int), "segments": jnp.zeros((2, 16), int)})
 
 

@@ -15,7 +15,7 @@ import pytest
 from environment import for_programs
 
 from zerojax.errors import EXIT_STOPPED
-from zerojax.run.checkpoints import newest_sound, read_seal, step_dirs
+from zerojax.run.checkpoints import newest_valid, read_manifest, step_dirs
 from zerojax.run.metrics import read_metrics
 
 pytestmark = pytest.mark.alone
@@ -91,7 +91,7 @@ def test_a_signal_saves_and_ends(config: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED, out + err
-    step = newest_sound(run / "checkpoints").step
+    step = newest_valid(run / "checkpoints").step
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, (step or 0) + 1))
     assert f"stopped on request at step {step} of 100000" in err
     assert "Traceback" not in err
@@ -113,13 +113,15 @@ def test_a_signal_to_one_of_two_processes(config: Path, tmp_path: Path) -> None:
         second.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED, out + err
-    step = newest_sound(run / "checkpoints").step or 0
+    step = newest_valid(run / "checkpoints").step or 0
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, step + 1))
     for rank in range(2):
         assert f"[rank {rank}] zerojax: stopped on request at step {step}" in out
     assert "starting again" not in err
-    seals = [read_seal(run / "checkpoints" / str(step)) for step in step_dirs.steps(run / "checkpoints")]
-    apart = [b.record.seconds - a.record.seconds for a, b in itertools.pairwise(seals[:-1])]
+    manifests = [
+        read_manifest(run / "checkpoints" / str(step)) for step in step_dirs.steps(run / "checkpoints")
+    ]
+    apart = [b.record.seconds - a.record.seconds for a, b in itertools.pairwise(manifests[:-1])]
     assert min(apart) >= 0.6
     with started(*command, "--train.steps", step + 2) as process:
         out, err = process.communicate(timeout=240)
@@ -153,7 +155,7 @@ def test_a_hung_tracker_does_not_keep_the_process_alive(config: Path, tmp_path: 
         out, err = process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED, out + err
     assert "log.trackers: tensorboard did not take its last steps within 1 s" in out
-    step = newest_sound(run / "checkpoints").step
+    step = newest_valid(run / "checkpoints").step
     assert f"stopped on request at step {step} of 100000" in err
 
 

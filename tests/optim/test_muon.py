@@ -12,7 +12,7 @@ from plain_loop import distance, masters, plain_loop, plain_model
 
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints.canonical import to_canonical
 
 ROWS = 24
 RATE = optax.linear_schedule(0.05, 0.01, 4)
@@ -103,7 +103,7 @@ def test_its_state_is_restored_on_another_mesh(tmp_path):
         checkpoints.save(2, state, Record())
         checkpoints.wait()
     other = restore(tmp_path / "2", case.create(sharded_muon(), nodes=3, local=1))
-    expected, found = to_natural(state), to_natural(other)
+    expected, found = to_canonical(state), to_canonical(other)
     jax.tree.map(np.testing.assert_array_equal, found["optimizer"], expected["optimizer"])
     (batch,) = case.batches(ROWS, 1)
     _, first = zerojax.train_step(state, batch)

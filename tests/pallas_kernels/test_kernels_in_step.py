@@ -1,7 +1,7 @@
 """The GPU kernels lower, and a whole ZeRO++ step compiles with them, on a machine without a GPU.
 
-JAX must find its CUDA plugin when it starts for that, which would change every other test of this process;
-so these run in a process of their own.
+JAX must find its CUDA plugin at start-up for that, which would affect every other test of this process; so
+these run in a process of their own.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Every kernel lowers for CUDA on a machine without a GPU, for the chip that is asked for."""
+"""Every kernel lowers for CUDA on a machine without a GPU, for a given chip."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""The Mosaic kernels' bodies give the reference's bits, and they compile for a GPU that is not there."""
+"""The bodies of the Mosaic kernels give the reference's bits, and compile for an absent GPU."""
 
 import os
 import subprocess

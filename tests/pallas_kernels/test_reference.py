@@ -1,4 +1,4 @@
-"""The jax.numpy reference against an independent codec, and the properties it promises."""
+"""The jax.numpy reference against an independent codec, and its specified properties."""
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ def test_random_bits_depend_on_seed_and_place_alone():
 
 
 def deviations(counts):
-    """By how many standard deviations a chi-square is off that of equally likely cells."""
+    """The distance of a chi-square from that of equally likely cells, in standard deviations."""
     expected, freedom = counts.sum() / counts.size, counts.size - 1
     return ((np.square(counts - expected) / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
@@ -136,7 +136,7 @@ def state_bytes(seed, index):
 
 
 def worst_deviation(draws, other):
-    """How far from noise uint8[count, 8] of two seeds are, in standard deviations; noise is below 5.5.
+    """The distance of uint8[count, 8] of two seeds from noise, in standard deviations; noise is below 5.5.
 
     Chi-squares over pairs of neighbours, of the eight of a state, of seeds; correlations at lags up to 4096.
     """
@@ -155,7 +155,7 @@ def worst_deviation(draws, other):
 
 
 def test_random_bits_are_white():
-    """Elements, neighbours, the eight of a state, single bits and seeds tell nothing of each other."""
+    """Elements, neighbours, the eight of a state, single bits and seeds are independent."""
     index = np.arange(1 << 18, dtype=np.uint32)
     draws, other = (state_bytes(s, index).astype(np.int64) for s in (3, 4))
     np.testing.assert_array_equal(draws[:8].reshape(-1), ref.random_bits(3, 64, "int4") >> 8)

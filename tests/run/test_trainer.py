@@ -9,7 +9,7 @@ import pytest
 from micro_run import Stop, die_at, losses, micro_config, poison, train
 
 from zerojax.errors import RunError, ZeroError
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
@@ -19,7 +19,7 @@ EVERYTHING = {"preset": "delta", "error_feedback": True}
 
 
 def arrays(trainer: Trainer) -> dict[str, np.ndarray]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(to_natural(trainer.state))
+    flat, _ = jax.tree_util.tree_flatten_with_path(to_canonical(trainer.state))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 

@@ -12,7 +12,7 @@ from core_models import CASES
 
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints.canonical import to_canonical
 
 RULE = zerojax.SpikeRule(3.0, window=4)
 ROWS, STEPS, SPIKES, NOT_FINITE = 24, 12, (7, 8, 11), 3
@@ -85,7 +85,7 @@ def test_a_resumed_run_decides_as_it_would_have(tmp_path: Path) -> None:
     assert sum(m["spike"] for m in expected) == 3
     again, found = train(restore(tmp_path / "6", start(2, 4, abstract=True, **LOSSY)), 7, STEPS)
     assert found == expected
-    jax.tree.map(np.testing.assert_array_equal, to_natural(again), to_natural(whole))
+    jax.tree.map(np.testing.assert_array_equal, to_canonical(again), to_canonical(whole))
     moved = restore(tmp_path / "6", start(3, 2, abstract=True))
     jax.tree.map(np.testing.assert_array_equal, moved.losses, kept)
     wider = restore(

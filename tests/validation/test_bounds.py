@@ -1,4 +1,4 @@
-"""Numbers that nobody can mean are refused in one line, at once: in files and on command lines."""
+"""Absurd numbers are refused at once, in one line, in files and on command lines."""
 
 import dataclasses
 import json
@@ -44,9 +44,9 @@ def test_they_are_all_looked_at():
     [
         ({"mesh": {"nodes": 99_999_999}}, "at most 1,048,576 devices$"),
         ({"mesh": {"nodes": 99_999, "local": 99_999}}, "at most 1,048,576 devices$"),
-        ({"mesh": {"nodes": 1024, "local": 8, "emulate": True}}, "at most 4,096 devices are emulated"),
+        ({"mesh": {"nodes": 1024, "local": 8, "emulate": True}}, "at most 4,096 devices can be emulated"),
         ({"train": {"steps": 10**9}}, r"train\.steps must be at most 16,777,216"),
-        ({"train": {"batch_size": 2**31}}, "tokens a step"),
+        ({"train": {"batch_size": 2**31}}, "tokens per step"),
         ({"model": {"layers": 10**9}}, "layers = 1000000000: at most 10,000"),
         ({"model": {"layers": 1001, "scan": False}}, "layers = 1001: at most 1,000, or scan"),
         ({"model": {"d_model": 2**32 - 4, "heads": 1}}, "parameters: at most 1e"),
@@ -79,7 +79,7 @@ HUGE = ["--nodes", "2", "--gpus-per-node", "4", "--gpu", "h100", "--bandwidth", 
         (["plan", "gpt-tiny", "--mesh.nodes", "99999999", "--mesh.local", "1"], "at most 4,096 devices"),
         (
             ["plan", "gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4096"],
-            "at most 4,096 devices are emulated",
+            "at most 4,096 devices can be emulated",
         ),
         (["comm", "gpt-tiny", "--model.layers", "1" + "0" * 26], "must lie within"),
         (["train", "gpt-tiny", "--optimizer.learning-rate", "inf"], r"learning_rate = inf must be a finite"),

@@ -1,4 +1,4 @@
-"""A dtype may be given as a name, short or long, or as a dtype of JAX or numpy, wherever one is asked for."""
+"""Every dtype option takes a name, short or long, or a dtype of JAX or numpy."""
 
 import dataclasses
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_wire_formats_that_are_dtypes():
 
 
 def test_a_state_computes_in_the_dtype_however_it_is_given():
-    """Weights travel in it: fp32 ones are not rounded on their way."""
+    """Weights are sent in it: fp32 ones are not rounded."""
     sent = {}
     for given in (jnp.float32, jnp.bfloat16):
         state = CASES["nnx"].create(optax.sgd(0.1), nodes=2, local=2, compute_dtype=given)
@@ -96,7 +96,7 @@ def test_a_plan_knows_them_too():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_loss_sees_weights_in_the_compute_dtype(stage):
-    """Those of units and those of none."""
+    """Weights in units and outside units."""
     case, seen = CASES["nnx"], {}
 
     def loss(model: Any, batch: Any) -> jax.Array:
@@ -111,7 +111,7 @@ def test_a_loss_sees_weights_in_the_compute_dtype(stage):
 
 
 def test_rounding_is_that_of_gradients():
-    """Weights are rounded to nearest whatever gradients are: a loss is the same with either."""
+    """Weights are always rounded to nearest: the loss is the same for either rounding of gradients."""
     case = CASES["nnx"]
     int8 = {"weights": "int8", "grads": ("int8", "int8"), "block_size": 64}
     losses = []

@@ -1,7 +1,7 @@
-"""Whatever is in a file that others wrote: a refusal in one line or a right result, soon, and nothing else.
+"""Any untrusted file gives a refusal in one line or a right result, quickly, and nothing else.
 
-Each parser is given at least 1,000 damaged files from a seed. What it takes is held against a second reader,
-or against what it writes back itself.
+Each parser reads at least 1,000 randomly damaged files. What it accepts is compared with a second reader, or
+with what it writes back itself.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from zerojax.cli.from_deepspeed import read_json
 from zerojax.errors import ZeroError
 from zerojax.interop.deepspeed import translate
-from zerojax.interop.huggingface import Source
+from zerojax.interop.huggingface import ModelFolder
 from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.interop.huggingface.safetensors_files import INDEX, SINGLE, SafetensorFiles
 from zerojax.models import GPTConfig
@@ -31,11 +31,11 @@ from zerojax.run.data import open_source
 
 COUNT = 1000
 MEGABYTES = 300
-"""More memory than any of these small files may take, all of them together."""
+"""A bound on the memory for all of these small files together."""
 
 
 def fuzz(files: Callable[[int], bytes], path: Path, read: Callable[[Path], Any], count: int = COUNT) -> None:
-    """Read damaged files, each in a few seconds at most; some must be taken and some refused."""
+    """Read damaged files, each in a few seconds at most; some must be accepted and some refused."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refusals = []
     for number in range(count):
@@ -128,14 +128,14 @@ def test_hugging_face_config(family: str, tmp_path: Path):
         values |= {"rope_scaling": values.pop("rope_parameters"), "rope_theta": 5e5}
 
     def read(path: Path) -> None:
-        model = Source.open(path.parent).model
+        model = ModelFolder.open(path.parent).model
         assert resolved(read_model(describe_model(model)[1], "written")[1]) == resolved(model)
 
     fuzz(lambda _: damage.of_file(values, json_text), tmp_path / "config.json", read, COUNT // 3 + 1)
 
 
 def resolved(model: GPTConfig) -> GPTConfig:
-    """The same model with nothing left open."""
+    """The same model with every field explicit."""
     return dataclasses.replace(
         model, head_width=model.head_dim, kv_heads=model.key_value_heads, ffn=model.ffn_width
     )
@@ -147,7 +147,7 @@ def safetensors(header: dict[str, Any], data: bytes) -> bytes:
 
 
 def test_safetensors(tmp_path: Path):
-    """What is taken, the safetensors library takes, too, and reads the same."""
+    """The safetensors library accepts the same files, and reads the same."""
     damage = Damage(3)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

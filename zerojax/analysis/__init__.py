@@ -1,1 +1,1 @@
-"""What a step sends, holds and takes: counted in the program, predicted by formulas, measured by traces."""
+"""Communication, memory and time of a step: counted in programs, predicted, and measured in traces."""

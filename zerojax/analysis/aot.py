@@ -1,17 +1,17 @@
 """Compile whole programs for a CUDA cluster on a machine that has no GPU.
 
-XLA compiles ahead of time for a *described* cluster: so many hosts, so many GPUs each, of a given
-model. The devices that `topology` returns go into an ordinary mesh, and
+XLA compiles ahead of time for a *described* cluster: a number of hosts, of GPUs per host, and a GPU model.
+The devices that ``topology`` returns go into an ordinary mesh, and
 
     mesh = zerojax.make_mesh(64, 8, devices=aot.topology(64, 8, gpu="h100"))
     compiled = jax.jit(step).lower(*shapes_with_shardings).compile(dict(aot.COMPILER_OPTIONS))
 
-yields the scheduled GPU program: which collectives it holds, in which dtypes, over which replica
-groups, how often, and how much memory it takes. `zerojax.analysis.hlo` reads it. Nothing can be *run*.
+yields the scheduled GPU program: its collectives with their dtypes, replica groups and counts, and the
+memory it takes. ``zerojax.analysis.hlo`` reads it. It cannot be run.
 
-The compiler is not part of a CPU installation of JAX. ``scripts/install_cuda_compiler.sh`` puts it
-(240 MB to download, 600 MB on disk) in a directory of its own, so that ordinary CPU runs never
-load it; an installed ``jax[cuda12]`` or ``jax[cuda13]`` serves as well.
+The compiler is not part of a CPU installation of JAX. ``scripts/install_cuda_compiler.sh`` installs it
+(240 MB to download, 600 MB on disk) in a directory of its own, so that ordinary CPU runs never load it; an
+installed ``jax[cuda12]`` or ``jax[cuda13]`` serves as well.
 """
 
 import functools
@@ -27,9 +27,9 @@ from types import MappingProxyType
 import jax
 from jax.experimental import topologies
 
-#: What to compile with where no GPU can time a kernel. The autotuner would only guess, in half of the
-#: compile time, and guess at Triton split-K matmuls, whose fp32 partial sums inflate the temporary
-#: memory; training steps do without Triton's matmuls on GPUs, too (`zerojax.comm.xla_options`).
+#: Options for compiling without a GPU to time kernels on. The autotuner could only guess, would take half of
+#: the compile time, and would choose Triton's split-K matmuls, whose fp32 partial sums inflate the temporary
+#: memory. Training steps do without Triton's matmuls on GPUs, too (``zerojax.comm.xla_options``).
 COMPILER_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
@@ -44,10 +44,10 @@ class CompilerMissingError(RuntimeError):
 
 
 def compiler_dir() -> Path:
-    """The directory in which `scripts/install_cuda_compiler.sh` puts the compiler.
+    """The directory in which ``scripts/install_cuda_compiler.sh`` installs the compiler.
 
-    ``$ZEROJAX_CUDA_COMPILER`` where set, else one per JAX version under the user's cache
-    directory, since the compiler and JAX have to be of the same version.
+    ``$ZEROJAX_CUDA_COMPILER`` if set, else one per JAX version under the user's cache directory, since
+    compiler and JAX must be of the same version.
     """
     if chosen := os.environ.get("ZEROJAX_CUDA_COMPILER"):
         return Path(chosen)
@@ -61,48 +61,47 @@ def gpus() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".txtpb") for f in files if f.name.endswith(".txtpb")))
 
 
-def describe(gpu: str | Path) -> str:
+def gpu_description(gpu: str | Path) -> str:
     """XLA's description of a GPU, as the text of its ``GpuTargetConfigProto``.
 
     Args:
-      gpu: a name out of `gpus()`, or the path of such a text for another GPU; a machine that has
-        one writes it when a program runs under ``XLA_FLAGS=--xla_dump_to=DIR``
-        (``*.gpu_target_config.pbtxt``).
+        gpu: a name from ``gpus()``, or the path of such a text for another GPU; a machine that has one writes
+          it when a program runs under ``XLA_FLAGS=--xla_dump_to=DIR`` (``*.gpu_target_config.pbtxt``).
 
     Raises:
-      ValueError: the name is not known.
-      FileNotFoundError: there is no file at the path.
+        ValueError: the name is not known.
+        FileNotFoundError: there is no file at the path.
     """
     if isinstance(gpu, Path):
         return gpu.read_text()
     if gpu not in gpus():
         raise ValueError(
-            f"gpu={gpu!r} is not described here; known are {', '.join(gpus())}. For another one "
-            "pass the pathlib.Path of its gpu_target_config.pbtxt"
+            f"unknown gpu={gpu!r}: choose one of {', '.join(gpus())}, or pass the pathlib.Path of another "
+            "GPU's gpu_target_config.pbtxt"
         )
     return resources.files("zerojax.analysis.gpus").joinpath(f"{gpu}.txtpb").read_text()
 
 
 def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
-    """Compile-only devices of a cluster of `nodes` hosts with `local` GPUs each.
+    """Compile-only devices of a cluster of ``nodes`` hosts with ``local`` GPUs each.
 
     Args:
-      nodes: number of hosts, at least 1. The devices of host n have ``process_index == n``.
-      local: GPUs per host, at least 1.
-      gpu: see `describe`.
+        nodes: number of hosts, at least 1. The devices of host n have ``process_index == n``.
+        local: GPUs per host, at least 1.
+        gpu: see ``gpu_description``.
 
     Returns:
-      ``nodes * local`` devices, host by host, the order of a ("node", "local") mesh.
+        ``nodes * local`` devices, host by host, the order of a ("node", "local") mesh.
 
     Raises:
-      ValueError: a count below 1 or an unknown GPU.
-      CompilerMissingError: the compiler is not installed; the message says how to.
+        ValueError: a count below 1 or an unknown GPU.
+        CompilerMissingError: the compiler is not installed; the message says how to.
     """
     if nodes < 1 or local < 1:
         raise ValueError(f"a cluster has at least 1 node and 1 GPU, not nodes={nodes}, local={local}")
-    description = describe(gpu)
-    # JAX settles on its backends (the CPU, usually) before the compiler is registered, so that the
-    # compiler cannot become the default backend of a process that owns no GPU.
+    description = gpu_description(gpu)
+    # Initialise JAX's backends (usually the CPU) before the compiler is registered, so that the compiler
+    # cannot become the default backend of a process without GPUs.
     jax.devices()
     request = functools.partial(
         topologies.get_topology_desc,
@@ -113,15 +112,15 @@ def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Devic
     try:
         return list(request().devices)
     except jax.errors.JaxRuntimeError:
-        raise  # the compiler is there and says what is wrong
-    except RuntimeError:  # JAX knows of no platform "cuda" so far
+        raise  # from the compiler itself
+    except RuntimeError:  # platform "cuda" is not registered yet
         pass
     _register_compiler()
     return list(request().devices)
 
 
 def _register_compiler() -> None:
-    """Load the CUDA plugin into JAX as a compiler; a process does this at most once."""
+    """Load the CUDA plugin into JAX as a compiler, at most once per process."""
     extra = compiler_dir()
     if extra.is_dir() and str(extra) not in sys.path:
         sys.path.append(str(extra))
@@ -131,14 +130,14 @@ def _register_compiler() -> None:
             plugin = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        # The plugin wants cuDNN, cuBLAS and a driver before it serves; none is used in compiling.
+        # The plugin checks for cuDNN, cuBLAS and a driver, none of which compiling needs.
         with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"):
             plugin.initialize()
         return
     raise CompilerMissingError(
-        f"no CUDA compiler for JAX {jax.__version__}: neither {' nor '.join(_PLUGINS)} is "
-        f"installed, nor is there one in {extra}. Run scripts/install_cuda_compiler.sh (Linux; "
-        "240 MB), or set ZEROJAX_CUDA_COMPILER to the directory that holds one"
+        f"no CUDA compiler for JAX {jax.__version__}: found neither {' nor '.join(_PLUGINS)}, nor one in "
+        f"{extra}. Run scripts/install_cuda_compiler.sh (Linux; 240 MB), or set ZEROJAX_CUDA_COMPILER to the "
+        "directory that holds one"
     )
 
 
@@ -146,9 +145,9 @@ def _register_compiler() -> None:
 def cudnn_assumed() -> Iterator[None]:
     """Lower cuDNN's flash attention for described GPUs, Hopper or newer, on a machine that has none.
 
-    JAX asks the machine at hand for its cuDNN and its GPU before it lowers the kernel, which the compiled
-    program merely calls by name: within this context the answers are those of a cluster that has both. Give
-    the model ``attention="cudnn"``; "auto" looks at the machine at hand.
+    JAX checks the local machine for cuDNN and a GPU before it lowers the kernel, although the compiled
+    program only calls it by name. Within this context the checks pass. Give the model
+    ``attention="cudnn"``: "auto" also checks the local machine.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 

@@ -1,10 +1,10 @@
-"""What a training step sends: every collective of the traced program, its dtype, its count, its bytes.
+"""The communication of a training step: every collective of the traced program, with dtype, count and bytes.
 
-Counted from the jaxpr, where formats are what they are: XLA:CPU widens some of them when it compiles, and no
-compiler is needed to read it. What XLA adds on its own to sum norms of sharded arrays (the gradient norm,
-clipping) is a few bytes per leaf and is not counted.
+Counted from the jaxpr, which needs no compiler and has the formats as sent: XLA:CPU widens some of them. The
+sums that XLA itself adds for norms of sharded arrays (the gradient norm, clipping), a few bytes per leaf, are
+not counted.
 
-A gather or a sum over a group is taken as a ring in the order of the mesh, an all-to-all as direct messages:
+A gather or a sum over a group counts as a ring in the order of the mesh, an all-to-all as direct messages:
 
 =============== ================================ ==================
 collective      bytes that each device sends     b is
@@ -15,8 +15,8 @@ reduce_scatter  (A - 1) / A b                    the whole operand
 psum, pmax, ... 2 (A - 1) / A b                  the operand
 =============== ================================ ==================
 
-for a group of A devices. Over both axes one in ``local`` of a ring's links leaves the node, and of the
-messages of an all-to-all those that do.
+for a group of A devices. Over both axes, one in ``local`` links of a ring leaves the node; the messages of an
+all-to-all count by their target.
 """
 
 import dataclasses
@@ -45,31 +45,31 @@ _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
 PHASES = {
     "weights forward": "gathers before the forward pass or within it",
     "weights backward": "gathers of the backward pass",
-    "delta": "what changed in the weights, once per optimizer step",
-    "resync": "the whole weights instead of the delta, every so many steps",
+    "delta": "the change of the weights, once per optimizer step",
+    "resync": "the whole weights instead of the delta, every delta_resync steps",
     "gradients": "the hops of the gradients",
-    "optimizer": "matrices on their way to be orthogonalised, and back",
+    "optimizer": "matrices sent to be orthogonalised, and back",
     "metrics": "sums of losses, counts and model state",
     "other": "collectives of the model's own",
 }
-"""What a collective may be for."""
+"""The purposes of collectives."""
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective of the step, equal ones taken together.
+class JaxprCollective:
+    """One collective of the step; equal ones are merged.
 
     Attributes:
-        primitive: JAX's name of it.
-        axes: the mesh axes that it runs over.
-        dtype: of what travels.
+        primitive: its name in JAX.
+        axes: mesh axes that it runs over.
+        dtype: on the wire.
         elements: of the operand, on one device.
         count: executions per step, loop trips included.
         phase: one of ``PHASES``.
-        usual: False for what only runs in steps that take the other branch of a conditional; such
-            bytes are in no total.
-        local_bytes: that one device sends within its node, ``count`` included.
-        node_bytes: that one device sends to other nodes, ``count`` included.
+        usual: False if it only runs in steps that take the other branch of a conditional; its bytes are in
+            no total.
+        local_bytes: that one device sends within its node, times ``count``.
+        node_bytes: that one device sends to other nodes, times ``count``.
     """
 
     primitive: str
@@ -85,7 +85,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CommReport:
-    """Every byte that a training step sends; ``print`` it.
+    """The bytes that a training step sends; ``print`` it.
 
     Attributes:
         nodes: extent of the mesh over ``node``.
@@ -97,7 +97,7 @@ class CommReport:
     nodes: int
     local: int
     parameters: int
-    collectives: tuple[Collective, ...]
+    collectives: tuple[JaxprCollective, ...]
 
     @property
     def local_bytes(self) -> float:
@@ -111,7 +111,7 @@ class CommReport:
 
     @property
     def between_nodes(self) -> float:
-        """Bytes that all devices of one node send to other nodes per step: what its network carries."""
+        """Bytes that all devices of one node send to other nodes per step: the load of its network link."""
         return self.node_bytes * self.local
 
     @property
@@ -121,7 +121,7 @@ class CommReport:
 
     @property
     def zero3_bytes(self) -> float:
-        """What ZeRO-3 in bf16 sends between nodes, per node and step: 3M (N-1)/N for N nodes."""
+        """Bytes that ZeRO-3 in bf16 sends between nodes, per node and step: 3M (N-1)/N for N nodes."""
         return 3 * self.model_bytes * (self.nodes - 1) / self.nodes
 
     def phases(self) -> dict[str, tuple[float, float]]:
@@ -146,11 +146,9 @@ class CommReport:
         }
 
     def __rich__(self) -> RenderableType:
-        """Two tables and a sentence."""
         return Group(self._collectives_table(), self._phases_table(), self.summary())
 
     def __str__(self) -> str:
-        """The same as plain text."""
         return plain_text(self)
 
     def summary(self) -> str:
@@ -196,16 +194,16 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     """Count what a training step sends, without running or compiling it.
 
     Args:
-        state: a state, or an abstract one.
+        state: filled or abstract.
         batch: as ``train_step`` takes it, or ShapeDtypeStructs of the global batch's shapes.
 
     Raises:
-        ZeroError: the loss has a collective that can't be counted, such as one in a while loop.
+        ZeroError: the loss has a collective that cannot be counted, such as one in a while loop.
     """
     program = state.spec
     traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
-    found: dict[Collective, None] = {}
-    counts: dict[Collective, int] = {}
+    found: dict[JaxprCollective, None] = {}
+    counts: dict[JaxprCollective, int] = {}
     for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
         key = dataclasses.replace(one, count=0, local_bytes=0.0, node_bytes=0.0)
         found[key] = None
@@ -220,7 +218,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the program the walk is: how often it runs, under which names, and whether usually."""
+    """A position in the program: how often it runs, in which name scopes, and whether in usual steps."""
 
     world: MeshShape
     count: int = 1
@@ -232,8 +230,8 @@ class _Place:
         return _Place(self.world, self.count * times, names, self.usual and usual)
 
 
-def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[Collective]:
-    """Every collective of a jaxpr and of those inside it, each with ``count`` set and no bytes yet."""
+def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
+    """Every collective of a jaxpr and of its sub-jaxprs, with ``count`` set and no bytes yet."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         axes = _mesh_axes(equation.params)
@@ -245,8 +243,8 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[Collective]:
             inner = place.inside(equation)
             if any(True for sub in core.jaxprs_in_params(equation.params) for _ in _walk(sub, inner)):
                 raise ZeroError(
-                    "a collective stands in a while loop, which runs an unknown number of times: use "
-                    "lax.scan or lax.fori_loop with static bounds."
+                    "a collective is in a while loop, whose number of iterations is unknown: use lax.scan "
+                    "or lax.fori_loop with static bounds."
                 )
         else:
             times = equation.params["length"] if name == "scan" else 1
@@ -254,8 +252,8 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[Collective]:
                 yield from _walk(sub, place.inside(equation, times=times))
 
 
-def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[Collective]:
-    """A conditional: its false branch is taken as the usual one, as in ``per_device.next_secondary``."""
+def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprCollective]:
+    """A conditional, whose false branch counts as the usual one, as in ``per_device.next_secondary``."""
     branches = [
         list(_walk(branch.jaxpr, place.inside(equation, usual=index == 0)))
         for index, branch in enumerate(equation.params["branches"])
@@ -267,17 +265,19 @@ def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[Collectiv
             yield from branch
 
 
-def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[Collective]:
+def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[JaxprCollective]:
     name = equation.primitive.name
     if name not in _KNOWN or equation.params.get("axis_index_groups") is not None:
         raise ZeroError(
-            f"the collective {name!r} over {axes} is not accounted for: the report knows "
-            f"{', '.join(sorted(_KNOWN))}, over whole mesh axes."
+            f"the collective {name!r} over {axes} cannot be counted: only {', '.join(sorted(_KNOWN))} can, "
+            "over whole mesh axes."
         )
     for operand in equation.invars:
         aval: Any = operand.aval
         phase = _phase(place)
-        yield Collective(name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0)
+        yield JaxprCollective(
+            name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
+        )
 
 
 def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _phase(place: _Place) -> str:
-    """What a collective is for, by the scopes of ``zerojax.comm.collectives`` and the like around it."""
+    """The phase of a collective, by the name scopes around it (as of ``zerojax.comm.collectives``)."""
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"
@@ -303,7 +303,7 @@ def _phase(place: _Place) -> str:
     return "metrics" if "metrics" in scopes else "other"
 
 
-def _counted(key: Collective, count: int, world: MeshShape) -> Collective:
+def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollective:
     payload = key.elements * np.dtype(key.dtype).itemsize
     local, node = _sent(key.primitive, key.axes, payload, world)
     return dataclasses.replace(key, count=count, local_bytes=count * local, node_bytes=count * node)
@@ -325,7 +325,7 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape)
 
 
 def _of_all_processes(x: Any) -> Any:
-    """A batch array's global shape: in several processes a host array is one process's part."""
+    """The global shape of a batch array: with several processes, a host array is one process's part."""
     shape = tuple(np.shape(x))
     if isinstance(x, NUMBER):
         return x

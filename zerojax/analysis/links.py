@@ -1,4 +1,4 @@
-"""How fast a mesh's links and devices are, measured; and what follows for the choice of a preset."""
+"""Measures the speed of a mesh's links and devices, and recommends a preset."""
 
 import time
 from collections.abc import Callable
@@ -13,23 +13,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
 
-# Bytes that a node sends between nodes in a step, as multiples of M = 2 bytes a parameter (README).
+# Bytes that a node sends to others in a step, as multiples of M = 2 bytes per parameter (README).
 NETWORK_BYTES = {"zero3": 3.0, "zero++": 0.75, "delta": 0.5}
-# Tokens of a device and step that the advice is for: 4 sequences of 2048.
+# Tokens per device and step that the recommendation is for: 4 sequences of 2048.
 TOKENS = 8192
-# Part of the speed of a lone matrix product that a training step reaches, roughly.
+# Roughly the fraction of a single matrix product's speed that a training step reaches.
 _REACHED = 0.5
-# A measurement grows until it takes so many seconds, or so many bytes a device.
+# A measurement grows until it takes this many seconds, or this many bytes per device.
 _LONG_ENOUGH, _MOST_BYTES = 0.02, 1 << 27
 
 
 @dataclass(frozen=True)
 class Link:
-    """One axis of a mesh, as a gather over it finds it.
+    """The measured speed of one mesh axis.
 
     Attributes:
-        bytes_per_second: that each device sends (and receives), all of them at once.
-        seconds: that a gather of a few bytes takes.
+        bytes_per_second: that each device sends (and receives), all at once.
+        seconds: of a gather of a few bytes.
     """
 
     bytes_per_second: float
@@ -37,10 +37,10 @@ class Link:
 
 
 def measure_link(mesh: Mesh, axis: str) -> Link | None:
-    """Time all-gathers over one axis; all processes call it together.
+    """Time all-gathers over one axis; all processes must call it together.
 
     Returns:
-        None where the axis has a single device, so that nothing is sent.
+        None if the axis has a single device.
     """
     peers = mesh.shape[axis]
     if peers == 1:
@@ -55,8 +55,8 @@ def measure_link(mesh: Mesh, axis: str) -> Link | None:
 def measure_matmul() -> list[float]:
     """Operations per second of a matrix product on one device of each process, in the order of ranks.
 
-    bf16 on accelerators and fp32 on CPUs, where bf16 is slow. A process that is far below the others is a
-    slow peer: all wait for it in every step.
+    In bf16 on accelerators, and in fp32 on CPUs, where bf16 is slow. All processes wait in every step for one
+    that is far slower than the others.
     """
     accelerated = jax.default_backend() != "cpu"
     n, dtype = (8192, jnp.bfloat16) if accelerated else (512, jnp.float32)
@@ -69,13 +69,13 @@ def measure_matmul() -> list[float]:
 
 
 def tokens_to_hide(preset: str, node_bytes_per_second: float, device_flops: float) -> float:
-    """Tokens of a device and step from which the time between nodes fits behind the computing.
+    """Tokens per device and step from which communication between nodes hides behind compute.
 
-    A device computes 6 P T operations in a step, for P parameters and T tokens, and the link of its node
-    carries a multiple of 2 P bytes meanwhile: P drops out.
+    A device computes 6 P T operations in a step, for P parameters and T tokens, while the link of its node
+    carries a multiple of 2 P bytes: P cancels.
 
     Args:
-        preset: of `NETWORK_BYTES`.
+        preset: of ``NETWORK_BYTES``.
         node_bytes_per_second: of a node's link.
         device_flops: operations per second of a matrix product.
     """
@@ -83,32 +83,32 @@ def tokens_to_hide(preset: str, node_bytes_per_second: float, device_flops: floa
 
 
 def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str]:
-    """The preset to begin with, and why.
+    """The recommended preset, and why.
 
     Args:
-        node: the link between nodes of one device; None where there is one node.
+        node: one device's link between nodes; None if there is one node.
         local: devices of a node, which share its link.
         device_flops: operations per second of a matrix product.
     """
     if node is None:
-        return "zero3", "there is one node: nothing crosses a network, so exact costs nothing"
+        return "zero3", "there is one node: nothing crosses a network, so exact communication costs nothing"
     needed = {
         name: tokens_to_hide(name, node.bytes_per_second * local, device_flops) for name in NETWORK_BYTES
     }
     hidden = [name for name, tokens in needed.items() if tokens <= TOKENS]
     listed = ", ".join(f"{name} from {tokens:,.0f}" for name, tokens in needed.items())
-    why = f"hidden behind the computing, by tokens of a device and step: {listed}"
+    why = f"hidden behind compute, by tokens per device and step: {listed}"
     if hidden:
-        return hidden[0], f"{why}; {hidden[0]} is the most exact of those that {TOKENS:,} are enough for"
-    return "delta", f"{why}; {TOKENS:,} hide none, and delta sends the least"
+        return hidden[0], f"{why}; {hidden[0]} is the most exact preset that {TOKENS:,} tokens hide"
+    return "delta", f"{why}; {TOKENS:,} tokens hide none, and delta sends the least"
 
 
 def _time_gather(mesh: Mesh, axis: str, size: int) -> float:
-    """Seconds of an all-gather of `size` bytes a device: the slowest process's best."""
+    """Seconds of an all-gather of ``size`` bytes per device: the best time of the slowest process."""
     everywhere = PartitionSpec(AXES)
 
     def gather(x: jax.Array) -> jax.Array:
-        # A sum that depends on every byte, so that none can be left out, and none is kept.
+        # Depends on every byte, so that the gather cannot be optimised away, and keeps none.
         return jnp.max(jax.lax.all_gather(x, axis, tiled=True), keepdims=True)
 
     step = jax.jit(
@@ -122,7 +122,7 @@ def _time_gather(mesh: Mesh, axis: str, size: int) -> float:
 
 
 def _best_time(run: Callable[[], Any], repeats: int = 3) -> float:
-    """The shortest of some runs, after one that compiles."""
+    """The shortest of some runs, after one to compile."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
@@ -133,5 +133,5 @@ def _best_time(run: Callable[[], Any], repeats: int = 3) -> float:
 
 
 def links_of(mesh: Mesh) -> dict[str, Link | None]:
-    """Both axes of a mesh."""
+    """The links of both axes of a mesh."""
     return {axis: measure_link(mesh, axis) for axis in (LOCAL, NODE)}

@@ -13,7 +13,7 @@ from rich.table import Table
 from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
-from zerojax.run.checkpoints import DamagedError, Seal, damage_line, read_seal, step_dirs, verify
+from zerojax.run.checkpoints import DamagedError, Manifest, damage_line, read_manifest, step_dirs, verify
 from zerojax.run.metrics import move_later_lines
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -84,7 +84,7 @@ def _damage(path: Path, *, checksums: bool) -> str | None:
 def _facts(path: Path) -> tuple[str, str, str, str]:
     """Time of saving, size, metrics, and mesh and preset of its run; "?" if the seal cannot be read."""
     try:
-        seal: Seal = read_seal(path)
+        seal: Manifest = read_manifest(path)
     except DamagedError:
         return "?", size(sum(p.stat().st_size for p in path.rglob("*") if p.is_file())), "", "?"
     record = seal.record

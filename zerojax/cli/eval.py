@@ -9,7 +9,7 @@ import tyro
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
-from zerojax.run.build import evaluate, is_first, make_batches, prepare_data
+from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 
@@ -47,7 +47,7 @@ def _evaluate(folder: RunFolder, config: RunConfig, options: Options) -> None:
     data = prepare_data(trained.config, folder)
     batches, validation = make_batches(trained.config, data)
     batches.close()
-    loss = float(evaluate(trained.state, validation))
+    loss = float(mean_loss(trained.state, validation))
     if not is_first():
         return
     print(

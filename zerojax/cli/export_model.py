@@ -22,7 +22,7 @@ from zerojax.interop.huggingface import (
     plan_export,
     quantized_state,
 )
-from zerojax.run.build import evaluate, is_first, make_batches, prepare_data
+from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig, ZeroSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
@@ -124,7 +124,7 @@ def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState)
     """Perplexities of the run's validation batches with the quantized and the full weights."""
     batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
     batches.close()
-    full, lossy = (float(evaluate(state, validation)) for state in (trained.state, quantized))
+    full, lossy = (float(mean_loss(state, validation)) for state in (trained.state, quantized))
     return {
         "perplexity": math.exp(lossy),
         "perplexity_full": math.exp(full),

@@ -9,7 +9,7 @@ import tyro
 
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
-from zerojax.interop.huggingface import Source, import_model, model_section
+from zerojax.interop.huggingface import ModelFolder, import_model, model_section
 from zerojax.models import parameter_count
 from zerojax.run.build import is_first
 from zerojax.run.config import ConfigError, RunConfig, TrainSection, find_config, load_config
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> None:
         if {"-h", "--help"} & set(arguments):
             read_options(Options, "import", ["--help"])
         raise ConfigError("import: name the model's folder and the run's: zerojax import MODEL RUN [CONFIG]")
-    source, folder = Source.open(Path(named[0])), RunFolder(Path(named[1]))
+    source, folder = ModelFolder.open(Path(named[0])), RunFolder(Path(named[1]))
     default = Options(
         model=tyro.MISSING,
         run=tyro.MISSING,
@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> None:
             )
 
 
-def _default_settings(source: Source, folder: RunFolder, config: str | None) -> RunConfig:
+def _default_settings(source: ModelFolder, folder: RunFolder, config: str | None) -> RunConfig:
     """The settings before those of the command line."""
     settings = RunConfig() if config is None else load_config(find_config(config))
     model = model_section(source.model, settings.model)

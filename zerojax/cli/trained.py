@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.run.build import abstract_model
-from zerojax.run.checkpoints import damage_line, newest_sound, restore
+from zerojax.run.checkpoints import damage_line, newest_valid, restore
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
@@ -40,7 +40,7 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     """
     zero = replace(config.zero, error_feedback=False)  # concerns gradients only
     config = replace(config, mesh=mesh, zero=zero)
-    choice = newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
+    choice = newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
     for step, why in choice.damaged.items():
         logger.warning(damage_line(folder.checkpoints, step, why))
     if choice.step is None:

@@ -1,4 +1,4 @@
-"""Causal attention: rotary positions, and the choice of the kernel that runs it."""
+"""Causal attention: rotary positions and the choice of the kernel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,15 +12,15 @@ from jaxtyping import Float, Int
 from zerojax.models.config import AttentionKernel, GPTConfig
 
 ATTENTION_NAME = "attention"
-"""The `checkpoint_name` of attention's output (and of what its backward needs beside q, k, v)."""
+"""The ``checkpoint_name`` of attention's output, and of what its backward pass needs beside q, k and v."""
 
 CUDNN_MAX_HEAD_DIM = 128
-"""The widest head that cuDNN's flash attention takes on every GPU since Ampere."""
+"""The widest head that cuDNN's flash attention supports on every GPU since Ampere."""
 
 RopeTable = tuple[Float[Array, "*batch time half"], Float[Array, "*batch time half"]]
 
 Segments = Int[Array, "batch time"]
-"""Which document of its row each position belongs to, where a row holds several."""
+"""The document of each position, for rows that hold several."""
 
 
 def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
@@ -31,12 +31,12 @@ def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
 
 
 def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
-    """By how much each pair of a head turns from one position to the next, in radians, fp32.
+    """The angle by which each pair of a head is rotated per position, in radians, fp32.
 
-    Pair i turns by theta^(-2i/head_dim) (Su et al., 2021, eq. 15). "linear" scaling divides all by
-    rope_factor (Chen et al., 2023); "llama3" divides those of wavelengths beyond
-    rope_original_len / rope_low_freq_factor, keeps those below rope_original_len /
-    rope_high_freq_factor, and mixes in between (as in Meta's release of LLaMA 3.1).
+    Pair i is rotated by theta^(-2i/head_dim) (Su et al., 2021, eq. 15). "linear" scaling divides all angles
+    by rope_factor (Chen et al., 2023); "llama3" divides those of wavelengths above rope_original_len /
+    rope_low_freq_factor, keeps those below rope_original_len / rope_high_freq_factor, and interpolates in
+    between (as in Meta's release of LLaMA 3.1).
     """
     c = config
     exponents = jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim
@@ -53,7 +53,7 @@ def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
 
 
 def rope_table(positions: Int[Array, "*batch time"], frequencies: Float[Array, " half"]) -> RopeTable:
-    """The cosines and sines by which rotary embedding turns each pair, fp32."""
+    """The cosines and sines of the rotary embedding, fp32."""
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -61,11 +61,11 @@ def rope_table(positions: Int[Array, "*batch time"], frequencies: Float[Array, "
 def apply_rope(
     x: Float[Array, "batch time heads dim"], table: RopeTable
 ) -> Float[Array, "batch time heads dim"]:
-    """Turn each pair (x[i], x[i + dim/2]) by its position's angle, in fp32; x's dtype comes back.
+    """Rotate each pair (x[i], x[i + dim/2]) by its position's angle, computed in fp32, returned in x's dtype.
 
     Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints.
     """
-    # The table depends on no parameter; without this a scanned stack would sum a gradient for it.
+    # The table depends on no parameter; without this a scanned stack would accumulate a gradient for it.
     cos, sin = (jax.lax.stop_gradient(t)[..., None, :] for t in table)
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
@@ -79,14 +79,14 @@ def causal_attention(
     kernel: AttentionKernel = "auto",
     segments: Segments | None = None,
 ) -> Float[Array, "batch time heads dim"]:
-    """Scaled dot-product attention of each position to itself and those before it.
+    """Scaled dot-product attention of each position to itself and earlier ones.
 
-    Positions of different segments do not see each other. Under cuDNN that takes a bias of 2 x batch x
-    time^2 bytes, written and read anew in each pass of each layer and never kept, and an even time.
+    Positions of different segments do not attend to each other. With cuDNN this needs an even time and a
+    bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept.
 
-    Scores and softmax are fp32 whatever the dtype. The output carries the checkpoint name
-    "attention", and under cuDNN so does the log-sum-exp that the backward kernel reads: a remat
-    policy that saves that name runs the attention kernel once per step, not twice.
+    Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and with cuDNN
+    so does the log-sum-exp that the backward kernel reads: under a remat policy that saves this name, the
+    forward kernel runs once per step, not twice.
     """
     if kernel == "auto":
         kernel = "cudnn" if _cudnn_takes(query, segments) else "xla"
@@ -117,15 +117,15 @@ def _cudnn_attention(query: Array, key: Array, value: Array, mask: Array | None)
 
 
 def _cudnn_forward(query: Array, key: Array, value: Array, mask: Array | None) -> tuple[Array, Callable]:
-    # A name put on the output outside of JAX's own rule names a copy: the rule's residuals stay
-    # unnamed, so remat would run the forward kernel again for them. Naming them takes this rule.
+    # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
+    # make remat run the forward kernel again for them. Hence this rule, which names them.
     out, pullback = jax.vjp(partial(_flash, mask=mask), query, key, value)
     named_out = checkpoint_name(out, ATTENTION_NAME)
 
     def name(residual: Array) -> Array:
         if residual is out:
             return named_out
-        # Of the others only the log-sum-exp has three axes; a mask's bias is cheaper made again than kept.
+        # Only the log-sum-exp has three axes; a mask's bias is cheaper to recompute than to keep.
         return checkpoint_name(residual, ATTENTION_NAME) if residual.ndim == 3 else residual
 
     return named_out, jax.tree.map(name, pullback)

@@ -1,4 +1,4 @@
-"""What a decoder looks like, how many parameters it has and how much arithmetic it takes."""
+"""The shape of a decoder, its number of parameters and its FLOPs."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
@@ -34,27 +34,27 @@ class GPTConfig:
         position_offset: Rows of the learned table that lie before that of position 0 and are never
             read; OPT has 2.
         mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT) or "swiglu" (LLaMA).
-        tied: Whether the output projection is the token embedding itself.
+        tied: Whether the output projection is the token embedding.
         biases: Whether linear layers and layer norms have biases.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
-        rope_theta: Base of the rotary wavelengths; this and the next five are read only when
+        rope_theta: Base of the rotary wavelengths; this and the next five are used only when
             positions is "rope".
         rope_scaling: How wavelengths are stretched for longer contexts: "none", "linear" (all by
-            rope_factor) or "llama3" (the long ones by rope_factor, those between the two bounds
-            by a mixture).
-        rope_factor: By how much.
-        rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched whole.
-        rope_high_freq_factor: "llama3": those below rope_original_len / this are not.
-        rope_original_len: "llama3": the context before it was extended, in tokens.
+            rope_factor) or "llama3" (long ones by rope_factor, short ones not, interpolated
+            between the two bounds).
+        rope_factor: Factor of the stretching.
+        rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched in full.
+        rope_high_freq_factor: "llama3": wavelengths below rope_original_len / this are not stretched.
+        rope_original_len: "llama3": tokens of the context before its extension.
         norm_eps: Added to the variance inside the norms.
         init_std: Standard deviation of the initial weights; the projections into the residual
             stream get init_std / sqrt(2 layers), as in GPT-2.
         scan: Whether the blocks are one scanned `zerojax.Stack`, compiled once, or a list of
             modules, each compiled.
-        attention: "cudnn", "xla", or "auto": cuDNN's flash attention on CUDA where it takes the
+        attention: "cudnn", "xla", or "auto": cuDNN's flash attention on CUDA if it supports the
             dtype and head width, else XLA's.
-        loss_chunk: Tokens whose logits exist at one time in the loss; fp32 logits take
+        loss_chunk: Tokens whose logits exist at a time in the loss; fp32 logits take
             4 x loss_chunk x vocab_size bytes.
     """
 
@@ -86,11 +86,6 @@ class GPTConfig:
     loss_chunk: int = 2048
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no model can have.
-
-        Raises:
-            ZeroError: naming the field, its value and what it may be.
-        """
         check_numbers(self, "[model] {}".format)
         for name in _COUNTS:
             _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: at least 1")
@@ -161,7 +156,7 @@ class GPTConfig:
 _COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
 
 _MOST_LAYERS = 10_000
-_MOST_UNSCANNED = 1_000  # each is a module that is built and compiled for itself
+_MOST_UNSCANNED = 1_000  # each is a module, built and compiled separately
 _MOST_PARAMETERS = 10**15
 
 
@@ -182,7 +177,7 @@ def _norm_parameters(c: GPTConfig) -> int:
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Number of parameters of `GPT(config)`, each tied matrix counted once."""
+    """Number of parameters of ``GPT(config)``; tied matrices count once."""
     c = config
     block = _block_matrices(c) + 2 * _norm_parameters(c)
     if c.biases:
@@ -197,10 +192,10 @@ def parameter_count(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
-    6 for each weight that is multiplied (the output projection included, the embedding look-ups
-    not) plus 12 x layers x heads x head_dim x seq_len for attention scores and values, the convention of
-    PaLM (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not
-    added. Model FLOPs utilisation is this times tokens per second over the chip's peak.
+    6 per weight that is multiplied (including the output projection, without the embedding look-ups), plus
+    12 x layers x heads x head_dim x seq_len for attention scores and values. This is the convention of PaLM
+    (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not added. Model
+    FLOPs utilisation is this times tokens per second over the peak of the chip.
 
     Raises:
         ZeroError: if seq_len is below 1 or above config.max_seq_len.

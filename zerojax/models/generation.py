@@ -1,4 +1,4 @@
-"""Sampling text from a GPT: a key-value cache, and one compiled program for all the tokens."""
+"""Samples text from a GPT with a key-value cache, in one compiled program for all tokens."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,12 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """How to draw the next token from the logits.
 
     Attributes:
-        temperature: What the logits are divided by; 0 takes the likeliest token.
-        top_k: Draw from this many likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens whose probabilities (after temperature and
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Draw only from this many likeliest tokens.
+        top_p: Draw only from the fewest likeliest tokens whose probabilities (after temperature and
             top_k) sum to at least this (Holtzman et al., 2020).
     """
 
@@ -40,11 +40,6 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         if not self.temperature >= 0:
             raise ZeroError(f"temperature = {self.temperature}: 0 (greedy) or above")
         if self.top_k is not None and self.top_k < 1:
@@ -54,7 +49,7 @@ class Sampling:
 
 
 def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampling) -> Int[Array, " batch"]:
-    """Draw one token a row from logits, int32."""
+    """Draw one token per row of logits, int32."""
     if how.temperature == 0:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
     scores = scores.astype(jnp.float32) / how.temperature
@@ -64,7 +59,7 @@ def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampli
     if how.top_p is not None and how.top_p < 1:
         descending = jnp.sort(scores, axis=-1, descending=True)
         probabilities = jax.nn.softmax(descending, axis=-1)
-        # A token stays if those before it do not reach top_p yet; the likeliest always stays.
+        # A token is kept if the likelier ones sum to less than top_p; the likeliest always is.
         kept = jnp.cumsum(probabilities, axis=-1) - probabilities < how.top_p
         least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         scores = jnp.where(scores < least, -jnp.inf, scores)
@@ -82,16 +77,16 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Continue each row of a prompt.
 
-    Lengths are rounded up to powers of two, so that a handful of compiled programs serves all prompts.
-    When the context is full, the text goes on from its last max_seq_len / 2 tokens.
+    Lengths are rounded up to powers of two, so that a few compiled programs serve all prompts. When the
+    context is full, generation continues from the last max_seq_len / 2 tokens.
 
     Args:
-        model: an unsharded model, such as `zerojax.gather_model(state)`.
-        prompt: int32 ids; of one longer than max_seq_len only the last max_seq_len / 2 are read.
-        new_tokens: how many tokens to add.
-        key: what the draws depend on; the same key gives the same text.
-        how: temperature, top-k and top-p; None is `Sampling()`.
-        stop: a token that ends its row, such as the end of a text; the rest of the row repeats it.
+        model: an unsharded model, such as ``zerojax.gather_model(state)``.
+        prompt: int32 ids; of a prompt longer than max_seq_len only the last max_seq_len / 2 are used.
+        new_tokens: number of tokens to add.
+        key: random key; the same key gives the same text.
+        how: temperature, top-k and top-p; None is ``Sampling()``.
+        stop: a token that ends its row, such as the end of a text; it fills the rest of the row.
 
     Returns:
         int32 new tokens, without the prompt.
@@ -110,7 +105,7 @@ def generate(
     while text.shape[1] < end:
         window = text if text.shape[1] <= context else text[:, -max(1, context // 2) :]
         length = window.shape[1]
-        # The last new token is never fed back, so it needs no room in the context.
+        # The last new token is never an input, so it needs no room in the context.
         count = min(end - text.shape[1], context - length + 1)
         padded = jnp.pad(window, ((0, 0), (0, min(_round_up(length), context) - length)))
         capacity = min(_round_up(length + count), context)
@@ -135,7 +130,7 @@ def generate(
 
 
 def _round_up(length: int) -> int:
-    """The next power of two, 16 at least."""
+    """The next power of two, at least 16."""
     return max(16, 1 << (length - 1).bit_length())
 
 
@@ -153,13 +148,13 @@ def _continue(
     how: Sampling,
     stop: int | None,
 ) -> Int[Array, "batch capacity"]:
-    """Up to `count` tokens that follow the first `length` of the prompt; the rest is `stop` or 0.
+    """Up to ``count`` tokens after the first ``length`` of the prompt, padded with ``stop`` or 0.
 
-    Rows that are done from the start get `stop` only.
+    Rows that are done from the start get ``stop`` only.
     """
     model = nnx.merge(graph, weights)
     batch = prompt.shape[0]
-    # What the padding writes into the cache lies ahead of every query until a token overwrites it.
+    # The padding's cache entries lie ahead of every query until tokens overwrite them.
     hidden, cache = _extend(model, prompt, jnp.int32(0), _empty_cache(model, batch, capacity))
     last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
 
@@ -198,7 +193,7 @@ def _empty_cache(model: GPT, batch: int, length: int) -> Cache:
 def _extend(
     model: GPT, tokens: Int[Array, "batch time"], start: Int[Array, ""], cache: Cache
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """`GPT.hidden` of tokens at positions start, start + 1, ..., reading and filling the cache."""
+    """``GPT.hidden`` of tokens at positions start, start + 1, ..., reading and filling the cache."""
     positions = start + jnp.arange(tokens.shape[1])
     x, rope = model.embed_tokens(tokens, positions)
     seen = (jnp.arange(cache.keys.shape[2]) <= positions[:, None])[None, None]
@@ -228,7 +223,7 @@ def _extend_block(
     start: Int[Array, ""],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """`Block.__call__` where queries see all cached positions that `seen` (1, 1, time, length) allows."""
+    """``Block.__call__`` with attention to the cached positions in ``seen`` (1, 1, time, length)."""
     query, key, value = block.attention.project(block.norm_attention(x), rope)
     cache = Cache(
         *(

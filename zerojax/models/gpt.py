@@ -1,13 +1,13 @@
 """GPT-2, OPT and LLaMA style decoders in Flax NNX.
 
-Every module computes in the dtype of the weights it is handed (the trainer hands compute-dtype
-copies); norms' statistics, rotary angles, softmax and the loss are fp32 regardless.
+Every module computes in the dtype of its weights (the trainer passes compute-dtype copies); the statistics of
+norms, rotary angles, softmax and the loss are always fp32.
 
-Kernels are stored (in, out), both embeddings (vocab, d_model). `qkv` holds query | key | value side by
-side along `out`, each heads x head_dim: GPT-2's `c_attn` as it stands, LLaMA's q_proj, k_proj and v_proj
-transposed and concatenated. On an H200 the one matmul takes 3 to 11% off attention, forward and backward;
-SwiGLU's gate and up are apart because together they cost up to 6% (splitting their wide output, and joining
-its gradient, takes longer than a second matmul).
+Kernels are stored (in, out), both embeddings (vocab, d_model). ``qkv`` holds query | key | value side by side
+along ``out``, each heads x head_dim: GPT-2's ``c_attn`` unchanged, LLaMA's q_proj, k_proj and v_proj
+transposed and concatenated. On an H200 the single matmul saves 3 to 11% of attention, forward and backward.
+SwiGLU's gate and up are separate, because together they cost up to 6%: splitting their wide output and
+joining its gradient takes longer than a second matmul.
 """
 
 from functools import partial
@@ -72,8 +72,8 @@ def _look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Arra
 
 
 def _look_up_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
-    # A frequent token's row sums thousands of terms: in bf16 most of them would be lost, and their atomic
-    # additions queue (8192 equal tokens take 70 ms on an H200, in fp32 0.4 ms).
+    # The row of a frequent token sums thousands of terms: bf16 would lose most of them, and its atomic
+    # additions serialise (8192 equal tokens take 70 ms on an H200, but 0.4 ms in fp32).
     table, ids = residuals
     total = jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
     return total.astype(table.dtype), None
@@ -94,7 +94,6 @@ class Attention(nnx.Module):
     """Causal self-attention with grouped key and value heads."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights."""
         c = config
         self.config = c
         width = (c.heads + 2 * c.key_value_heads) * c.head_dim
@@ -132,7 +131,6 @@ class MLP(nnx.Module):
     """The position-wise feed-forward network."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights."""
         c = config
         self.activation = c.mlp
         if c.mlp == "swiglu":
@@ -151,14 +149,13 @@ class Block(nnx.Module):
     """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights."""
         self.dropout = config.dropout
         self.norm_attention = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.norm_mlp = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
         if config.dropout:
-            # All blocks of a step get one key; this keeps their masks apart.
+            # All blocks of a step get the same key; the salt makes their masks differ.
             self.salt = nnx.Variable(jax.random.bits(rngs.params(), (), jnp.uint32))
 
     def __call__(
@@ -168,7 +165,7 @@ class Block(nnx.Module):
         key: Key[Array, ""] | None = None,
         segments: Segments | None = None,
     ) -> Hidden:
-        """Apply the block; key turns dropout on, segments keep documents apart."""
+        """Apply the block; ``key`` turns dropout on, ``segments`` separates documents."""
         attended = self.attention(self.norm_attention(x), rope, segments)
         if key is None or not self.dropout:
             x = x + attended
@@ -181,15 +178,14 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """A decoder-only language model.
 
-    Its parts are `embed`, `position` (learned positions only), `blocks` (a `Stack`, or an
-    `nnx.List` when config.scan is false), `norm`, and `head` (untied only).
+    Its modules are ``embed``, ``position`` (learned positions only), ``blocks`` (a ``Stack``, or an
+    ``nnx.List`` if config.scan is false), ``norm``, and ``head`` (untied only).
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draw the weights, fp32."""
         c = config
         self.config = c
-        self.deterministic = False  # `model.eval()` sets it
+        self.deterministic = False  # set by model.eval()
         self.embed = _embedding(c, c.vocab_size, rngs)
         if c.positions == "learned":
             self.position = _embedding(c, c.position_offset + c.max_seq_len, rngs)
@@ -210,7 +206,7 @@ class GPT(nnx.Module):
     def embed_tokens(
         self, tokens: Int[Array, "batch time"], positions: Int[Array, "*batch time"]
     ) -> tuple[Hidden, RopeTable | None]:
-        """The residual stream's start, and the rotary table where positions are rotary."""
+        """The start of the residual stream, and the rotary table if positions are rotary."""
         c = self.config
         look_up = with_batching_rule(_look_up_in_breadth, _look_up)
         x = look_up(self.embed.embedding[...], tokens)
@@ -225,13 +221,13 @@ class GPT(nnx.Module):
         segments: Segments | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Hidden:
-        """The normed output of the last block, in the weights' dtype.
+        """The normed output of the last block, in the dtype of the weights.
 
         Args:
-            tokens: ids in [0, vocab_size), at most max_seq_len of them a row.
-            segments: which document of its row each token is of, where a row holds several: equal in
-                neighbours of one document. A document gets what it would get alone in its row.
-            rngs: where dropout draws from; None, like `model.eval()`, turns dropout off.
+            tokens: ids in [0, vocab_size), at most max_seq_len per row.
+            segments: the document of each token, for rows that hold several; equal for neighbours of one
+                document. The output is that of each document alone in its row.
+            rngs: source of dropout's random bits; None, like ``model.eval()``, turns dropout off.
 
         Raises:
             ZeroError: if the sequence is longer than max_seq_len.
@@ -260,12 +256,12 @@ class GPT(nnx.Module):
         segments: Segments | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
-        """Logits, fp32, of the token that follows each position; see `hidden`."""
+        """Logits, fp32, of the token that follows each position; see ``hidden``."""
         return logits(self.hidden(tokens, segments=segments, rngs=rngs), self.unembedding)
 
 
 def logits(
     hidden: Float[Array, "... d_model"], unembedding: Float[Array, "vocab d_model"]
 ) -> Float[Array, "... vocab"]:
-    """Scores of each token, accumulated and returned in fp32 from operands of any dtype."""
+    """Scores of every token, accumulated and returned in fp32 from operands of any dtype."""
     return jnp.einsum("...d,vd->...v", hidden, unembedding, preferred_element_type=jnp.float32)

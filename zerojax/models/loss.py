@@ -1,4 +1,4 @@
-"""Cross-entropy whose logits exist for one chunk of tokens at a time."""
+"""Cross-entropy with the logits of one chunk of tokens at a time."""
 
 from functools import partial
 from typing import Any
@@ -15,10 +15,10 @@ from zerojax.models.gpt import GPT, logits
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
 IGNORE = -1
-"""The label (and padding token) that counts neither in the loss nor in the token count."""
+"""The label (and padding token) that neither the loss nor the token count includes."""
 
 VOCABULARY_TILE = 64
-"""The logits' columns are a multiple of this."""
+"""The columns of the logits are padded to a multiple of this."""
 
 
 def cross_entropy(
@@ -30,20 +30,19 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean negative log-likelihood (nats per token) of labels under softmax(hidden @ unembedding.T).
 
-    Both matmuls of the gradient run in the forward pass, chunk by chunk while the logits are at
-    hand, so nothing of the size of the logits outlives its chunk and no logit is computed twice.
-    Operands keep their dtype (bf16 on tensor cores); logits, sums and the gradient of the
-    unembedding accumulate in fp32. Reverse mode only.
+    Both matmuls of the gradient run in the forward pass, chunk by chunk while the logits exist, so nothing of
+    the size of the logits outlives its chunk and no logit is computed twice. Operands keep their dtype (bf16
+    on tensor cores); logits, sums and the gradient of the unembedding accumulate in fp32. Reverse mode only.
 
     Args:
-        hidden: one row a token.
-        unembedding: one row a vocabulary entry.
-        labels: the right token for each row, or -1 for none. A label outside the vocabulary makes
-            the loss NaN.
-        chunk: most tokens whose logits exist at once.
+        hidden: one row per token.
+        unembedding: one row per vocabulary entry.
+        labels: the right token for each row, or -1 for none. A label outside the vocabulary makes the loss
+            NaN.
+        chunk: most tokens whose logits exist at a time.
 
     Returns:
-        The mean over counted tokens (0 when there are none) and their number, both fp32.
+        The mean over counted tokens (0 if there are none) and their number, both fp32.
 
     Raises:
         ZeroError: if chunk is below 1 or the shapes do not fit together.
@@ -56,7 +55,7 @@ def cross_entropy(
             "expected (tokens, d_model), (vocab, d_model), (tokens,)"
         )
     vocabulary = len(unembedding)
-    # On tensor cores GPT-2's 50257 columns take twice the time of 50304; the padding gets no probability.
+    # On tensor cores GPT-2's 50257 columns take twice as long as 50304; padding gets probability 0.
     unembedding = jnp.pad(unembedding, ((0, -vocabulary % VOCABULARY_TILE), (0, 0)))
     total_loss = with_batching_rule(partial(_in_breadth, vocabulary), partial(_total_loss, vocabulary))
     total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
@@ -65,7 +64,7 @@ def cross_entropy(
 
 
 def _in_chunks(hidden: Array, labels: Array, chunk: int) -> tuple[Array, Array]:
-    """Both cut into equal chunks of at most `chunk` rows, the last filled with ignored rows."""
+    """Cut both into equal chunks of at most ``chunk`` rows, the last one padded with ignored rows."""
     tokens = len(labels)
     chunks = max(1, -(-tokens // chunk))
     size = -(-tokens // chunks)
@@ -97,7 +96,7 @@ def _total_loss(
     labels: Int[Array, "chunks size"],
     unembedding: Float[Array, "padded d_model"],
 ) -> Float[Array, ""]:
-    """Summed loss over all chunks; only the first `vocabulary` rows of the unembedding are tokens."""
+    """The loss summed over all chunks; only the first ``vocabulary`` rows of the unembedding are tokens."""
 
     def loss(chunk: tuple[Array, Array]) -> Array:
         rows, right = chunk
@@ -125,7 +124,7 @@ def _total_loss_forward(
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(unembedding.shape, jnp.float32)
     (total, weight_gradient), row_gradients = jax.lax.scan(step, start, (hidden, labels))
-    # The dtype of the weight's cotangent is the weight's; an empty array carries it to the rule.
+    # An empty array carries the dtype of the weight, which its cotangent must have, to the backward rule.
     return total, (row_gradients, weight_gradient, jnp.zeros((0,), dtype))
 
 
@@ -146,7 +145,7 @@ _total_loss.defvjp(_total_loss_forward, _total_loss_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total_loss_again(vocabulary: int, hidden: Array, labels: Array, unembedding: Array) -> Array:
-    """The same; the backward pass computes the logits again, so that no gradient waits for it."""
+    """``_total_loss`` with the logits recomputed in the backward pass, so that no gradient is kept for it."""
     return _total_loss(vocabulary, hidden, labels, unembedding)
 
 
@@ -167,9 +166,9 @@ _total_loss_again.defvjp(_total_loss_again_forward, _total_loss_again_backward)
 def _in_breadth(
     vocabulary: int, size: int, mapped: Any, hidden: Array, labels: Array, unembedding: Array
 ) -> tuple[Array, bool]:
-    """Micro-batches one after another: gradients of the unembedding are summed, not kept side by side.
+    """Micro-batches one after another, so that gradients of the unembedding are summed, not stacked.
 
-    They could not be summed in the forward pass: by what each loss will be multiplied is not known there.
+    The forward pass cannot sum them, because it does not know the cotangent of each loss.
     """
     *rows_mapped, table_mapped = mapped
     if table_mapped:
@@ -186,13 +185,14 @@ def _in_breadth(
 def lm_loss(
     model: GPT, batch: dict[str, Array], rngs: nnx.Rngs | None = None
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Next-token loss of a batch {"tokens": int32[batch, time + 1]}, for `TrainState.create`.
+    """Next-token loss of a batch {"tokens": int32[batch, time + 1]}, for ``TrainState.create``.
 
-    Positions whose next token is -1 (padding) do not count. With "segments" (int32, of the same shape) a
-    row holds several documents: none sees another, and where the next token is of another it does not count.
+    Positions whose next token is -1 (padding) do not count. With "segments" (int32, of the same shape) a row
+    holds several documents, which do not attend to each other; positions whose next token is of another
+    document do not count.
 
     Returns:
-        The mean loss in nats per token, and {"tokens": how many it is the mean of}.
+        The mean loss in nats per token, and {"tokens": the number of counted tokens}.
 
     Raises:
         ZeroError: if batch has no "tokens" of two or more columns, or "segments" of another shape.
@@ -204,7 +204,7 @@ def lm_loss(
     labels, segments = tokens[:, 1:], batch.get("segments")
     if segments is not None:
         if segments.shape != tokens.shape:
-            raise ZeroError(f'"segments" has shape {segments.shape}, and "tokens" {tokens.shape}')
+            raise ZeroError(f'"segments" has shape {segments.shape}, but "tokens" {tokens.shape}')
         labels = jnp.where(segments[:, 1:] == segments[:, :-1], labels, IGNORE)
         segments = segments[:, :-1]
     hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), segments=segments, rngs=rngs)

@@ -121,7 +121,7 @@ def abstract_model(config: RunConfig) -> zerojax.TrainState:
 
 
 def resumed_state(
-    setup: RunSetup, folder: RunFolder, seal: checkpoints.Seal
+    setup: RunSetup, folder: RunFolder, seal: checkpoints.Manifest
 ) -> tuple[zerojax.TrainState, str]:
     """The state of a run that resumes from a checkpoint, and a line about it for the user.
 
@@ -136,7 +136,7 @@ def resumed_state(
 
 
 def new_state(
-    setup: RunSetup, folder: RunFolder, imported: checkpoints.Seal | None, init_from: Path | None
+    setup: RunSetup, folder: RunFolder, imported: checkpoints.Manifest | None, init_from: Path | None
 ) -> tuple[zerojax.TrainState, list[str]]:
     """The state of a run that begins, and lines about it for the user.
 
@@ -185,7 +185,7 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
 
 def choose_checkpoint(
     config: RunConfig, folder: RunFolder, resume: Resume
-) -> tuple[checkpoints.Seal | None, list[str]]:
+) -> tuple[checkpoints.Manifest | None, list[str]]:
     """The checkpoint to resume from, chosen by process zero for all.
 
     Newer checkpoints that are damaged are moved aside, so that their steps can be saved again.
@@ -198,14 +198,14 @@ def choose_checkpoint(
     """
 
     def look() -> dict[str, Any]:
-        choice = checkpoints.newest_sound(folder.checkpoints, checksums=config.checkpoint.verify)
+        choice = checkpoints.newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
         check_start(choice.step, resume, folder)
         return {"step": choice.step, "lines": checkpoints.set_damaged_aside(folder.checkpoints, choice)}
 
     found = run_on_process_zero(look)
     if found["step"] is None:
         return None, found["lines"]
-    return checkpoints.read_seal(folder.checkpoints / str(found["step"])), found["lines"]
+    return checkpoints.read_manifest(folder.checkpoints / str(found["step"])), found["lines"]
 
 
 def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
@@ -289,7 +289,7 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
     return Watchdog(limits, peers.stuck)
 
 
-def evaluate(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
+def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
     """The mean loss over all tokens of some batches, in nats per token.
 
     The last batches are dispatched without waiting for them.

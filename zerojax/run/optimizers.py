@@ -21,8 +21,8 @@ def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
 
     Args:
         settings: shape, peak, warm-up and end.
-        steps: optimizer steps of the whole run; a warm-up longer than half of it is cut to half, so
-            that a short trial of a long config still reaches its peak.
+        steps: optimizer steps of the whole run; the warm-up is at most half of them, so that a short trial
+            of a long config still reaches its peak.
     """
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
     warmup = min(settings.warmup_steps, steps // 2)
@@ -36,22 +36,22 @@ def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
     else:
         decay = min(rest, max(1, round(settings.decay_fraction * steps)))
         after = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
-    # The first update is at peak/warmup, not at zero: a step that changes nothing is a step lost.
+    # The first update is at peak/warmup, not at zero: a step at rate zero would be wasted.
     first = peak / max(1, warmup)
     rise = optax.linear_schedule(first, peak, max(1, warmup))
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
 def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
-    """What new settings make of the learning rate of a run that goes on.
+    """How new settings change the learning rate of a resumed run.
 
     Args:
-        before: the settings that it was saved with.
-        now: those that it goes on with.
+        before: the settings of the checkpoint.
+        now: the new settings.
         updates: done so far.
 
     Returns:
-        A line, or none where the schedule is the same.
+        A line, or none if the schedule is the same.
     """
     schedules = [make_schedule(config.optimizer, config.train.steps) for config in (before, now)]
     ahead = np.arange(updates, max(updates + 1, now.train.steps))
@@ -92,15 +92,9 @@ def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
 
 
 def decay_mask(params: Any) -> Any:
-    """True for the leaves that weight decay pulls on: linear kernels and embeddings.
+    """A tree of bools, true for the leaves with weight decay: linear kernels and embeddings.
 
-    It goes by name, since the norm scales of stacked blocks have two dimensions.
-
-    Args:
-        params: a pytree of parameters.
-
-    Returns:
-        The same tree of bools.
+    Decided by name, because the norm scales of stacked blocks have two dimensions as well.
     """
 
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Self
 import jax
 
 import zerojax
-from zerojax.analysis.plan import describe
+from zerojax.analysis.plan import describe_plan
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError, RunError, Stopped
 from zerojax.models import parameter_count
@@ -25,11 +25,11 @@ from zerojax.run.build import (
     RunSetup,
     choose_checkpoint,
     environment,
-    evaluate,
     is_first,
     make_batches,
     make_log,
     make_watchdog,
+    mean_loss,
     new_state,
     prepare_data,
     resumed_state,
@@ -224,7 +224,7 @@ class Trainer:
     def evaluation(self) -> dict[str, jax.Array]:
         """Dispatch a measurement of the validation loss."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        return {"validation_loss": evaluate(self.state, self.validation)}
+        return {"validation_loss": mean_loss(self.state, self.validation)}
 
     def save(self) -> bool:
         """Begin to save a checkpoint; False if it must wait because the step was skipped."""
@@ -280,7 +280,7 @@ class Trainer:
             f"{config.zero.preset} on {mesh.shape['node']} x "
             f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
         )
-        self.log.say(describe(self.state))
+        self.log.say(describe_plan(self.state))
         for note in notes:
             self.log.say(note)
         if is_first():
@@ -294,7 +294,7 @@ class Trainer:
         self.checkpoints.wait()
         loss = self.log.last.get("validation_loss")
         if loss is None:  # the run had already finished
-            loss = float(evaluate(self.state, self.validation))
+            loss = float(mean_loss(self.state, self.validation))
         if not math.isfinite(loss):
             skipped = int(self.log.last.get("skipped_in_row", 0))
             raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)

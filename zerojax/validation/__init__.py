@@ -1,1 +1,1 @@
-"""Strict reading of what others wrote: JSON, TOML, checksums, bounds of numbers, names of dtypes."""
+"""Validation of settings and untrusted files: strict JSON and TOML, checksums, bounds, names of dtypes."""

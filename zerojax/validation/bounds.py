@@ -1,4 +1,4 @@
-"""Bounds of numbers that people give: what no setting of any section or command can be."""
+"""Bounds on numbers in settings and options."""
 
 import dataclasses
 import math
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LARGEST = 2**32 - 1
-"""The largest whole number of any setting: that of a seed."""
+"""The largest whole number of any setting: the largest seed."""
 MOST_DEVICES = 1 << 20
-"""On a mesh; ten times those of the largest cluster there is."""
+"""Of a mesh; ten times the largest existing cluster."""
 MOST_EMULATED = 4096
-"""CPU devices that one process acts as; with four times as many XLA takes minutes to start."""
+"""CPU devices emulated by one process; with four times as many, XLA takes minutes to start."""
 
 
 def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> None:
     """Refuse NaN, infinities and whole numbers beyond 32 bits in the fields of a dataclass.
 
     Args:
-        settings: what to check; sections inside it check themselves.
-        name: from a field to what a person calls it, such as "train.{}".format.
+        settings: to check; sections inside it check themselves.
+        name: from a field to its name for users, such as "train.{}".format.
 
     Raises:
         ZeroError: naming the field and its value.

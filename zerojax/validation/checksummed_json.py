@@ -1,7 +1,4 @@
-"""Small JSON files that notice when a byte of them has changed.
-
-The checksum is against accidents: whoever can write the file can also write the checksum.
-"""
+"""Small JSON files with a checksum of their data, against accidents, not against tampering."""
 
 import json
 import zlib
@@ -9,15 +6,15 @@ from typing import Any
 
 
 def dump_checked(data: dict[str, Any]) -> str:
-    """JSON text of `data` with a checksum of it."""
+    """The JSON text of ``data`` with its checksum."""
     return json.dumps({"crc32": _checksum(data), "data": data}, indent=1) + "\n"
 
 
 def load_checked(text: str) -> dict[str, Any]:
-    """The data in a text of `dump_checked`.
+    """The data of a text written by ``dump_checked``.
 
     Raises:
-        ValueError: no JSON, another layout, or the checksum is wrong; says which.
+        ValueError: it is not JSON, has another layout, or a wrong checksum; says which.
     """
     try:
         whole = json.loads(text)
@@ -28,7 +25,7 @@ def load_checked(text: str) -> dict[str, Any]:
         or whole.keys() != {"crc32", "data"}
         or not isinstance(whole["data"], dict)
     ):
-        raise ValueError("no JSON object with a checksum")
+        raise ValueError("not a JSON object with a checksum")
     if whole["crc32"] != _checksum(whole["data"]):
         raise ValueError("wrong checksum")
     return whole["data"]

@@ -1,4 +1,4 @@
-"""What a user may call a dtype."""
+"""The names of dtypes that users may give."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,23 +12,23 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "floa
 
 
 def dtype_name(value: Any, option: str, allowed: Sequence[str]) -> str:
-    """The name of a dtype, however it is given.
+    """numpy's name of a dtype, given in any form.
 
     Args:
         value: a name ("bfloat16", "bf16", "BF16", "torch.bfloat16"), a dtype, or a scalar type of JAX or
             numpy (``jnp.bfloat16``).
-        option: what it was given for, for the message.
-        allowed: names as numpy has them, such as "float32".
+        option: name of the option, for the message.
+        allowed: numpy's names, such as "float32".
 
     Raises:
-        ZeroError: it is none of them.
+        ZeroError: it is not an allowed dtype.
     """
     name = value
     if isinstance(value, str):
         last = value.lower().rpartition(".")[2]
         name = _SHORT.get(last, last)
-    if name is not None:  # which numpy takes for float64
-        with suppress(TypeError, ValueError, SyntaxError):  # what numpy says of other things
+    if name is not None:  # numpy takes None for float64
+        with suppress(TypeError, ValueError, SyntaxError):  # what numpy raises on anything else
             name = jnp.dtype(name).name
     if not isinstance(name, str) or name not in allowed:
         raise ZeroError(f"{option}={value!r} is not one of {', '.join(map(repr, allowed))}.")

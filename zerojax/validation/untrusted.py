@@ -1,7 +1,7 @@
-"""JSON and TOML that somebody else wrote, read strictly; and how values of them are quoted in a message.
+"""Strict readers of untrusted JSON and TOML, and quoting of their values in messages.
 
-What the formats leave to their readers is refused here for all files alike: nesting without end, a key given
-twice, NaN and infinities, whole numbers of hundreds of digits, text that is not Unicode.
+What the formats leave to their readers is refused in all files: unbounded nesting, duplicate keys, NaN and
+infinities, whole numbers of hundreds of digits, text that is not valid Unicode.
 """
 
 import json
@@ -10,11 +10,11 @@ import tomllib
 from typing import Any
 
 DEEPEST = 64
-"""Tables and lists inside each other; a settings file has four or five."""
+"""Levels of nested tables and lists; a settings file has four or five."""
 LONGEST_SETTINGS = 1 << 20
 """Characters of a settings file."""
-_MOST_DOTS = 200  # in a line
-_MOST_DIGITS = 300  # so that every whole number is a float, too; transformers writes one of 31
+_MOST_DOTS = 200  # per line
+_MOST_DIGITS = 300  # so that every whole number fits a float; transformers writes one of 31
 _TOO_LONG = f"a whole number of more than {_MOST_DIGITS} digits"
 _TOO_DEEP = f"nested too deeply: more than {DEEPEST} tables and lists inside each other"
 
@@ -23,7 +23,7 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or holds what the module's docstring lists; says which in one line.
+        ValueError: it is not JSON, or has what the module refuses; says which in one line.
     """
     try:
         data = json.loads(
@@ -39,13 +39,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text.
 
     Raises:
-        ValueError: as `parse_json`; or the text is longer than any settings are.
+        ValueError: as for ``parse_json``; or the text is longer than any settings.
     """
     if len(text) > LONGEST_SETTINGS:
         raise ValueError(f"{len(text):,} characters, more than the {LONGEST_SETTINGS:,} of any settings file")
-    # tomllib takes a time that grows with the square of a dotted key's parts.
+    # The time of tomllib is quadratic in the parts of a dotted key.
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
-        raise ValueError(f"nested too deeply, or a line to be broken: it has more than {_MOST_DOTS} dots")
+        raise ValueError(f"nested too deeply: a line has more than {_MOST_DOTS} dots; break it if it is not")
     try:
         data = tomllib.loads(text)
     except RecursionError:
@@ -61,7 +61,7 @@ def short(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without line breaks and other characters that a terminal or a TOML comment would act on."""
+    """Text with line breaks and other control characters escaped, for a terminal or a TOML comment."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -75,17 +75,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:  # Python refuses thousands of them in words of its own
+    if len(digits) > _MOST_DIGITS:  # Python itself refuses thousands of digits, with another message
         raise ValueError(_TOO_LONG)
     return int(digits)
 
 
 def _check(data: Any) -> None:
-    """Refuse depth and numbers; without recursion, as the data may be deeper than Python's stack."""
+    """Refuse deep nesting and bad values, without recursion: the data may be deeper than Python's stack."""
     level, depth = [data], 0
     while level:
         below: list[Any] = []
@@ -98,7 +98,7 @@ def _check(data: Any) -> None:
             elif isinstance(value, str):
                 _check_text(value)
             elif isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{value} is no finite number")
+                raise ValueError(f"{value} is not a finite number")
             elif isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
                 raise ValueError(_TOO_LONG)
         level, depth = below, depth + 1
@@ -110,4 +110,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"half of a surrogate pair, which is no Unicode text: {short(text)}") from None
+        raise ValueError(f"not valid Unicode: half of a surrogate pair in {short(text)}") from None

@@ -1,4 +1,4 @@
-"""Replica groups in all their spellings, against groups written out by hand."""
+"""Replica groups in all their forms, against groups written out by hand."""
 
 import pytest
 

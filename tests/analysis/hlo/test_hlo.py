@@ -141,7 +141,7 @@ def test_a_loop_of_unknown_length_is_refused(compile_spmd):
 
 
 def test_overlap_is_seen(compile_spmd):
-    """With the latency-hiding scheduler a gather runs behind a product that does not need it."""
+    """With the latency-hiding scheduler a gather overlaps with an independent product."""
 
     def independent(x, a):
         return a @ a.T, jax.lax.all_gather(x, "node", tiled=True)

@@ -1,4 +1,4 @@
-"""Memory as the plan predicts it, as ZeRO's formulas have it, and as a compile for H100s takes it."""
+"""The plan's memory against ZeRO's formulas, and against programs compiled for H100s."""
 
 import importlib.util
 import itertools
@@ -20,7 +20,7 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
 D = NODES * LOCAL
 
-# Bytes per parameter, by the literature.
+# Bytes per parameter, from the literature.
 FORMULA = {
     "stage 0": 16.0,
     "stage 1": 4 + 12 / D,
@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 def compiled_step(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
-    """A billion parameters, so that workspaces and activations are next to nothing."""
+    """A billion parameters, so that workspaces and activations are negligible."""
     try:
         devices = aot.topology(NODES, LOCAL, gpu="h100")
     except aot.CompilerMissingError as error:
@@ -90,7 +90,7 @@ def _named(name: str) -> dict:
 
 
 def _most_whole_weights(compiled: jax.stages.Compiled, plan) -> int:
-    """The most layers of one whole matrix that any loop of the program carries from layer to layer."""
+    """The most layers of one whole matrix in the carry of any loop of the program."""
     text = compiled.as_text()
     assert text is not None
     matrices = [
@@ -157,7 +157,7 @@ def compare(
     assert found.memory[0] == pytest.approx(found.memory[1], rel=0.15)
     assert found.local_bytes[0] == pytest.approx(found.local_bytes[1], rel=1e-3)
     assert found.node_bytes[0] == pytest.approx(found.node_bytes[1], rel=1e-3)
-    # Two layers are no pipeline, and delta's hops between nodes are taken once per step.
+    # Two layers are too few to prefetch, and delta's hops between nodes run once per step.
     if config != "gpt-tiny" and preset != "delta":
         assert found.hidden > 0.4
 

@@ -1,4 +1,4 @@
-"""The outlook on clusters that are not there: what fits, what is fastest, what is advised."""
+"""The outlook on absent clusters: what fits, what is fastest, what is advised."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def by_name(outlook):
 
 
 def test_laid_out_elsewhere_is_what_is_built_there(spec):
-    """The shortcut by which one abstract state stands for every cluster."""
+    """The shortcut that derives every cluster's memory from one abstract state."""
     for preset, mesh in (("delta", MeshSection(nodes=4, local=3)), ("zero++", MeshSection(nodes=3, local=2))):
         built = build(mesh, preset=preset)
         there = on_world(spec, MeshShape(mesh.nodes, mesh.local), built.zero)
@@ -76,7 +76,7 @@ def test_micro_batches_are_foreseen_in_both_orders():
 
 
 def test_bytes_over_bandwidth_bound_the_step(spec):
-    """At 10 Gb/s nothing but the network counts: 3 M (N-1)/N bytes, 0.94 of the rate."""
+    """At 10 Gb/s only the network counts: 3 M (N-1)/N bytes, at 0.94 of the rate."""
     zero3 = by_name(outlook(spec))["zero3"]
     model_bytes = 2 * sum(leaf.count for leaf in spec.leaves)
     assert zero3.time.node == pytest.approx(3 * model_bytes / 2 / (0.94 * SLOW), rel=0.05)

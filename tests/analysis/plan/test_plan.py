@@ -9,7 +9,7 @@ from wire_models import abstract_state, batch_of
 
 import zerojax
 from zerojax.analysis.comm_report import comm_report
-from zerojax.analysis.plan import describe, plan_state
+from zerojax.analysis.plan import describe_plan, plan_state
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 SETTINGS = {
@@ -81,12 +81,10 @@ def test_awkward_sizes():
 
 def test_settings_without_effect_are_named():
     state = abstract_state("stacked", zerojax.make_mesh(1, 8), config("zero++"))
-    text = describe(state)
-    assert "one node: there is no hop over node; weights='int8', grads[1]='int4' without effect" in text
+    text = describe_plan(state)
+    assert "one node: no hop over node; weights='int8', grads[1]='int4' without effect" in text
     state = abstract_state("stacked", zerojax.make_mesh(8, 1), config("zero++"))
-    assert "one device per node: there is no hop over local; grads[0]='int4' without effect" in describe(
-        state
-    )
+    assert "one device per node: no hop over local; grads[0]='int4' without effect" in describe_plan(state)
 
 
 def test_the_table_shows_units_leaves_formats_and_sizes():
@@ -118,7 +116,7 @@ def test_lasting_memory_is_what_the_state_holds():
 
 
 def _copies(x: jax.ShapeDtypeStruct) -> int:
-    """How many devices hold the same part."""
+    """The number of devices that hold the same part."""
     assert x.sharding is not None
     parts = {str(index) for index in x.sharding.devices_indices_map(x.shape).values()}
     return len(x.sharding.device_set) // len(parts)

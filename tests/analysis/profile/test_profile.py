@@ -1,4 +1,4 @@
-"""Profiles: the trace of a run, what its ranges are called, and how much communication is hidden."""
+"""Profiles: the trace of a run, the names of its ranges, and how much communication is hidden."""
 
 import gzip
 import json
@@ -115,7 +115,7 @@ def test_steps_that_will_not_come(tmp_path: Path) -> None:
 
 
 def test_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(ZeroError, match="there is no trace"):
+    with pytest.raises(ZeroError, match="no trace"):
         trace_files(tmp_path)
     (tmp_path / "x.xplane.pb").write_bytes(b"\xff\xff\xff")
     with pytest.raises(ZeroError, match="cannot be read as a trace"):
@@ -137,7 +137,7 @@ class Kernel:
 
 @dataclass
 class Line:
-    """A stream, or what the profiler sums up."""
+    """A stream, or a summary of the profiler."""
 
     name: str
     events: list[Kernel]
@@ -175,7 +175,7 @@ NAMES = {
 
 
 def gpu() -> Profile:
-    """On device 0 a gather of 100 ns under compute but for 30, and an exchange of 50 that is bare."""
+    """On device 0 a gather of 100 ns, 30 of them without compute, and an exchange of 50 without any."""
     compute = [kernel("gemm", 0, 40, "fusion.1"), kernel("gemm", 70, 120, "fusion.1")]
     # Two kernels of one gather that overlap each other hide nothing of each other.
     gather = [

@@ -1,4 +1,4 @@
-"""What a key means that a config.json leaves out: what transformers documents.
+"""Keys missing from a config.json have the defaults that transformers documents.
 
 The values are those of `GPT2Config`, `OPTConfig` and `LlamaConfig` and of their base class, in transformers 4
 and 5 alike; the epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.
@@ -150,4 +150,4 @@ def test_these_are_all_the_keys_that_are_read(family: str):
     for name in TRAINING[family]:
         keys = ConfigKeys(SHAPE[family] | {name: 0.3}, "config.json")
         assert FAMILIES[family].read(keys) == MODELS[family]
-        assert keys.notes == [f"{name} = 0.3 is not taken over (see model.dropout)"]
+        assert keys.notes == [f"{name} = 0.3 is not imported (see model.dropout)"]

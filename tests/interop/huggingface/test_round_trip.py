@@ -1,4 +1,4 @@
-"""Models of transformers, imported: the same logits, and the same bits when they are exported again."""
+"""Imported models of transformers give the same logits, and the same bits when exported again."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from hf_models import FIXTURES, copy_of, run_config, tensors
 from imported_runs import Imported
 
 from zerojax import gather_model
-from zerojax.interop.huggingface import Source, export_model, plan_export
+from zerojax.interop.huggingface import ModelFolder, export_model, plan_export
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.save import each_tensor, tensor_specs
@@ -70,7 +70,7 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
     }
     renamed = dict.fromkeys(found)
     files = SafetensorFiles(copy_of("gpt2", tmp_path / "old", None, **(renamed | bare)))
-    source = Source.open(tmp_path / "old")
+    source = ModelFolder.open(tmp_path / "old")
     train_spec = abstract_model(run_config(source.model)).spec
     parts = source.family.parts(source.model, source.family.prefix_in(files.specs))
     check_tensors(train_spec, files, source.family, parts)
@@ -82,7 +82,7 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
 
 
 class CountingFiles(SafetensorFiles):
-    """Files that note how many bytes of each tensor are read, and the most at one time."""
+    """Files that record how many bytes of each tensor are read, and the most at a time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -99,7 +99,9 @@ class CountingFiles(SafetensorFiles):
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     """A LLaMA whose rows divide among eight devices: a folder that zerojax exported, and its state."""
-    model = dataclasses.replace(Source.open(FIXTURES / "llama3").model, d_model=64, vocab_size=256, ffn=128)
+    model = dataclasses.replace(
+        ModelFolder.open(FIXTURES / "llama3").model, d_model=64, vocab_size=256, ffn=128
+    )
     config = run_config(model, "zero3")
     state = abstract_model(config)
     shapes = {leaf.path: leaf for leaf in state.spec.leaves}
@@ -118,7 +120,7 @@ def larger(tmp_path_factory):
 
 def test_each_device_reads_its_own_part_and_no_more(larger):
     state, folder = larger
-    source, files = Source.open(folder), CountingFiles(folder)
+    source, files = ModelFolder.open(folder), CountingFiles(folder)
     parts = source.family.parts(source.model, source.family.prefix_in(files.specs))
     params = load_params(state.spec, files, parts)
     for mine, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
@@ -135,7 +137,7 @@ def test_each_device_reads_its_own_part_and_no_more(larger):
 
 def test_one_tensor_at_a_time_is_whole_in_an_export(larger):
     state, _ = larger
-    source = Source.open(larger[1])
+    source = ModelFolder.open(larger[1])
     parts = source.family.parts(source.model, "model.")
     held = {id(x) for x in jax.live_arrays()}
     layer = max(leaf.size for leaf in state.spec.leaves) * 4

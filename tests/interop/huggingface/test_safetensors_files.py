@@ -1,4 +1,4 @@
-"""Safetensors files and indices that break a rule of the format: refused in a line, never read as weights."""
+"""Safetensors files and indices that break a rule of the format are refused in one line."""
 
 import json
 from pathlib import Path
@@ -26,17 +26,17 @@ def file_of(header: Any, data: bytes = bytes(8), length: int | None = None) -> b
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "of its 0 bytes the header would take 0"),
-    "half a length": (b"\x10\0\0", "of its 3 bytes"),
-    "a header longer than the file": (file_of({"a": entry()}, length=10**6), "would take 1,000,000"),
+    "nothing": (b"", "a header of 0 bytes in a file of 0"),
+    "half a length": (b"\x10\0\0", "in a file of 3"),
+    "a header longer than the file": (file_of({"a": entry()}, length=10**6), "a header of 1,000,000 bytes"),
     "a header of 2**63 bytes": (
         file_of({"a": entry()}, length=2**63),
-        "would take 9,223,372,036,854,775,808",
+        "a header of 9,223,372,036,854,775,808 bytes",
     ),
-    "a header of 2**64 - 1 bytes": (b"\xff" * 64, "would take 18,446,744,073,709,551,615"),
+    "a header of 2**64 - 1 bytes": (b"\xff" * 64, "a header of 18,446,744,073,709,551,615 bytes"),
     "no JSON": (file_of(b"{not json}"), "not a whole safetensors file: Expecting property name"),
     "no UTF-8": (file_of(b'{"\xff": 1}'), "can't decode byte 0xff"),
-    "no object": (file_of([entry()]), "its header is no JSON object"),
+    "no object": (file_of([entry()]), "its header is not a JSON object"),
     "no tensor": (file_of({}, b""), "0 tensors end"),
     "nested without end": (file_of(b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"), "nested too deeply"),
     "a key twice": (file_of(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2)), "given twice: 'a'"),
@@ -50,22 +50,25 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "true in a shape": (file_of({"a": entry(shape=[True, 2])}), r"'a' has shape \[True, 2\]"),
     "a negative shape": (file_of({"a": entry(shape=[-1, -2])}), r"'a' has shape \[-1, -2\]"),
     "a shape without end": (file_of({"a": entry(shape=[1] * 33 + [2])}), "'a' has shape"),
-    "a huge shape": (file_of({"a": entry(shape=[2**40, 2**40])}), "'a' has 8 bytes, and shape"),
+    "a huge shape": (file_of({"a": entry(shape=[2**40, 2**40])}), "'a' has 8 bytes, but shape"),
     "a huge shape of nothing": (
         file_of({"a": entry(shape=[2**40, 2**40, 0], offsets=[0, 0]), "b": entry()}),
-        "'a' has 0 bytes, and shape",
+        "'a' has 0 bytes, but shape",
     ),
-    "a shape beyond 64 bits": (file_of({"a": entry(shape=[2**70])}), "'a' has 8 bytes, and shape"),
+    "a shape beyond 64 bits": (file_of({"a": entry(shape=[2**70])}), "'a' has 8 bytes, but shape"),
     "a shape of 5,000 digits": (
         file_of(json.dumps({"a": entry(shape="@")}).replace('"@"', "9" * 5000).encode()),
         "more than 300 digits",
     ),
-    "a wrong shape": (file_of({"a": entry(shape=[3])}), r"'a' has 8 bytes, and shape \[3\] of F32"),
-    "a wrong dtype": (file_of({"a": entry("F16")}), r"'a' has 8 bytes, and shape \[2\] of F16"),
+    "a wrong shape": (file_of({"a": entry(shape=[3])}), r"'a' has 8 bytes, but shape \[3\] of F32"),
+    "a wrong dtype": (file_of({"a": entry("F16")}), r"'a' has 8 bytes, but shape \[2\] of F16"),
     "one offset": (file_of({"a": entry(offsets=[8])}), r"'a' has data_offsets \[8\]"),
     "negative offsets": (file_of({"a": entry(offsets=[-8, 0])}), r"'a' has data_offsets \[-8, 0\]"),
     "offsets the wrong way round": (file_of({"a": entry(offsets=[8, 0])}), "'a' has -8 bytes"),
-    "an overlap": (file_of({"a": entry(), "b": entry()}), "'b' begins at byte .* and what is before ends"),
+    "an overlap": (
+        file_of({"a": entry(), "b": entry()}),
+        "'b' begins at byte .* but the tensor before it ends",
+    ),
     "an overlap by half": (
         file_of({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
         "'b' begins at byte",
@@ -76,7 +79,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "bytes left over": (file_of({"a": entry()}, bytes(9)), "1 tensors end at byte"),
 }
 STRICTER = {"nothing", "no tensor", "a key twice", "a shape without end", "an unknown dtype"}
-"""What the safetensors library reads (or, of an unknown dtype, refuses in other bytes)."""
+"""Damage that the safetensors library accepts (or, for an unknown dtype, refuses differently)."""
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -111,7 +114,7 @@ def test_what_the_format_allows_is_read(tmp_path: Path):
 
 
 def shards(folder: Path, change: dict[str, Any]) -> Path:
-    """llama2's five files, with an index in which some entries are others."""
+    """llama2's five files, with an index of which some entries are changed."""
     for file in LLAMA.glob("*.safetensors"):
         (folder / file.name).symlink_to(file)
     index = json.loads((LLAMA / INDEX).read_text())
@@ -125,7 +128,7 @@ def shards(folder: Path, change: dict[str, Any]) -> Path:
     [
         (
             {"a": "../secret.safetensors"},
-            "'a' is listed in '../secret.safetensors', which is no file of this",
+            "'a' is listed in '../secret.safetensors', which is not a file of this",
         ),
         ({"a": "/etc/secret.safetensors"}, "'a' is listed in '/etc/secret.safetensors'"),
         ({"a": ".."}, "'a' is listed in '..'"),

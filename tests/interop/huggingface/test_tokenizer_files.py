@@ -59,11 +59,11 @@ def test_vocabulary_and_merges_are_a_tokenizer(tmp_path):
 def test_what_is_no_tokenizer(tmp_path):
     assert read_tokenizer(tmp_path, {}) is None
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(DataError, match=r"SentencePiece models are not read: write tokenizer\.json by"):
+    with pytest.raises(DataError, match=r"SentencePiece models are not supported: write tokenizer\.json by"):
         read_tokenizer(tmp_path, {})
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_text("{")
-    with pytest.raises(DataError, match=r"vocab\.json and merges\.txt are no tokenizer"):
+    with pytest.raises(DataError, match=r"vocab\.json and merges\.txt are not a tokenizer"):
         read_tokenizer(tmp_path, {})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer file"):
@@ -73,8 +73,8 @@ def test_what_is_no_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ('{"eos_token": 5}', "eos_token = 5 should be a text"),
-        ('{"eos_token": {"content": ["a"]}}', r"eos_token = \['a'\] should be a text"),
+        ('{"eos_token": 5}', "eos_token = 5 should be a string"),
+        ('{"eos_token": {"content": ["a"]}}', r"eos_token = \['a'\] should be a string"),
         ("[]", "not a JSON object"),
         ("[" * 5000, "nested too deeply|not JSON"),
     ],

@@ -1,4 +1,4 @@
-"""States in natural shapes: rows that stay in place, what belongs to a mesh, and what may be missing."""
+"""The canonical form of a state: rows that stay in place, arrays that belong to a mesh, missing kinds."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 import zerojax
 from zerojax.errors import ZeroError
-from zerojax.run.checkpoints.canonical import from_natural, to_natural
+from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
 
 DELTA = {"weights": "fp32", "weights_delta": True, "hpz": True}
 PADDED = {"grads": ("int8", "int8")}
@@ -35,11 +35,11 @@ def state_of(zero: dict[str, Any], seed: int, tx: Any = None) -> zerojax.TrainSt
 def test_rows_keep_their_places(source, target):
     given = state_of(source, 0)
     wanted = zerojax.gather_params(given)["kernel"]
-    tree = to_natural(given)
+    tree = to_canonical(given)
     np.testing.assert_array_equal(tree["params"]["kernel"], wanted)
     if "weights_delta" in source:
         np.testing.assert_array_equal(tree.pop("secondary")["kernel"], wanted)
-    moved = from_natural(state_of(target, 1), tree)
+    moved = from_canonical(state_of(target, 1), tree)
     np.testing.assert_array_equal(zerojax.gather_params(moved)["kernel"], wanted)
     for copy in jax.tree.leaves(moved.secondary):
         np.testing.assert_array_equal(np.asarray(copy).reshape(wanted.shape), wanted)
@@ -50,18 +50,18 @@ def test_what_error_feedback_remembers_goes_on_with_its_mesh():
     state, _ = zerojax.train_step(state_of(feedback, 0), np.linspace(-1, 1, 64, dtype="f4").reshape(8, 8))
     wanted = np.asarray(state.residual["kernel"])
     assert wanted.any()
-    moved = from_natural(state_of(feedback, 1), to_natural(state))
+    moved = from_canonical(state_of(feedback, 1), to_canonical(state))
     np.testing.assert_array_equal(moved.residual["kernel"], wanted)
 
 
 def test_an_average_is_a_kind_of_its_own_and_begins_anew_where_there_is_none():
     plain, averaging = optax.adam(0.1), optax.chain(optax.adam(0.1), zerojax.average_weights(0.5))
-    tree = to_natural(state_of({}, 0, averaging))
+    tree = to_canonical(state_of({}, 0, averaging))
     assert tree["average"].keys() == {"count", "params"}
-    without = to_natural(state_of({}, 0, optax.chain(plain, optax.identity())))
+    without = to_canonical(state_of({}, 0, optax.chain(plain, optax.identity())))
     assert "average" not in without
-    moved = from_natural(state_of({}, 1, averaging), without)
-    np.testing.assert_array_equal(to_natural(moved)["average"]["count"], 0)
+    moved = from_canonical(state_of({}, 1, averaging), without)
+    np.testing.assert_array_equal(to_canonical(moved)["average"]["count"], 0)
     for found, wanted in zip(
         jax.tree.leaves(moved.params), jax.tree.leaves(state_of({}, 0).params), strict=True
     ):
@@ -71,7 +71,7 @@ def test_an_average_is_a_kind_of_its_own_and_begins_anew_where_there_is_none():
 @pytest.mark.parametrize("lost", ["params", "optimizer"])
 def test_a_tree_that_lacks_what_the_program_has_is_refused(lost):
     state = state_of({}, 0, optax.adam(0.1))
-    tree = to_natural(state)
+    tree = to_canonical(state)
     del tree[lost]
     with pytest.raises(ZeroError, match=f"lacks {lost}/.*it is of another model or optimizer"):
-        from_natural(state, tree)
+        from_canonical(state, tree)

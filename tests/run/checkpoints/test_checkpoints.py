@@ -1,4 +1,4 @@
-"""Checkpoints: natural shapes, any mesh, complete or not there."""
+"""Checkpoints: unsharded shapes, any mesh, complete or absent."""
 
 import errno
 import os
@@ -19,15 +19,15 @@ from zerojax.run.checkpoints import (
     Checkpoints,
     Record,
     Retention,
-    newest_sound,
-    read_seal,
+    newest_valid,
+    read_manifest,
     restore,
     restore_weights,
     step_dirs,
     transfer,
     verify,
 )
-from zerojax.run.checkpoints.canonical import abstract_natural, from_natural, to_natural
+from zerojax.run.checkpoints.canonical import abstract_canonical, from_canonical, to_canonical
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
 
@@ -35,7 +35,7 @@ BATCH = np.linspace(-1, 1, 8 * 13, dtype=np.float32).reshape(8, 13)
 
 
 class Awkward(nnx.Module):
-    """Sizes that divide nothing, a scalar, an empty leaf, a stack, a counter that is no parameter."""
+    """Sizes that divide nothing, a scalar, an empty leaf, a stack, a counter that is not a parameter."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 7) -> None:
         self.first = nnx.Linear(13, width, rngs=rngs)
@@ -86,8 +86,8 @@ def saved(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_natural_shapes(trained: Any) -> None:
-    tree = to_natural(trained)
+def test_unsharded_shapes(trained: Any) -> None:
+    tree = to_canonical(trained)
     assert tree["params"]["first"]["kernel"].shape == (13, 7)
     assert tree["params"]["blocks"]["block"]["kernel"].shape == (3, 7, 7)
     assert tree["params"]["scale"].shape == ()
@@ -97,7 +97,7 @@ def test_natural_shapes(trained: Any) -> None:
     assert float(tree["other"]["calls"]) == 3.0
     whole = zerojax.gather_params(trained)
     np.testing.assert_array_equal(tree["params"]["wide"]["kernel"], whole["wide"]["kernel"])
-    described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), abstract_natural(trained))
+    described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), abstract_canonical(trained))
     assert described == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
 
 
@@ -106,10 +106,10 @@ def test_natural_shapes(trained: Any) -> None:
     [(2, 4, DELTA), (4, 2, DELTA), (3, 2, {}), (1, 5, {"stage": 1}), (1, 1, {"stage": 0})],
 )
 def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: int, zero: Any) -> None:
-    assert newest_sound(saved).step == 3
-    assert read_seal(saved / "3").record == RECORD
+    assert newest_valid(saved).step == 3
+    assert read_manifest(saved / "3").record == RECORD
     state = restore(saved / "3", make(nodes, local, abstract=True, **zero))
-    expected, found = host(to_natural(trained)), host(to_natural(state))
+    expected, found = host(to_canonical(trained)), host(to_canonical(state))
     if not zero.get("weights_delta"):
         expected = {name: x for name, x in expected.items() if "secondary" not in name}
     assert found.keys() == expected.keys()
@@ -120,7 +120,7 @@ def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: in
 @pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 4), (3, 2)])
 def test_copies_outlive_the_state(nodes: int, local: int) -> None:
     state = make(nodes, local)
-    tree = to_natural(state)
+    tree = to_canonical(state)
     expected = host(jax.tree.map(jnp.copy, tree))
     jax.tree.map(lambda x: x.delete(), state)  # as donating it does
     for name, value in host(tree).items():
@@ -128,7 +128,7 @@ def test_copies_outlive_the_state(nodes: int, local: int) -> None:
 
 
 class Even(nnx.Module):
-    """What 8 devices share out by rows."""
+    """A leaf that 8 devices share by rows."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = zerojax.Stack(lambda rngs: nnx.Linear(64, 64, rngs=rngs), 3, rngs=rngs)
@@ -147,14 +147,14 @@ def test_sends_nothing_for_what_is_cut_by_rows(zero: Any, monkeypatch: pytest.Mo
     whole = host(zerojax.gather_params(state))
     with monkeypatch.context() as patch:
         patch.setattr(jax.lax, "all_gather", gather)
-        tree = to_natural(state)
+        tree = to_canonical(state)
         if not zero:
-            from_natural(state, tree)
+            from_canonical(state, tree)
     for name, value in host(tree["params"]).items():
         np.testing.assert_array_equal(value, whole[name], err_msg=name)
     assert tree["params"]["out"]["kernel"].addressable_shards[0].data.shape == (8, 32)
-    again = from_natural(make(2, 4, Even, abstract=True, **zero), tree)
-    expected, found = host(tree), host(to_natural(again))
+    again = from_canonical(make(2, 4, Even, abstract=True, **zero), tree)
+    expected, found = host(tree), host(to_canonical(again))
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -164,19 +164,19 @@ def test_saves_while_training_goes_on(tmp_path: Path, room: bool, monkeypatch: p
     monkeypatch.setattr(transfer, "PORTION", 1 << 10)  # the state has 8 KiB
     monkeypatch.setattr(transfer, "_room", lambda _: 1e9 if room else 100)
     state = make(2, 4, **DELTA)
-    expected = host(jax.tree.map(jnp.copy, to_natural(state)))
+    expected = host(jax.tree.map(jnp.copy, to_canonical(state)))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, RECORD)
         for _ in range(3):
             state, _ = zerojax.train_step(state, BATCH)
-    found = host(to_natural(restore(tmp_path / "1", make(2, 4, abstract=True, **DELTA))))
+    found = host(to_canonical(restore(tmp_path / "1", make(2, 4, abstract=True, **DELTA))))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 def test_one_array_at_a_time_where_memory_is_short(trained: Any) -> None:
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(to_natural(trained, on_host=True))}
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(to_canonical(trained, on_host=True))}
     assert kinds == {"pinned_host"}
     device = {"bytes_limit": 1000, "peak_bytes_in_use": 600}
     assert transfer._room([device, device | {"peak_bytes_in_use": 900}]) == 100
@@ -216,7 +216,7 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
         checkpoints.save(1, exact, Record())
     wanted = {**DELTA, "grads": ("int8", "int8"), "grad_sync": "step", "error_feedback": True}
     state = restore(tmp_path / "1", make(2, 4, abstract=True, **wanted))
-    params, copies = zerojax.gather_params(state), to_natural(state)["secondary"]
+    params, copies = zerojax.gather_params(state), to_canonical(state)["secondary"]
     np.testing.assert_array_equal(copies["first"]["kernel"], params["first"]["kernel"])
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
     _, metrics = zerojax.train_step(state, BATCH)
@@ -239,12 +239,12 @@ def test_weights_alone_on_another_mesh_under_another_optimizer(saved: Path, trai
     assert int(state.step) == 0
     assert int(state.seed) == 7
     for kind in ("params", "other"):
-        expected, found = host(to_natural(trained)[kind]), host(to_natural(state)[kind])
+        expected, found = host(to_canonical(trained)[kind]), host(to_canonical(state)[kind])
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
     assert not any(x.any() for x in host(state.opt_state).values())
-    copies, params = host(to_natural(state)["secondary"]), host(zerojax.gather_params(state))
+    copies, params = host(to_canonical(state)["secondary"]), host(zerojax.gather_params(state))
     assert copies.keys() <= params.keys()
     np.testing.assert_array_equal(copies["['first']['kernel']"], params["['first']['kernel']"].astype("f4"))
 
@@ -265,7 +265,7 @@ def test_of_an_old_one_that_is_a_link_the_link_is_deleted(trained: Any, tmp_path
 def test_an_old_one_that_cannot_be_deleted_is_said_and_saving_goes_on(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where an NFS server holds on to a file; the next start tries again."""
+    """As when an NFS server holds a file; the next start tries again."""
 
     def rmtree(path: Path, **_: Any) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), f"{path}/.nfs0000000000000012")
@@ -306,8 +306,8 @@ def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path)
         checkpoints.save(9, trained, Record())  # it is there already
     for name in ("12.unfinished.orbax-checkpoint-tmp", "12.unfinished", "3.removed", "11.damaged"):
         (tmp_path / name).mkdir()
-    assert newest_sound(tmp_path).step == 9
-    assert read_seal(tmp_path / "9").record.skipped == 9
+    assert newest_valid(tmp_path).step == 9
+    assert read_manifest(tmp_path / "9").record.skipped == 9
     assert len(list(tmp_path.iterdir())) == 6, "reading changes nothing: a run may be saving"
     Checkpoints(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["11.damaged", "6", "9"]

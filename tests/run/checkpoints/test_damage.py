@@ -1,4 +1,4 @@
-"""Random damage to what lies on disk: named, never a traceback from deep inside, never a wrong result."""
+"""Random damage to files on disk is reported in one line, never by a deep traceback or a wrong result."""
 
 import pickle
 import shutil
@@ -18,8 +18,8 @@ from micro_run import micro_config
 import zerojax
 from zerojax.cli import main
 from zerojax.errors import ZeroError
-from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_sound, restore, verify
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_valid, restore, verify
+from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config, load_config
 from zerojax.run.data import DataError, open_dataset, prepare
 from zerojax.run.metrics import read_metrics
@@ -27,7 +27,7 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
 from zerojax.train.state import TrainState
 
-# Orbax closes its event loop while reads that nobody waits for any more are still on their way.
+# Orbax closes its event loop while abandoned reads are still running.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -35,7 +35,7 @@ pytestmark = [
 
 
 def hurt(path: Path, random: np.random.Generator) -> None:
-    """Flip a bit, cut the file, put something in, or write nonsense over a part of it."""
+    """Flip a bit, truncate the file, insert bytes, or overwrite a part of it."""
     data = bytearray(path.read_bytes())
     at = int(random.integers(max(len(data), 1)))
     match int(random.integers(4)):
@@ -51,7 +51,7 @@ def hurt(path: Path, random: np.random.Generator) -> None:
 
 
 def damages(folder: Path, scratch: Path, count: int) -> Iterator[Path]:
-    """Copies of a folder, each with one file damaged; the files take turns."""
+    """Copies of a folder, each with one damaged file, in turn."""
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     for number in range(count):
         copy = scratch / str(number)
@@ -83,22 +83,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_damage_to_a_checkpoint_goes_unseen(checkpoint: Path, tmp_path: Path) -> None:
-    sound, seen = verify(checkpoint, 7), 0
+    valid, seen = verify(checkpoint, 7), 0
     for copy in damages(checkpoint, tmp_path, 120):
         try:
-            assert verify(copy, 7) == sound  # such as another kind of blank in the seal
+            assert verify(copy, 7) == valid  # such as other white space in the manifest
         except DamagedError:
             seen += 1
     assert seen > 100
 
 
 def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> None:
-    """Files that nobody verified: an error that names the checkpoint, or the arrays as they were."""
-    expected = jax.tree.map(np.asarray, to_natural(state()))
+    """Unverified files give an error that names the checkpoint, or the right arrays."""
+    expected = jax.tree.map(np.asarray, to_canonical(state()))
     refused: list[str] = []
     for copy in damages(checkpoint, tmp_path, 30):
         try:
-            found = to_natural(restore(copy, state(abstract=True)))
+            found = to_canonical(restore(copy, state(abstract=True)))
         except ZeroError as error:
             refused.append(str(error))
         else:
@@ -109,7 +109,7 @@ def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: P
 
 @contextmanager
 def no_pickles() -> Iterator[list[str]]:
-    """Note what pickle would import while this lasts; an audit hook cannot be removed again."""
+    """Record what pickle would import within the context; an audit hook cannot be removed."""
     found, active = [], True
 
     def hook(event: str, arguments: Any) -> None:
@@ -128,7 +128,7 @@ def test_loading_unpickles_nothing(checkpoint: Path, finished: RunFolder) -> Non
         found.clear()
         restore(checkpoint, state(abstract=True))
         open_dataset(finished.read_config().data, finished.data)
-        newest_sound(finished.checkpoints)
+        newest_valid(finished.checkpoints)
     assert found == []
 
 
@@ -150,7 +150,7 @@ def test_damaged_settings(text: Path, tmp_path: Path) -> None:
 def test_damaged_tokens(text: Path, tmp_path: Path, tokenizer: str) -> None:
     settings = DataSection(source=str(text), tokenizer=tokenizer, vocab_size=300, validation=0.2)
     prepare(settings, tmp_path / "data")
-    sound = open_dataset(settings, tmp_path / "data")
+    valid = open_dataset(settings, tmp_path / "data")
     refused: list[str] = []
     for copy in damages(tmp_path / "data", tmp_path / "copies", 60):
         try:
@@ -160,7 +160,7 @@ def test_damaged_tokens(text: Path, tmp_path: Path, tokenizer: str) -> None:
             refused.append(str(error))
             continue
         for split in ("train", "validation"):
-            one, other = (getattr(data.parts[0], split) for data in (found, sound))
+            one, other = (getattr(data.parts[0], split) for data in (found, valid))
             assert one.header == other.header
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.lengths, other.lengths)
@@ -181,7 +181,7 @@ def test_damaged_notes_of_a_run(finished_copy: RunFolder, tmp_path: Path) -> Non
 def test_a_run_goes_on_from_the_one_before(
     finished: RunFolder, finished_copy: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says so, keeps the damaged one, and comes to the same end."""
+    """It says so, keeps the damaged one, and gets the same result."""
     checkpoints = finished_copy.checkpoints
     victim = max((checkpoints / "8" / "optimizer").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
     victim.write_bytes(victim.read_bytes()[:-1] + b"!")

@@ -1,4 +1,4 @@
-"""A disk that is full, or cannot be written to: one clear line, and what was saved stays."""
+"""A disk that is full or not writable: one clear line, and saved checkpoints stay."""
 
 import functools
 import os
@@ -14,12 +14,12 @@ from micro_run import hang, micro_config
 import zerojax
 from zerojax.errors import RunError, ZeroError
 from zerojax.multihost.background import is_stuck
-from zerojax.run.checkpoints import newest_sound, step_dirs
+from zerojax.run.checkpoints import newest_valid, step_dirs
 from zerojax.run.metrics import MetricsFile, log
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
 
-# Orbax closes its event loop while writes that nobody waits for any more are still on their way.
+# Orbax closes its event loop while abandoned writes are still running.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -40,7 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, number: int, happen: Any) -> None:
-    """Let something happen before the step with this number."""
+    """Call a function before a given step."""
     real, step = zerojax.train_step, iter(range(1, 100))
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -73,7 +73,7 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
         with pytest.raises(RunError, match=message):
             trainer.train()
     assert step_dirs.steps(folder.checkpoints) == [3]
-    assert newest_sound(folder.checkpoints).step == 3
+    assert newest_valid(folder.checkpoints).step == 3
     (small_disk / "filler").unlink()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["3"]
 
@@ -95,7 +95,7 @@ def test_full_at_the_start(small_disk: Path, text: Path) -> None:
 def test_a_disk_that_hangs(
     most: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noticed by lines that pile up, or at the next checkpoint; nor does the run's end wait for the disk."""
+    """Noticed by unwritten lines or at the next checkpoint; the end of the run does not wait for the disk."""
     folder = RunFolder(tmp_path / "run")
     impatient = functools.partial(MetricsFile, most=most, patience=0.5)
     monkeypatch.setattr(log, "MetricsFile", impatient)
@@ -115,7 +115,7 @@ def test_a_disk_that_hangs(
 
 
 def test_files_may_grow_no_more(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a quota; the run then goes on when there is room."""
+    """As by a quota; the run continues when there is room."""
     folder, config = RunFolder(tmp_path / "run"), micro_config(text, train={"eval_every": 0})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 

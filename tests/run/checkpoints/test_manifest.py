@@ -1,4 +1,4 @@
-"""Seals: every kind of damage is seen and named; and the checkpoint before is chosen."""
+"""Manifests: every kind of damage is detected and named, and the previous checkpoint is chosen."""
 
 import os
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from zerojax.run.checkpoints import (
     DamagedError,
     Record,
     find,
-    newest_sound,
-    read_seal,
-    sealed,
+    newest_valid,
+    read_manifest,
+    read_manifests,
     step_dirs,
     verify,
 )
-from zerojax.run.checkpoints.manifest import write_seal
+from zerojax.run.checkpoints.manifest import write_manifest
 
 RECORD = Record({"train": {"steps": 9}}, {"next": 3}, 2, 61.5, (2, 4), {"validation_loss": 1.25})
 FILES = {
@@ -29,12 +29,12 @@ FILES = {
 
 
 def make(folder: Path, step: int) -> Path:
-    """A sealed folder with the shape of a checkpoint."""
+    """A folder like a checkpoint, with a manifest."""
     path = folder / str(step)
     for name, data in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
-    write_seal(path, step, 1.7e9, RECORD)
+    write_manifest(path, step, 1.7e9, RECORD)
     return path
 
 
@@ -54,24 +54,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: [(p / n).unlink() for n in ("_META", "params/manifest")],
         r"_META is missing \(and 1 more\)",
     ),
-    "link": (lambda p: (p / "params/link").symlink_to("/etc/passwd"), "params/link is no plain file"),
-    "no seal": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
-    "cut seal": (lambda p: os.truncate(p / "seal.json", 200), "seal.json is damaged"),
-    "changed seal": (
+    "link": (lambda p: (p / "params/link").symlink_to("/etc/passwd"), "params/link is not a plain file"),
+    "no manifest": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
+    "cut manifest": (lambda p: os.truncate(p / "seal.json", 200), "seal.json is damaged"),
+    "changed manifest": (
         lambda p: (p / "seal.json").write_text((p / "seal.json").read_text().replace("61.5", "61.0")),
         "seal.json is damaged: wrong checksum",
     ),
-    "binary seal": (lambda p: (p / "seal.json").write_bytes(b"\xff\x00"), "seal.json is damaged"),
+    "binary manifest": (lambda p: (p / "seal.json").write_bytes(b"\xff\x00"), "seal.json is damaged"),
 }
 
 
-def test_a_sound_one(tmp_path: Path) -> None:
-    seal = verify(make(tmp_path, 400), 400)
-    assert (seal.step, seal.saved_at, seal.record) == (400, 1.7e9, RECORD)
-    assert seal.size == sum(map(len, FILES.values()))
-    assert seal.files.keys() == FILES.keys()
-    assert seal.files["params/manifest"] == (9, 0xCBF43926)  # the check value that every list of CRCs gives
-    assert sealed(tmp_path) == [seal]
+def test_a_valid_one(tmp_path: Path) -> None:
+    manifest = verify(make(tmp_path, 400), 400)
+    assert (manifest.step, manifest.saved_at, manifest.record) == (400, 1.7e9, RECORD)
+    assert manifest.size == sum(map(len, FILES.values()))
+    assert manifest.files.keys() == FILES.keys()
+    assert manifest.files["params/manifest"] == (
+        9,
+        0xCBF43926,
+    )  # the check value that every list of CRCs gives
+    assert read_manifests(tmp_path) == [manifest]
     assert find(tmp_path / "400") == tmp_path / "400"
 
 
@@ -83,7 +86,7 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, kind: str) 
     damage(make(tmp_path, 400))
     with pytest.raises(DamagedError, match=message):
         verify(tmp_path / "400", 400)
-    choice = newest_sound(tmp_path)
+    choice = newest_valid(tmp_path)
     assert choice.step == 300
     assert choice.damaged.keys() == {400}
     assert step_dirs.steps(tmp_path) == [200, 300, 400], "looking changes nothing"
@@ -103,16 +106,16 @@ def test_sizes_alone_are_compared_on_wish(tmp_path: Path) -> None:
 def test_a_checkpoint_under_another_step_s_name(tmp_path: Path) -> None:
     make(tmp_path, 400).rename(tmp_path / "500")
     with pytest.raises(ZeroError, match=r"500 is damaged: seal\.json is that of step 400"):
-        newest_sound(tmp_path)
+        newest_valid(tmp_path)
 
 
 def test_all_damaged_is_refused_and_none_is_none(tmp_path: Path) -> None:
-    assert newest_sound(tmp_path / "nowhere").step is None
-    assert newest_sound(tmp_path).step is None
+    assert newest_valid(tmp_path / "nowhere").step is None
+    assert newest_valid(tmp_path).step is None
     for step in (1, 2):
         (make(tmp_path, step) / "_META").unlink()
-    with pytest.raises(ZeroError, match=r"2 is damaged: _META is missing; .*1 is damaged: .*start afresh"):
-        newest_sound(tmp_path)
+    with pytest.raises(ZeroError, match=r"2 is damaged: _META is missing; .*1 is damaged: .*start over"):
+        newest_valid(tmp_path)
 
 
 def test_names(tmp_path: Path) -> None:
@@ -137,11 +140,11 @@ def test_names(tmp_path: Path) -> None:
 def test_find_refuses_what_is_none(tmp_path: Path) -> None:
     with pytest.raises(ZeroError, match="neither a run's folder nor a checkpoint"):
         find(tmp_path / "nothing")
-    with pytest.raises(ZeroError, match=r"no checkpoint, or a damaged one: seal\.json is missing"):
+    with pytest.raises(ZeroError, match=r"not a checkpoint, or is damaged: seal\.json is missing"):
         find(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ZeroError, match="there is no checkpoint yet"):
         find(tmp_path)
     make(tmp_path / "checkpoints", 3)
     assert find(tmp_path) == tmp_path / "checkpoints" / "3"
-    assert read_seal(find(tmp_path)).step == 3
+    assert read_manifest(find(tmp_path)).step == 3

@@ -11,7 +11,7 @@ from flax import nnx
 
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.run.checkpoints.canonical import to_natural
+from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
 
@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "delta": {"preset": "delta"},
     "delta, all": {"preset": "delta", "accumulate": 2, "error_feedback": True, "delta_resync": 3},
 }
-# What these do the others do as well.
+# Enough: the other kinds take the same path.
 COVERED = ("stage 1", "zero3, accumulated", "zero++", "delta")
 OTHERS = [(4, 2), (1, 8), (3, 2)]
 
@@ -85,24 +85,24 @@ def test_resume(name: str, tmp_path: Path) -> None:
     state, _ = steps(create(2, 4, **CONFIGS[name]), 1, 3)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, Record())
-    kept = jax.tree.map(np.asarray, to_natural(state))
+    kept = jax.tree.map(np.asarray, to_canonical(state))
     whole, expected = steps(state, 4, 6)
 
     again, losses = steps(restore(tmp_path / "3", create(2, 4, abstract=True, **CONFIGS[name])), 4, 6)
     assert losses == expected
-    assert_same(to_natural(again), to_natural(whole))
+    assert_same(to_canonical(again), to_canonical(whole))
 
     for nodes, local in OTHERS:
         # A mesh of one node has no node hop, and so no error to feed back to it.
         zero = CONFIGS[name] | ({"error_feedback": False} if nodes == 1 else {})
-        moved = to_natural(restore(tmp_path / "3", create(nodes, local, abstract=True, **zero)))
+        moved = to_canonical(restore(tmp_path / "3", create(nodes, local, abstract=True, **zero)))
         for kind in ("counters", "params", "optimizer"):
             assert_same(moved[kind], kept[kind])
 
 
 @pytest.mark.parametrize(("name", "nodes", "local"), [("stage 1", 3, 2), ("delta, all", 4, 2)])
 def test_training_goes_on_elsewhere(name: str, nodes: int, local: int, tmp_path: Path) -> None:
-    """From zero++ to another mesh, stage and wire format: the losses are of the same weights."""
+    """From zero++ to another mesh, stage and wire format: the losses are those of the same weights."""
     state, _ = steps(create(2, 4, "zero++"), 1, 8)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(8, state, Record())

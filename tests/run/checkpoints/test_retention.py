@@ -1,10 +1,10 @@
-"""Which checkpoints stay, and when one is due by time."""
+"""Which checkpoints are kept, and when one is due by time."""
 
 import math
 
 import pytest
 
-from zerojax.run.checkpoints import Record, Retention, Seal, TrainingClock
+from zerojax.run.checkpoints import Manifest, Record, Retention, TrainingClock
 
 # Step -> (hours of training, validation loss or None).
 RUN = {
@@ -18,9 +18,9 @@ RUN = {
 }
 
 
-def seals(run: dict[int, tuple[int, float | None]]) -> list[Seal]:
+def manifests(run: dict[int, tuple[int, float | None]]) -> list[Manifest]:
     return [
-        Seal(
+        Manifest(
             step,
             0.0,
             Record(seconds=hours * 3600.0, metrics={} if loss is None else {"validation_loss": loss}),
@@ -47,16 +47,16 @@ def seals(run: dict[int, tuple[int, float | None]]) -> list[Seal]:
     ],
 )
 def test_what_stays(retention: Retention, kept: list[int]) -> None:
-    surplus = retention.surplus(seals(RUN))
+    surplus = retention.surplus(manifests(RUN))
     assert [step for step in RUN if step not in surplus] == kept
 
 
 def test_one_after_the_other_leads_to_the_same() -> None:
-    """As in a run: whenever one is saved, what is surplus goes."""
+    """As in a run: each save removes the surplus."""
     retention, there = Retention(2, every=300, best=1), dict[int, tuple[int, float | None]]()
     for step, facts in RUN.items():
         there[step] = facts
-        for gone in retention.surplus(seals(there)):
+        for gone in retention.surplus(manifests(there)):
             del there[gone]
     assert list(there) == [300, 400, 600, 700]
 

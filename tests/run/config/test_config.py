@@ -1,4 +1,4 @@
-"""Settings: defaults, TOML, errors that name the way out."""
+"""Settings: defaults, TOML, and errors that name the way out."""
 
 import dataclasses
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ("x = 1\n" * 200_000, r"1,200,000 characters, more than"),
         ("[train]\nsteps = " + "9" * 5000, r"not valid TOML"),
         ("[train]\nsteps = 0x" + "f" * 5000, r"a whole number of more than 300 digits"),
-        ("[optimizer]\nlearning_rate = 1e400", r"inf is no finite number"),
+        ("[optimizer]\nlearning_rate = 1e400", r"inf is not a finite number"),
         ("[[data.mixture]]\nsource = 'a'\nweight = true", r"data\.mixture\.weight = true should be a number"),
         ('"\\u001b[1m\\n" = 1', r"unknown key \\x1b\[1m\\n$"),
     ],
@@ -141,7 +141,7 @@ def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_zero_section_has_every_option_of_the_library() -> None:
-    """What the library can do is never out of the config's reach; `units` comes from the model."""
+    """Every option of the library can be set in a config; `units` comes from the model."""
     library = {f.name for f in dataclasses.fields(ZeroConfig)} - {"units", "accumulate"}
     section = {f.name for f in dataclasses.fields(ZeroSection)} - {"preset"}
     assert section == library
@@ -163,7 +163,7 @@ def test_zero_overrides() -> None:
 
 
 def test_options_are_frozen_in() -> None:
-    """A new option is a promise: it needs a meaning in the help, a reason and a line here."""
+    """A new option is a promise: it needs help text, a reason and a line here."""
     options = {f.name: len(dataclasses.fields(f.type)) for f in dataclasses.fields(RunConfig)}  # type: ignore[arg-type]  # every section is a dataclass
     del options["model"], options["zero"]
     assert options == {

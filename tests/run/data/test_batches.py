@@ -25,7 +25,7 @@ def windows(file: TokenFile) -> Windows:
 
 
 class Numbers(Sequence[Any]):
-    """A source of `size` rows that say where they are from."""
+    """A source of `size` rows that contain their source and index."""
 
     def __init__(self, source: int, size: int) -> None:
         self.source, self.size = source, size
@@ -164,5 +164,5 @@ class TestValidation:
         assert len(validation_batches([windows], batch_size=10, batches=9)) == 2
 
     def test_too_small(self, windows: Windows) -> None:
-        with pytest.raises(DataError, match="has 24 sequences, and a batch takes 25"):
+        with pytest.raises(DataError, match="has 24 sequences, but a batch takes 25"):
             validation_batches([windows], batch_size=25, batches=1)

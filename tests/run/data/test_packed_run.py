@@ -1,4 +1,4 @@
-"""A run on packed documents of a mixture: it learns, says what it took, and goes on where it was."""
+"""A run on packed documents of a mixture: it learns, reports what it read, and resumes where it was."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_torn_run_on_a_mixture_goes_on_bit_by_bit(tmp_path: Path, monkeypatch:
         mesh={"nodes": 1, "local": 2},
         data={"source": "stdlib", "mixture": mixture, "packing": "documents"},
     )
-    # What a run's folder keeps is what it was begun with.
+    # The run's folder keeps the settings that it began with.
     (tmp_path / "config.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.toml") == config
 

@@ -13,7 +13,7 @@ END = 999
 
 
 def naive_rooms(sizes: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing, one piece at a time: what room its rows are left with."""
+    """Best-fit decreasing, one piece at a time; returns the room left in each row."""
     rooms: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [row for row, room in enumerate(rooms) if room >= size]
@@ -45,7 +45,7 @@ def test_rows_are_nearly_full():
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 100])
 def test_every_token_is_predicted_once_after_what_is_before_it_in_its_document(tmp_path: Path, length, begin):
     rng = np.random.default_rng(1)
-    # All tokens differ, so that each can be told from the others.
+    # All tokens differ, so that each is identifiable.
     sizes = [0, 1, 2, 6, 7, 8, 15, 16, 17, 40, *rng.integers(1, 30, 20)]
     names = iter(range(1000, 10_000))
     documents = [[next(names) for _ in range(size)] for size in sizes]

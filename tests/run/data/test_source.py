@@ -1,4 +1,4 @@
-"""Sources: which files are read, what their documents are, and what is said of damage."""
+"""Sources: which files are read, their documents, and the messages about damage."""
 
 import gzip
 import json
@@ -144,7 +144,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, name: st
 @TABLES
 def test_a_column_of_numbers_is_refused(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name}.*column 'id' is int.*no text"):
+    with pytest.raises(DataError, match=rf"{name}.*column 'id' is int.*not text"):
         texts(tmp_path, column="id")
 
 
@@ -170,9 +170,9 @@ def test_a_file_of_noise_is_refused(tmp_path: Path, name: str) -> None:
         (b'{"text": "caf\xe9"}', "rows.jsonl:3: not valid UTF-8 at byte 13"),
         (b'{"text": "a"', "rows.jsonl:3: not valid JSON"),
         (b"[" * 100_000, "rows.jsonl:3: not valid JSON"),
-        (b'["text"]', "rows.jsonl:3: a list, where a JSON object belongs"),
-        (b'{"text": null}', "rows.jsonl:3: column 'text' is NoneType, no text"),
-        (b'{"text": "\\ud800"}', "rows.jsonl:3: half of a surrogate pair at character 0"),
+        (b'["text"]', "rows.jsonl:3: a list instead of a JSON object"),
+        (b'{"text": null}', "rows.jsonl:3: column 'text' is NoneType, not text"),
+        (b'{"text": "\\ud800"}', "rows.jsonl:3: not valid Unicode: half of a surrogate pair at character 0"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -200,7 +200,7 @@ def test_a_null_and_a_damaged_text_in_a_column_are_named(tmp_path: Path, suffix:
                 writer.write_table(rows)
 
     write(pa.array(["a", "b", None, "c"]))
-    with pytest.raises(DataError, match=rf"rows.{suffix} row 2: column 'text' is null, no text"):
+    with pytest.raises(DataError, match=rf"rows.{suffix} row 2: column 'text' is null, not text"):
         texts(tmp_path)
     write(pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string()))
     with pytest.raises(DataError, match=rf"rows.{suffix} rows 0 to 2: 'text' is damaged: .*UTF8.* index 1"):
@@ -208,7 +208,7 @@ def test_a_null_and_a_damaged_text_in_a_column_are_named(tmp_path: Path, suffix:
 
 
 class TestSavedDatasets:
-    """Folders that Hugging Face `datasets` 5.2 wrote; fixtures/README.md says how."""
+    """Folders written by Hugging Face `datasets` 5.2; fixtures/README.md says how."""
 
     def test_a_saved_dataset_is_its_arrow_files(self, tmp_path: Path) -> None:
         saved = tmp_path / "saved"

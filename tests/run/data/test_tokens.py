@@ -199,7 +199,7 @@ class TestPrepare:
         (text / "m.jsonl").write_text(lines(range(300)))
         settings = DataSection(source=str(text), column="body", validation=0.1)
         prepare(settings, tmp_path / "one")
-        # More files, before and behind, and a copy of a file.
+        # More files, sorted before and after, and a copy of a file.
         for name, numbers in {"a": range(300, 500), "z": range(500, 600), "n": range(300)}.items():
             (text / f"{name}.jsonl").write_text(lines(numbers))
         prepare(settings, tmp_path / "two")
@@ -257,7 +257,7 @@ class TestPrepare:
         counts = [part.train.header.documents + part.validation.header.documents for part in data.parts]
         assert counts == [len(list(folder.glob("*[0-4].txt"))), 50]
         assert "(75.0%)" in data.describe()
-        # Tokens of a mixture can be mixed anew, and not be taken for text.
+        # Tokens of a mixture can be mixed again, and are not taken for text.
         parts = tuple(MixtureSource(str(tmp_path / "data" / name)) for name in "01")
         again = DataSection(mixture=parts)
         prepare(again, tmp_path / "other")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from zerojax.cli import main
+from zerojax.formatting import abbreviated
 from zerojax.run.html_report import read_run_data, render
-from zerojax.run.html_report.charts import Series, draw, short, smoothed, thinned, ticks
+from zerojax.run.html_report.charts import Series, draw, smoothed, thinned, ticks
 from zerojax.run.run_dir import RunFolder
 
 
@@ -190,5 +191,5 @@ class TestCharts:
         ("value", "text"),
         [(12345, "12.35k"), (2.5e6, "2.5M"), (0.00012, "0.00012"), (0, "0"), (3.14159, "3.142")],
     )
-    def test_short(self, value: float, text: str) -> None:
-        assert short(value) == text
+    def test_abbreviated(self, value: float, text: str) -> None:
+        assert abbreviated(value) == text

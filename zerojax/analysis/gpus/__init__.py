@@ -1,4 +1,4 @@
-"""What GPUs can do: figures for the planner and the MFU, and XLA descriptions for ``zerojax.analysis.aot``.
+"""Figures of GPUs for the planner and the MFU, and XLA's descriptions for ``zerojax.analysis.aot``.
 
 The ``.txtpb`` files are GpuTargetConfigProto texts.
 """
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from zerojax.errors import ZeroError
 
 MATMUL_EFFICIENCY = 0.61
-"""Part of the peak that a step's matmuls and attention reach, recomputed ones counted: measured on H200.
+"""Fraction of the peak that a step's matmuls and attention reach, recomputed ones counted; measured on H200.
 
 One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TFLOP (docs/benchmark-notes.md).
 """
 
 MEMORY_EFFICIENCY = 0.9
-"""Part of the memory's rate that a plain device copy reaches: measured on H200 (docs/kernels.md)."""
+"""Fraction of the memory bandwidth that a plain device copy reaches; measured on H200 (docs/kernels.md)."""
 
 LINK_EFFICIENCY = 0.68
-"""Part of the link's rate at which hops within a node run beside compute: measured on H200.
+"""Fraction of the link's rate that hops within a node reach beside compute; measured on H200.
 
-What is left of a step of one sequence when matmuls and optimizer are taken off, over its bytes.
+The bytes of a step of one sequence, over its time without matmuls and optimizer.
 """
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by its maker's data sheet.
+    """One GPU, by its data sheet.
 
     Attributes:
-        kind: a part of JAX's ``device_kind`` that tells it from others; "" where none does.
+        kind: the part of JAX's ``device_kind`` that identifies it.
         flops: peak dense FLOP/s in bf16 (V100: in fp16, it has no bf16).
         memory: bytes.
         memory_rate: bytes/s of its memory.
-        link_rate: bytes/s that it sends to the others of its node, by NVLink or PCIe, one direction.
-        workspace: bytes that cuBLAS takes for its matmuls.
-        measured: whether the efficiencies above were measured on this kind; on others they are assumed.
+        link_rate: bytes/s that it sends to the others of its node, by NVLink or PCIe, in one direction.
+        workspace: bytes of cuBLAS for matmuls.
+        measured: whether the efficiencies above were measured on this GPU; for others they are assumed.
     """
 
     kind: str
@@ -63,18 +63,18 @@ GPUS: dict[str, Gpu] = {
     "a6000": Gpu("A6000", 155e12, 48e9, 768e9, 32e9),
     "rtx4090": Gpu("4090", 165e12, 24e9, 1008e9, 32e9),
 }
-"""GPUs by the name that ``zerojax plan --gpu`` takes."""
+"""GPUs by their names for ``zerojax plan --gpu``."""
 
 
 def find_gpu(name: str) -> Gpu:
     """The GPU of a name.
 
     Raises:
-        ZeroError: there is none; the message lists those there are.
+        ZeroError: the name is unknown; lists the known ones.
     """
     if name not in GPUS:
         raise ZeroError(
-            f"no GPU {name!r}: there are {', '.join(GPUS)}. For another one take the nearest and correct "
-            "it by --peak-tflops, --memory-gb, --memory-bandwidth and --local-bandwidth"
+            f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For another one take the nearest and "
+            "correct it by --peak-tflops, --memory-gb, --memory-bandwidth and --local-bandwidth"
         )
     return GPUS[name]

@@ -1,23 +1,23 @@
-"""Reading a compiled program: what it sends, moves and holds in memory.
+"""Reads a compiled program: its collectives, its data movement and its memory.
 
     compiled = jax.jit(step).lower(*args).compile()
     for c in hlo.collectives(compiled.as_text()):
         print(c.op, c.dtype, c.bytes, c.count, c.sent(local=8))
 
-Trust a program compiled for CUDA (`zerojax.analysis.aot` needs no GPU for that): XLA:CPU widens int4 gathers
-to int8 and bf16 reductions to fp32.
+Trust only programs compiled for CUDA (``zerojax.analysis.aot`` needs no GPU for that): XLA:CPU widens int4
+gathers to int8 and bf16 reductions to fp32.
 """
 
-from zerojax.analysis.hlo.collectives import Collective, collectives
-from zerojax.analysis.hlo.memory import Memory, memory
+from zerojax.analysis.hlo.collectives import HloCollective, collectives
+from zerojax.analysis.hlo.memory import CompiledMemory, memory
 from zerojax.analysis.hlo.moves import MOVES, Movement, movements
 from zerojax.analysis.hlo.text import HloError
 
 __all__ = [
     "MOVES",
-    "Collective",
+    "CompiledMemory",
+    "HloCollective",
     "HloError",
-    "Memory",
     "Movement",
     "collectives",
     "memory",

@@ -1,4 +1,4 @@
-"""What a compiled program sends: every collective, how large, between whom and how often."""
+"""The collectives of a compiled program: their sizes, groups and counts."""
 
 import math
 from collections.abc import Callable
@@ -25,37 +25,37 @@ _UNSUPPORTED = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One array that a collective carries; a combined collective yields one of these per array."""
+class HloCollective:
+    """One array sent by a collective; a combined collective yields one of these per array."""
 
     op: str  # "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
     name: str
-    source: str  # the JAX operation it comes from, as in the profiler
+    source: str  # the JAX operation that it comes from, as in the profiler
     dtype: str  # as XLA spells it: "s8", "bf16", ...
-    elements: int  # of the whole payload on one device, see `bytes`
-    bytes: int  # of an all-gather's result, else of the operand: the larger side
+    elements: int  # of the whole payload on one device, see ``bytes``
+    bytes: int  # of the larger side: an all-gather's result, else the operand
     groups: Groups  # of positions in mesh.devices.flat; a permute's are (source, target)
     count: int  # executions per run of the program
     conditional: bool  # in a branch of a conditional, counted as if always taken
     hides_behind: int  # compute instructions between its start and its done; 0 when synchronous
-    covers: float  # the part of its computation's matmuls that stand between the two
+    covers: float  # the fraction of its computation's matmuls between the two
 
     def crosses_nodes(self, local: int) -> bool:
-        """Whether it leaves a node; node n holds positions ``n * local`` to ``(n + 1) * local - 1``."""
+        """Whether it crosses nodes; node n holds positions ``n * local`` to ``(n + 1) * local - 1``."""
         return any(len({p // local for p in group}) > 1 for group in self.groups)
 
     def sent(self, local: int) -> tuple[float, float]:
-        """Bytes that one device sends per run of the program, `count` included.
+        """Bytes that one device sends per run of the program, times ``count``.
 
-        Gathers and reductions are taken as rings in the order of the group, where each sends (g-1)/g
-        of the payload to the next; an all-reduce is a reduce-scatter and an all-gather. An
-        all-to-all sends each peer its g-th part.
+        Gathers and reductions count as rings in the order of the group, in which each device sends (g-1)/g
+        of the payload to the next; an all-reduce counts as a reduce-scatter and an all-gather. An all-to-all
+        sends each peer its g-th part.
 
         Args:
-          local: devices per node.
+            local: devices per node.
 
         Returns:
-          (to devices of the same node, to other nodes), averaged over the devices.
+            (to devices of the same node, to other nodes), averaged over the devices.
         """
         inside = between = 0.0
         for group in self.groups:
@@ -68,7 +68,7 @@ class Collective:
         return inside * self.count / devices, between * self.count / devices
 
     def _transfers(self, group: tuple[int, ...]) -> list[tuple[int, int, float]]:
-        """(source, target, part of the payload) of every message of a group."""
+        """(source, target, fraction of the payload) of every message of a group."""
         size = len(group)
         if self.op == "collective-permute":
             return [(group[0], group[1], 1.0)] if group[0] != group[1] else []
@@ -79,35 +79,35 @@ class Collective:
         return [(s, t, rounds * (size - 1) / size) for s, t in ring if s != t]
 
 
-def collectives(text: str) -> tuple[Collective, ...]:
-    """Every collective of a compiled program, in the order in which they are scheduled.
+def collectives(text: str) -> tuple[HloCollective, ...]:
+    """Every collective of a compiled program, in scheduled order.
 
-    Asynchronous pairs count once, loops multiply, combined collectives fall apart into their arrays.
+    Asynchronous pairs count once, loops multiply, and combined collectives are split into their arrays.
 
     Args:
-      text: ``compiled.as_text()``.
+        text: ``compiled.as_text()``.
 
     Raises:
-      HloError: the text is no compiled program, a collective stands in a loop whose trip count is
-        not known, or it is of a kind that this module does not account for.
+        HloError: the text is not a compiled program, or a collective is of an unsupported kind or in a loop
+            of unknown trip count.
     """
     program = parse(text)
     devices = _devices(text)
-    found: list[Collective] = []
+    found: list[HloCollective] = []
     for visit in walk(program):
         for instruction in _parts(program, visit.instruction):
             op = instruction.opcode.removesuffix("-start")
             if op in _UNSUPPORTED:
-                raise HloError(f"{instruction.name}: {op} is not accounted for")
+                raise HloError(f"{instruction.name}: {op} is not supported")
             if op in _OPS:
                 found += _split(program, visit, instruction, op, devices)
     return tuple(found)
 
 
 def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...]:
-    """What an instruction executes: itself, or what it wraps.
+    """The instructions that one executes: itself, or those it wraps.
 
-    Collectives over NVLink may be fused, and matmuls with the slices that they read and write.
+    Collectives over NVLink may be fused, as may matmuls with the slices that they read and write.
     """
     if instruction.opcode not in WRAPPERS:
         return (instruction,)
@@ -116,9 +116,9 @@ def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...
 
 def _split(
     program: Program, visit: Visit, instruction: Instruction, op: str, devices: int
-) -> list[Collective]:
+) -> list[HloCollective]:
     if visit.count is None:
-        raise HloError(f"{instruction.name} is in a loop whose trip count XLA does not know")
+        raise HloError(f"{instruction.name} is in a loop of unknown trip count")
     arrays, hides_behind, covers = instruction.arrays, 0, 0.0
     if visit.instruction.opcode.endswith("-start"):
         done, hides_behind, covers = _done(program, visit.computation, visit.instruction)
@@ -128,11 +128,11 @@ def _split(
         groups = parse_pairs(instruction.attributes)
     else:
         groups = parse_groups(instruction.attributes, devices)
-    # The shape of the result is the payload, save for a reduce-scatter, which keeps one part of it.
+    # The result has the shape of the payload, except for a reduce-scatter, which keeps one part of it.
     parts = len(groups[0]) if op == "reduce-scatter" else 1
     source = instruction.attribute(r'op_name="([^"]*)"') or ""
     return [
-        Collective(
+        HloCollective(
             op, instruction.name, source, array.dtype, array.elements * parts,
             array.bytes * parts, groups, visit.count, visit.conditional, hides_behind, covers,
         )
@@ -141,9 +141,10 @@ def _split(
 
 
 def _done(program: Program, computation: Computation, start: Instruction) -> tuple[Instruction, int, float]:
-    """The instruction that ends an asynchronous one, and how much compute stands between them.
+    """The instruction that ends an asynchronous one, and the compute between the two.
 
-    Counted, and as a part of all matmuls of the computation; a loop is what its iterations are together.
+    As a number of instructions, and as the fraction of all matmuls of the computation; a loop counts as all
+    of its iterations.
     """
     has_matmul = partial(_has_matmul, program)
     position = computation.instructions.index(start)
@@ -154,11 +155,11 @@ def _done(program: Program, computation: Computation, start: Instruction) -> tup
             return later, computes, matmuls / every if every else 0.0
         computes += _count(program, later, lambda i: i.opcode in _COMPUTES)
         matmuls += _count(program, later, has_matmul)
-    raise HloError(f"{start.name} is not ended in the computation that starts it")
+    raise HloError(f"{start.name} does not end in the computation that starts it")
 
 
 def _count(program: Program, instruction: Instruction, kind: Callable[[Instruction], bool]) -> int:
-    """How many of a kind an instruction is or, as a loop, runs; once where its trip count is not known."""
+    """How many of a kind an instruction is or, as a loop, runs; a loop of unknown trip count runs once."""
     if instruction.opcode != "while":
         return int(kind(instruction))
     body = program.computations[instruction.attribute(r"body=%?([\w.-]+)") or ""].instructions
@@ -174,7 +175,7 @@ def _has_matmul(program: Program, instruction: Instruction) -> bool:
 
 
 def _devices(text: str) -> int:
-    """How many devices the program runs on, from the first line."""
+    """The number of devices of the program, from its first line."""
     header = text.split("\n", 1)[0]
     counts = [
         int(header.split(f"{key}=", 1)[1].split(",", 1)[0].split("}", 1)[0])

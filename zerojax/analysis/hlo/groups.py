@@ -1,9 +1,9 @@
-"""Which devices talk to which: the replica groups of a collective, in every form XLA writes them.
+"""The replica groups of a collective, in every form that XLA writes.
 
 replica_groups={{0,1},{2,3}}                        a list
 replica_groups=[4,2]<=[2,4]T(1,0)                   an iota: reshaped, transposed, reshaped
-replica_groups=mesh['node'=2,'local'=4] {'node'}    axes of a mesh; an axis may be a part of one,
-                                                    'local':(1)2, and the mesh may be permuted,
+replica_groups=mesh['node'=2,'local'=4] {'node'}    axes of a mesh; or a part of an axis, as in
+                                                    'local':(1)2; the mesh may be permuted, as in
                                                     mesh[...], device_ids=(...)
 """
 
@@ -26,14 +26,14 @@ def parse_groups(attributes: str, devices: int) -> Groups:
     """The replica groups of an instruction.
 
     Args:
-      attributes: the text after the operands.
-      devices: how many devices the program runs on; an empty list means one group of all.
+        attributes: the text after the operands.
+        devices: number of devices of the program; an empty list is one group of all.
 
     Returns:
-      Groups of positions in ``mesh.devices.flat``, each in ring order.
+        Groups of positions in ``mesh.devices.flat``, each in ring order.
 
     Raises:
-      HloError: there are none, or they are written in a form not known here.
+        HloError: there are none, or in an unknown form.
     """
     if found := _LIST.search(attributes):
         return _braces(found[1]) or (tuple(range(devices)),)
@@ -43,14 +43,14 @@ def parse_groups(attributes: str, devices: int) -> Groups:
         return _rows(np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape))
     if found := _MESH.search(attributes):
         return _mesh_groups(found[1], found[2], found[3])
-    raise HloError(f"no replica groups that can be read in {attributes[:200]!r}")
+    raise HloError(f"no readable replica groups in {attributes[:200]!r}")
 
 
 def parse_pairs(attributes: str) -> Groups:
     """The (source, target) pairs of a collective-permute.
 
     Raises:
-      HloError: there are none.
+        HloError: there are none.
     """
     if found := _PAIRS.search(attributes):
         return _braces(found[1])
@@ -66,7 +66,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
         sizes.append(int(size))
     ids = _ints(re.sub(r"[^\d,]", "", device_ids)) if device_ids else range(np.prod(sizes))
     array = np.asarray(ids).reshape(sizes)
-    # Split each mesh axis into (before, part, after) wherever a group takes a part of it only.
+    # Split each mesh axis into (before, part, after) if a group takes only a part of it.
     wanted = [_axis_ref(ref, names, sizes) for ref in grouped.split(",") if ref.strip()]
     cuts = [sorted({1, size} | {c for w in wanted if w[0] == i for c in w[1:]})
             for i, size in enumerate(sizes)]  # fmt: skip

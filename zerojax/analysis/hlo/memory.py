@@ -1,4 +1,4 @@
-"""What a compiled program holds in memory."""
+"""The memory of a compiled program."""
 
 from dataclasses import dataclass
 
@@ -8,31 +8,31 @@ from zerojax.analysis.hlo.text import HloError
 
 
 @dataclass(frozen=True)
-class Memory:
+class CompiledMemory:
     """Bytes on one device while a compiled program runs."""
 
     arguments: int
     outputs: int
-    aliased: int  # outputs that take over a donated argument's memory
+    aliased: int  # outputs in the memory of donated arguments
     temporaries: int
     code: int
 
     @property
     def peak(self) -> int:
-        """The most that is allocated at once."""
+        """The most bytes allocated at once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
-    """The memory of a compiled program, by XLA's own account. Do not trust the CPU compiler's.
+def memory(compiled: jax.stages.Compiled) -> CompiledMemory:
+    """The memory of a compiled program, as XLA reports it. Do not trust the CPU compiler's figures.
 
     Raises:
-      HloError: the backend keeps no such account.
+        HloError: the backend reports none.
     """
     stats = compiled.memory_analysis()
     if stats is None:
-        raise HloError("this backend does not say how much memory a program takes")
-    return Memory(
+        raise HloError("this backend does not report the memory of a program")
+    return CompiledMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,

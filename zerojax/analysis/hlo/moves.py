@@ -1,4 +1,4 @@
-"""What a compiled program moves without computing: copies, slices, concatenations, transposes."""
+"""Data movement without compute in a compiled program: copies, slices, concatenations, transposes."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ _PASSIVE = frozenset({"bitcast", "constant", "get-tuple-element", "parameter", "
 
 @dataclass(frozen=True)
 class Movement:
-    """An instruction in a loop that computes nothing and moves a large array."""
+    """An instruction in a loop that moves a large array and computes nothing."""
 
     name: str
-    ops: tuple[str, ...]  # what it does: ("dynamic-slice",), ("transpose", "copy"), ...
-    source: str
+    ops: tuple[str, ...]  # ("dynamic-slice",), ("transpose", "copy"), ...
+    source: str  # the JAX operation that it comes from
     bytes: int  # moved per execution
-    count: int | None  # executions per run; None where XLA does not know the loop's trip count
+    count: int | None  # executions per run; None if the loop's trip count is unknown
 
 
 def movements(text: str, min_bytes: int, *, loops_only: bool = True) -> tuple[Movement, ...]:
-    """Copies, slices, concatenations and transposes of at least `min_bytes`, fused or not.
+    """Copies, slices, concatenations and transposes of at least ``min_bytes``, fused or not.
 
-    A fusion counts when all it does to arrays is to move them: one that converts or decodes on the
-    way is compute. An update in place moves the bytes of the update, not of the updated array.
+    A fusion counts if it only moves arrays: one that also converts or decodes is compute. An update in place
+    moves the bytes of the update, not of the updated array.
 
     Args:
-      text: ``compiled.as_text()``.
-      min_bytes: the smallest size in bytes that counts.
-      loops_only: look only into the bodies of loops, where a model's layers are.
+        text: ``compiled.as_text()``.
+        min_bytes: the smallest size that counts.
+        loops_only: look only at the bodies of loops, where a model's layers are.
     """
     program = parse(text)
     found: list[Movement] = []
@@ -48,7 +48,7 @@ def movements(text: str, min_bytes: int, *, loops_only: bool = True) -> tuple[Mo
 def _moved(
     program: Program, computation: Computation, instruction: Instruction
 ) -> tuple[tuple[str, ...], int]:
-    """The moving operations that an instruction consists of, and the bytes of the largest."""
+    """The moves that an instruction consists of, and the bytes of the largest."""
     if instruction.opcode in MOVES:
         return (instruction.opcode,), _move_bytes(computation, instruction)
     if instruction.opcode not in WRAPPERS:

@@ -1,9 +1,8 @@
-"""The text of a compiled XLA program, parsed just far enough to ask what runs and how often.
+"""Parses the text of a compiled XLA program, as far as needed to know what runs and how often.
 
-`compiled.as_text()` is the only complete account of a compiled program that JAX gives out. `parse`
-turns it into computations of instructions, and `walk` visits every instruction the program runs,
-with the number of times it runs (the product of the trip counts of the loops around it).
-The other modules of `zerojax.analysis.hlo` ask the questions.
+``compiled.as_text()`` is the only complete description of a compiled program in JAX. ``parse`` turns it into
+computations of instructions, and ``walk`` visits every instruction that runs, with its number of executions
+(the product of the trip counts of the loops around it).
 """
 
 import math
@@ -26,7 +25,7 @@ WRAPPERS = frozenset({"async-start", "fusion", "fusion-start"})
 
 
 class HloError(ValueError):
-    """The program's text does not say what was asked of it."""
+    """The text of the program lacks what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -82,14 +81,14 @@ class Instruction:
         return sum(a.bytes for a in self.arrays)
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression's first match in the attributes, if any."""
+        """The first group of a pattern's first match in the attributes, if any."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A named list of instructions, in the order in which the schedule runs them."""
+    """A named list of instructions, in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -101,13 +100,13 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result is the computation's."""
+        """The instruction that returns the computation's result."""
         return next(i for i in self.instructions if i.root)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A whole module: its computations by name, and the name of the one that it starts with."""
+    """A module: its computations by name, and the name of its entry."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -115,20 +114,20 @@ class Program:
 
 @dataclass(frozen=True)
 class Visit:
-    """An instruction on its way through the program."""
+    """An instruction, with the context in which the program runs it."""
 
     instruction: Instruction
     computation: Computation
-    count: int | None  # how often one run of the program executes it; None where XLA can't tell
+    count: int | None  # executions per run of the program; None if XLA does not know
     in_loop: bool
-    conditional: bool  # in a branch: `count` is how often it runs if the branch is always taken
+    conditional: bool  # in a branch; ``count`` assumes that it is always taken
 
 
 def parse(text: str) -> Program:
     """Parse ``compiled.as_text()``.
 
     Raises:
-      HloError: the text is not a compiled module's.
+        HloError: the text is not a compiled module's.
     """
     computations: dict[str, Computation] = {}
     entry = name = None
@@ -149,7 +148,7 @@ def parse(text: str) -> Program:
 
 
 def walk(program: Program) -> Iterator[Visit]:
-    """Visit what one run of the program executes; what `WRAPPERS` wrap is not visited."""
+    """Visit every instruction that a run executes, except those inside ``WRAPPERS``."""
     yield from _walk(program, program.entry, 1, in_loop=False, conditional=False)
 
 
@@ -176,13 +175,13 @@ def _walk(
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often a ``while`` runs its body, where XLA knows."""
+    """How often a ``while`` runs its body, if XLA knows."""
     trips = _TRIPS.search(loop.attributes)
     return int(trips[1]) if trips else None
 
 
 def callees(instruction: Instruction) -> tuple[str, ...]:
-    """The names of the computations that an instruction applies."""
+    """The names of the computations that an instruction calls."""
     found = _CALLEES.findall(instruction.attributes)
     if branches := _BRANCHES.search(instruction.attributes):
         found += [b.strip().removeprefix("%") for b in branches[1].split(",")]

@@ -1,10 +1,10 @@
-"""What a run will hold, send and take, from formulas: of a state at hand, or on a cluster that is not."""
+"""Plans: the memory, communication and time of a run from formulas, for a state or for another cluster."""
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
-from zerojax.analysis.plan.memory import Memory, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.outlook import Forecast, Outlook, foresee
-from zerojax.analysis.plan.step import Plan, describe, plan_state
+from zerojax.analysis.plan.step import Plan, describe_plan, plan_state
 from zerojax.analysis.plan.units import LeafPlan, UnitPlan
 
 __all__ = [
@@ -12,11 +12,11 @@ __all__ = [
     "Forecast",
     "HopPlan",
     "LeafPlan",
-    "Memory",
     "Outlook",
     "Plan",
+    "PredictedMemory",
     "UnitPlan",
-    "describe",
+    "describe_plan",
     "foresee",
     "plan_state",
     "predict_memory",

@@ -1,4 +1,4 @@
-"""The cluster that a plan is for, and a program laid out on it; none of its devices is there."""
+"""The cluster of a plan, and a program laid out on it, without its devices."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
 
 NETWORK_EFFICIENCY = 0.94
-"""What Ethernet, IP and TCP headers leave of a link's rate at frames of 1500 bytes: 1448 / 1538."""
+"""Payload over link rate, after Ethernet, IP and TCP headers at frames of 1500 bytes: 1448 / 1538."""
 
 MEMORY_FRACTION = 0.75
-"""The part of a GPU's memory that JAX takes for arrays, unless XLA_CLIENT_MEM_FRACTION says otherwise."""
+"""Fraction of a GPU's memory that JAX takes for arrays, unless XLA_CLIENT_MEM_FRACTION says otherwise."""
 
-_ABSURD = 1e24  # FLOP/s, bytes and bytes/s: above any hardware's, and far from where floats overflow
+_ABSURD = 1e24  # FLOP/s, bytes and bytes/s: above any hardware, and far below float overflow
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Cluster:
     """Nodes of equal GPUs.
 
     Attributes:
-        nodes: how many.
+        nodes: their number.
         local: GPUs per node.
-        gpu: of which kind.
+        gpu: their kind.
         bandwidth: bytes/s of one node's link, all its adapters together, in each direction.
-        local_bandwidth: bytes/s that one GPU sends to the others of its node beside compute; None takes the
-            data sheet's, times ``LINK_EFFICIENCY``.
-        efficiency: part of the GPU's peak that matmuls and attention reach.
-        memory_fraction: part of its memory that there is for arrays.
+        local_bandwidth: bytes/s that one GPU sends to the others of its node beside compute; None is the data
+            sheet's rate times ``LINK_EFFICIENCY``.
+        efficiency: fraction of the GPU's peak that matmuls and attention reach.
+        memory_fraction: fraction of its memory available for arrays.
     """
 
     nodes: int
@@ -50,17 +50,12 @@ class Cluster:
     memory_fraction: float = MEMORY_FRACTION
 
     def __post_init__(self) -> None:
-        """Refuse what no cluster can have.
-
-        Raises:
-            ZeroError: naming the figure.
-        """
         if self.nodes < 1 or self.local < 1:
             raise ZeroError(f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}")
         if self.nodes * self.local > MOST_DEVICES:
             raise ZeroError(f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs")
         if self.nodes > 1 and self.bandwidth <= 0:
-            raise ZeroError("how fast is the network between the nodes? Give --bandwidth, such as 100gbit")
+            raise ZeroError("the network between the nodes needs a rate: give --bandwidth, such as 100gbit")
         figures = (self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate)
         if not 0 < min(figures) <= max(*figures, self.bandwidth) < _ABSURD:
             raise ZeroError(f"a GPU's FLOP/s, memory and rates must be above 0 and below {_ABSURD:g}")
@@ -75,12 +70,12 @@ class Cluster:
 
     @property
     def budget(self) -> float:
-        """Bytes of one GPU that a step may take."""
+        """Bytes of one GPU available to a step."""
         return self.gpu.memory * self.memory_fraction
 
     @property
     def link_rate(self) -> float:
-        """Bytes/s between the GPUs of a node, as reached."""
+        """Bytes/s that one GPU reaches to the others of its node."""
         return self.local_bandwidth or self.gpu.link_rate * LINK_EFFICIENCY
 
     @property
@@ -90,28 +85,28 @@ class Cluster:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes/s that a GPU's kernels move, as reached."""
+        """Bytes/s that a GPU's kernels reach in its memory."""
         return self.gpu.memory_rate * MEMORY_EFFICIENCY
 
     def flops(self, dtype: DTypeLike) -> float:
-        """FLOP/s of matmuls in bfloat16, or in float32 (TF32: half), as reached."""
+        """FLOP/s that matmuls reach in bfloat16, or in float32 (TF32: half of it)."""
         name = dtype_name(dtype, "dtype", tuple(COMPUTE_FORMAT))
         return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
 
 
 def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
-    """The same model and optimizer under other options on another mesh, to look at and not to run.
+    """The same model and optimizer with other options on another mesh, for inspection only.
 
     Args:
-        program: as built for any mesh.
-        world: the other mesh's extents.
-        zero: the other options, but for ``units``, which are the program's.
+        program: built for any mesh.
+        world: extents of the other mesh.
+        zero: the other options; ``units`` are the program's.
 
     Raises:
-        ZeroError: the options do not go with the mesh.
+        ZeroError: the options do not fit the mesh.
     """
     check_options(zero, world)
-    # It has extents and names and no devices: all that a layout asks of a mesh.
+    # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
     moved = {

@@ -1,8 +1,8 @@
-"""What a training step sends, from formulas.
+"""The communication of a training step, from formulas.
 
-For a leaf of n layers, of which a device owns s elements, on N nodes of L devices, with
-w, v the row bytes of its weights' formats over ``node`` and ``local``, and g, h those of its gradients'
-over ``local`` and ``node``, one device sends per time:
+For a leaf of n layers, of which a device owns s elements, on N nodes of L devices, with row bytes w and v of
+its weights' formats over ``node`` and ``local``, and g and h of its gradients' over ``local`` and ``node``,
+one device sends each time:
 
 ================== ================= ======================
 hop                over              bytes
@@ -35,11 +35,11 @@ class HopPlan:
     Attributes:
         phase: one of ``zerojax.analysis.comm_report.PHASES``.
         axis: "node", "local" or "node+local".
-        formats: wire formats, of the most elements first.
+        formats: wire formats, by decreasing number of elements.
         local_bytes: that one device sends within its node per step.
         node_bytes: that one device sends to other nodes per step.
-        codec_bytes: that one device reads and writes in its own memory per step to encode and decode; of
-            raw formats none is counted.
+        codec_bytes: that one device reads and writes in its own memory per step to encode and decode; 0 for
+            raw formats.
         usual: False for the resync, which only some steps have; it is in no total.
     """
 
@@ -53,12 +53,12 @@ class HopPlan:
 
 
 def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
-    """One per phase and axis, in the order in which they come; hops that send nothing are left out."""
+    """One hop per phase and axis, in order; hops that send nothing are left out."""
     return _merged(list(_hops(spec)))
 
 
 def _hops(spec: TrainSpec) -> Iterator[tuple[HopPlan, int]]:
-    """Every hop of every leaf, with the number of elements that take it."""
+    """Every hop of every leaf, with its number of elements."""
     for group in spec.groups:
         for leaf in group.leaves:
             send = _sender(leaf)
@@ -70,7 +70,7 @@ Send = Callable[..., tuple[HopPlan, int]]
 
 
 def _sender(leaf: ParamLayout) -> Send:
-    """Makes the hops of one leaf."""
+    """A function that makes the hops of one leaf."""
     world, layers = leaf.world, leaf.layers
 
     def send(
@@ -87,9 +87,9 @@ def _sender(leaf: ParamLayout) -> Send:
 
 
 def _copied(phase: str, axis: str, leaf: ParamLayout, codec: Codec, elements: int) -> int:
-    """Bytes read and written around one quantized hop: by the encoder, and by the decoder.
+    """Bytes that the encoder and the decoder of one quantized hop read and write.
 
-    A gather encodes this device's part and decodes everyone's, a reduction the reverse.
+    A gather encodes this device's part and decodes all parts; a reduction does the reverse.
     """
     world, row = leaf.world, codec.row_bytes(elements)
     peers = {"node": world.nodes, "local": world.local, "node+local": world.size}[axis]
@@ -106,7 +106,7 @@ def _weight_hops(
     spec: TrainSpec, group: ParamGroup, leaf: ParamLayout, send: Send
 ) -> Iterator[tuple[HopPlan, int]]:
     zero, strategy = spec.zero, spec.strategy
-    over_node, over_local = leaf.weights.node, leaf.weights.local
+    over_node, over_local = leaf.weights
     shard, secondary = leaf.shard, leaf.secondary
 
     def both(phase: str, times: float, *, node: bool) -> Iterator[tuple[HopPlan, int]]:
@@ -132,14 +132,14 @@ def _weight_hops(
 
 
 def _gathered_again(spec: TrainSpec, group: ParamGroup) -> float:
-    """Which part of a group the backward pass gathers: the pipelined stack still has its last layer."""
-    pipelined = bool(group.stack) and isinstance(spec.adapter, NNXAdapter)
-    return 1 - 1 / group.layers if pipelined else 1
+    """The fraction of a group that the backward pass gathers: a prefetching scan still has its last layer."""
+    prefetched = group.layers is not None and isinstance(spec.adapter, NNXAdapter)
+    return 1 - 1 / group.layers if prefetched and group.layers else 1
 
 
 def _gradient_hops(spec: TrainSpec, leaf: ParamLayout, send: Send) -> Iterator[tuple[HopPlan, int]]:
     zero, strategy = spec.zero, spec.strategy
-    first, second = leaf.grads.local, leaf.grads.node
+    first, second = leaf.grads
     passes = 1 if strategy.sink == "full" else zero.passes
     if zero.grads_hops == 1:
         yield send("gradients", "node+local", second, times=passes, elements=leaf.shard)
@@ -161,7 +161,7 @@ def _merged(hops: list[tuple[HopPlan, int]]) -> tuple[HopPlan, ...]:
 
 
 def _sum(hops: list[tuple[HopPlan, int]]) -> HopPlan:
-    """Hops of one phase and axis as one, its formats in the order of how many elements they carry."""
+    """Merge the hops of one phase and axis."""
     first, formats = hops[0][0], Counter[str]()
     for hop, elements in hops:
         formats.update(dict.fromkeys(hop.formats, elements))
@@ -181,12 +181,12 @@ def hops_table(
     title: str = "Expected bytes that one device sends per step",
     seconds: Callable[[HopPlan], tuple[float, float]] | None = None,
 ) -> Table:
-    """Bytes by phase and axis, and their time where it is known.
+    """Bytes by phase and axis, and their time if ``seconds`` is given.
 
     Args:
         hops: of a step.
         title: of the table.
-        seconds: that a hop takes within the node, and between nodes.
+        seconds: of a hop within the node and between nodes.
     """
     table = Table(title=title)
     for name in ("phase", "over", "formats"):
@@ -197,7 +197,7 @@ def hops_table(
             table.add_column("ms", justify="right")
 
     def sent(together: Sequence[HopPlan]) -> Iterator[str]:
-        """What some hops send and take: within the node, and between nodes."""
+        """The cells of some hops: bytes, and time, within the node and between nodes."""
         totals = sum(hop.local_bytes for hop in together), sum(hop.node_bytes for hop in together)
         for link, total in enumerate(totals):
             yield size(total)

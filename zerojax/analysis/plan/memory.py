@@ -1,7 +1,7 @@
-"""What one device holds during a training step, by kind, from formulas.
+"""The memory of one device during a training step, by kind, from formulas.
 
-With N parameters on D devices in nodes of L, bf16 compute and Adam, the kinds come to (ZeRO, section 5, with
-fp32 sums at the owners)
+With N parameters on D devices in nodes of L, bf16 compute and Adam, the bytes are (ZeRO, section 5, with fp32
+sums at the owners)
 
 =========== ============== ============== ================ ====================
 stage       master, Adam   gradient sums  weights whole    gradients whole
@@ -12,10 +12,10 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 3           12 N / D       4 N / D        two units        one unit
 =========== ============== ============== ================ ====================
 
-and hpZ or delta weights add 2 N / L. Activations are the model's and the batch's (``work.py``);
-where they are known, a step is fullest at one of three moments: in its backward pass; or, with a large
-vocabulary, while it computes the loss, when logits are there and gradients not yet (but for sums of earlier
-micro-batches); or at its end, when the tables' fp32 gradients are.
+and hpZ or delta weights add 2 N / L. Activations depend on the model and the batch (``work.py``). With them,
+the peak is at one of three moments: in the backward pass; with a large vocabulary, in the loss, when there
+are logits but no gradients yet (except sums of earlier micro-batches); or at the end, when there are the fp32
+gradients of the embedding tables.
 """
 
 import math
@@ -36,46 +36,46 @@ from zerojax.train.state import abstract_fields
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
-    "gradients": "sums, where they end up",
+    "gradients": "sums, at their owners",
     "secondary": "hpZ's or delta's node-local copy",
     "residual": "error feedback",
     "other": "non-parameter state",
     "weights": "gathered: units in use, or all of them",
     "weight gradients": "not yet summed: of units in use, or of all",
     "wire": "gradients of a unit, encoded, sent and arriving",
-    "activations": "kept for the backward pass, and of the layer at work",
+    "activations": "kept for the backward pass, and of the current layer",
     "workspace": "of the matmul library",
 }
-"""What a device's memory is taken by."""
+"""The kinds of memory of a device."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, at the fullest moment of a step.
+class PredictedMemory:
+    """Bytes on one device at the peak of a step.
 
     Attributes:
-        kinds: by ``KINDS``.
+        kinds: bytes by ``KINDS``.
     """
 
     kinds: dict[str, int]
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum over all kinds."""
         return sum(self.kinds.values())
 
     @property
     def lasting(self) -> int:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         names = ("parameters", "optimizer", "residual", "other")
         return sum(self.kinds[name] for name in names)
 
     def table(self, title: str | None = None, of: str = "") -> Table:
-        """By kind, what takes nothing left out.
+        """A table by kind, without empty kinds.
 
         Args:
-            title: by default, what the memory is of.
-            of: what the total is to be compared to.
+            title: None for the default.
+            of: a remark on the total, such as the budget.
         """
         without = "" if self.kinds["activations"] else ", without activations"
         table = Table(title=title or f"Memory of one device in a step{without}")
@@ -92,14 +92,14 @@ class Memory:
 
 def predict_memory(
     spec: TrainSpec, work: Work | None = None, *, workspace: int = 0, held: dict[str, int] | None = None
-) -> Memory:
-    """The memory of a training step of ``program`` at its fullest moment.
+) -> PredictedMemory:
+    """The peak memory of a training step.
 
     Args:
-        program: what is trained.
-        work: its activations; left out, the memory is that of the backward pass without any.
-        workspace: bytes that the matmul library takes.
-        held: what the state holds, where that is known already (see `held_bytes`).
+        program: of the step.
+        work: gives its activations; None counts the backward pass without any.
+        workspace: bytes of the matmul library.
+        held: ``held_bytes(program)``, if known already.
     """
     lasting = held_bytes(spec) if held is None else held
     moments = [_in_backward(spec, work)]
@@ -107,11 +107,11 @@ def predict_memory(
         moments += [_in_loss(spec, work), _at_end(spec, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
-    return Memory(kinds | {"workspace": workspace})
+    return PredictedMemory(kinds | {"workspace": workspace})
 
 
 def held_bytes(spec: TrainSpec) -> dict[str, int]:
-    """By kind, the bytes of a train state on one device."""
+    """The bytes of a train state on one device, by kind."""
     fields = abstract_fields(spec)
     return {
         "parameters": _bytes(fields["params"]),
@@ -123,9 +123,9 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
 
 
 def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> dict[str, int]:
-    """The same for ``there``, ``program`` on another mesh or under other options; no optimizer is traced.
+    """``held_bytes(there)``, for ``program`` on another mesh or under other options, without tracing.
 
-    The optimizer's state is taken to grow with the parameters on a device, as moments do.
+    Assumes that the optimizer state is proportional to the parameters on a device, as moments are.
     """
 
     def parameters(spec: TrainSpec) -> int:
@@ -149,8 +149,8 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
     return {
         "gradients": _gradients(spec),
         "secondary": _hpz_copy(spec),
-        # Exact weights that cross nodes in the backward pass, too, are on their way two layers ahead, and
-        # sent while gradients are.
+        # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, beside
+        # the gradients.
         "weights": _gathered(spec, 4 if _gathers_from_nodes_again(spec) else 2),
         "weight gradients": _whole_gradients(spec, rest=work is None),
         "wire": _payload(spec),
@@ -159,10 +159,10 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
 
 
 def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
-    """What is there between the passes.
+    """Between the passes, in the loss.
 
-    Micro-batches add to sums that are there all the time. The zeros from which a backward pass starts are
-    there before it where they are wider than a shard: so the compiler had it, in all programs looked at.
+    Sums over micro-batches are there all the time. The zeros that a backward pass starts from are allocated
+    before it if they are wider than a shard, in all compiled programs examined.
     """
     strategy = spec.strategy
     early = strategy.sink != "primary"
@@ -181,7 +181,7 @@ def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
 
 
 def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
-    """When the embedding's gradient is there, and what belongs to no unit is sent and arrives."""
+    """At the end, when the embedding's gradient is there and leaves outside units are reduced."""
     sharded = spec.strategy.sink != "full"
     return {
         "gradients": _gradients(spec),
@@ -193,31 +193,35 @@ def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
 
 
 def _together(spec: TrainSpec) -> int:
-    """How many micro-batches go through a layer before the next layer."""
+    """Micro-batches that go through a layer before the next layer."""
     return spec.zero.accumulate // spec.zero.passes
 
 
 def _at_work(spec: TrainSpec, work: Work) -> int:
-    """Activations while a layer's backward pass runs for one micro-batch."""
+    """Activations during a layer's backward pass of one micro-batch."""
     return work.kept * _together(spec) + work.working + _others(spec, work)
 
 
 def _loss(spec: TrainSpec, work: Work) -> int:
-    """Activations while one micro-batch's loss is computed; in breadth tables are summed over all of them."""
+    """Activations during one micro-batch's loss; in breadth the tables' gradients are summed over all."""
     return work.loss + (work.tables + _others(spec, work) if _together(spec) > 1 else 0)
 
 
 def _others(spec: TrainSpec, work: Work) -> int:
-    """What goes from layer to layer of the micro-batches that are not at work: it comes, and it goes on."""
+    """The residual stream of the other micro-batches at a layer: input and output."""
     return 2 * (_together(spec) - 1) * work.stream
 
 
 def _bytes(tree: Any) -> int:
-    """Of one device's shards of a tree of arrays or ShapeDtypeStructs."""
+    """Bytes of one device's shards of a tree of arrays or ShapeDtypeStructs."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(tree)
     )
+
+
+def _layers(leaf: ParamLayout) -> int:
+    return leaf.layers
 
 
 def _sums_at_sink(spec: TrainSpec) -> int:
@@ -227,15 +231,15 @@ def _sums_at_sink(spec: TrainSpec) -> int:
 
 
 def _gradients(spec: TrainSpec) -> int:
-    """Sums at the sink, and a second set of them while micro-batches are added up."""
+    """Sums at the sink, and a second set of them while micro-batches are summed."""
     if spec.zero.stage == 0:
-        return 0  # they take the place of the gradients that they are made of
+        return 0  # the sums replace the gradients in place
     twice = spec.zero.passes > 1 and spec.strategy.sink != "full"
     return _sums_at_sink(spec) * (2 if twice else 1)
 
 
 def _hpz_copy(spec: TrainSpec) -> int:
-    """What the forward pass leaves for the backward pass; of the last layer of a stack, nothing."""
+    """The node-local weights that the forward pass keeps for the backward pass."""
     if (spec.strategy.source, spec.strategy.keep) != ("primary", "secondary"):
         return 0
     return sum(
@@ -247,26 +251,26 @@ def _hpz_copy(spec: TrainSpec) -> int:
 
 
 def _weight_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
-    """Of one layer, whole, as it is computed in."""
+    """Bytes of one whole layer of a leaf in the dtype of its compute."""
     return leaf.padded * spec.strategy.weight_dtype(leaf).itemsize
 
 
 def _gathered(spec: TrainSpec, units: int) -> int:
-    """Whole at the same time: everything before stage 3; there some units and what belongs to none."""
+    """Weights whole at the same time: all below stage 3, else those of some units and outside units."""
     if spec.zero.stage < 3:
         return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in spec.leaves)
     return _of_no_unit(spec) + sum(_largest_units(spec, _weight_bytes, units))
 
 
 def _gathers_from_nodes_again(spec: TrainSpec) -> bool:
-    """Whether the backward pass takes the node hop of the weights a second time."""
+    """Whether the backward pass repeats the node hop of the weights."""
     return spec.strategy.keep == "primary" and spec.world.nodes > 1
 
 
 def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
-    """Before they are summed: of all parameters at stages 0 and 1, else of a unit, and of the rest.
+    """Gradients before they are summed: all of them at stages 0 and 1, else those of a unit and of the rest.
 
-    Quantized gradients leave leaf by leaf: only the largest leaf's is whole.
+    Quantized gradients are encoded leaf by leaf: only the largest leaf's is whole.
     """
     if spec.strategy.sink == "full":
         item = jnp.dtype(spec.strategy.grad_dtype).itemsize
@@ -280,10 +284,11 @@ def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
 
 
 def _payload(spec: TrainSpec) -> int:
-    """A unit's encoded gradients, those sent and those that arrive; raw ones are sent as they are.
+    """A unit's encoded gradients, sent and arriving; raw ones are sent as they are.
 
-    Rotated ones are there in fp32 too, where XLA runs the codec rather than a kernel. Between two hops a
-    unit's waits, one is sent and one arrives. Before stage 3 no unit is a layer behind the one at work.
+    Rotated ones also exist in fp32 if XLA runs the codec rather than a kernel. Between two hops one unit's
+    gradients wait, one's are sent and one's arrive. Below stage 3 gradients do not queue behind the backward
+    pass.
     """
     strategy = spec.strategy
     hops = len(strategy.reduction.axes(spec.world))

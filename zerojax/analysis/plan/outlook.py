@@ -1,4 +1,4 @@
-"""What a run would be like on a cluster, under each way of sharding; and which to take."""
+"""Forecasts of a run on a cluster under each way of sharding, and a recommendation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,10 +6,11 @@ from typing import Any
 
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
-from zerojax.analysis.plan.memory import Memory, held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, held_bytes, held_elsewhere, predict_memory
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work
 from zerojax.errors import ZeroError
+from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
@@ -28,22 +29,22 @@ class Forecast:
     """One way of sharding on the cluster.
 
     Attributes:
-        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; of several micro-batches
+        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; with several micro-batches
             also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``).
-        memory: of one device at a step's fullest moment.
-        fits: whether the GPU has it.
-        hops: what is sent.
+        memory: peak of one device in a step.
+        fits: whether the memory is within the GPU's budget.
+        hops: of a step.
         time: of a step.
         tokens_per_second: of the cluster.
         mfu: model FLOPs over the peak of the cluster.
-        largest: the most sequences per device and micro-batch that fit; 0 where not even one does.
-        largest_mfu: the MFU with so many; 0 where none fits.
-        fewest_nodes: of equal nodes, the fewest on which the planned batch per device fits; None where more
-            nodes do not help.
+        largest: the most sequences per device and micro-batch that fit; 0 if none does.
+        largest_mfu: the MFU with ``largest`` sequences; 0 if none fits.
+        fewest_nodes: the fewest such nodes on which the planned batch per device fits; None if more nodes do
+            not help.
     """
 
     name: str
-    memory: Memory
+    memory: PredictedMemory
     fits: bool
     hops: tuple[HopPlan, ...]
     time: StepTime
@@ -59,13 +60,13 @@ class Outlook:
     """A run on a cluster; ``print`` it.
 
     Attributes:
-        cluster: where.
+        cluster: of the run.
         sequences: per device and micro-batch.
         length: tokens of a sequence.
         accumulate: micro-batches per step.
-        configured: the name of the forecast that is the config's own.
-        forecasts: the ways of sharding.
-        advice: which to take and why.
+        configured: name of the forecast for the config's own options.
+        forecasts: one per way of sharding.
+        advice: which way to take, and why.
     """
 
     cluster: Cluster
@@ -78,7 +79,7 @@ class Outlook:
 
     @property
     def own(self) -> Forecast:
-        """The forecast of the config as it is."""
+        """The forecast for the config's own options."""
         return next(forecast for forecast in self.forecasts if forecast.name == self.configured)
 
     @property
@@ -87,7 +88,7 @@ class Outlook:
         return self.sequences * self.accumulate * self.cluster.world.size
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON; bytes and seconds."""
+        """The outlook as plain data, for JSON, in bytes and seconds."""
         return {
             "prediction": True,
             "nodes": self.cluster.nodes,
@@ -105,24 +106,26 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
     """Predict a run of a decoder under its own options and under every preset.
 
     Args:
-        program: the decoder's, as built for any mesh; its options are the config's own.
+        program: of the decoder, built for any mesh with the config's own options.
         config: the decoder's shape.
-        cluster: where it shall run.
+        cluster: to run on.
         sequences: per device and micro-batch.
         length: tokens of a sequence.
 
     Raises:
-        ZeroError: fewer than one sequence, or longer ones than the model takes.
+        ZeroError: fewer than one sequence, or sequences longer than the model takes.
     """
     if sequences < 1:
-        raise ZeroError(f"sequences = {sequences}: at least one for each device and micro-batch")
+        raise ZeroError(f"sequences = {sequences}: at least one per device and micro-batch")
     own, ways = spec.zero, dict(_ways(spec.zero))
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
         ways = {AS_CONFIGURED: own} | ways
     held = held_bytes(spec)
 
-    def try_out(zero: ZeroConfig, world: MeshShape, sequences: int) -> tuple[TrainSpec, Work, Memory]:
+    def try_out(
+        zero: ZeroConfig, world: MeshShape, sequences: int
+    ) -> tuple[TrainSpec, Work, PredictedMemory]:
         there = on_world(spec, world, zero)
         work = decoder_work(
             config, remat=zero.remat, dtype=str(zero.compute_dtype), sequences=sequences, length=length
@@ -138,7 +141,7 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
 
 
 def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
-    """The presets and lower stages, with what a preset leaves open as the config has it."""
+    """The presets and lower stages; the options that presets leave open are the config's."""
     kept: dict[str, Any] = {
         name: getattr(own, name) for name in ("units", "compute_dtype", "remat", "accumulate", "precise")
     }
@@ -150,7 +153,7 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
         yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
 
 
-TryOut = Callable[[ZeroConfig, MeshShape, int], tuple[TrainSpec, Work, Memory]]
+TryOut = Callable[[ZeroConfig, MeshShape, int], tuple[TrainSpec, Work, PredictedMemory]]
 
 
 def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:
@@ -181,7 +184,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` for which something holds that holds for all smaller ones; or 0."""
+    """The largest number up to ``most`` for which a condition holds that holds for all smaller ones; or 0."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -192,13 +195,13 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number up to ``most`` for which something holds that holds for all larger ones."""
+    """The smallest number up to ``most`` for which a condition holds that holds for all larger ones."""
     below = _last(lambda n: not holds(n), most)
     return below + 1 if below < most and holds(below + 1) else None
 
 
 def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int) -> str:
-    """Which way of sharding to take, and why, in a sentence or two."""
+    """The way of sharding to take, and why, in one or two sentences."""
     fitting = [forecast for forecast in forecasts if forecast.fits]
     if not fitting:
         return _none_fits(forecasts, cluster)
@@ -210,9 +213,9 @@ def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int)
         reason = "it is exact, and nothing that fits is more than 3% faster"
     else:
         chosen = fastest
-        reason = f"its step waits {_seconds(chosen.time.waiting)} for the network"
+        reason = f"its step waits {duration(chosen.time.waiting)} for the network"
         if nearest:
-            ratio, waiting = nearest.time.seconds / chosen.time.seconds, _seconds(nearest.time.waiting)
+            ratio, waiting = nearest.time.seconds / chosen.time.seconds, duration(nearest.time.waiting)
             reason += f", that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
         else:
             reason += ", and no exact way fits"
@@ -229,7 +232,7 @@ def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int)
 def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
     smallest = min(forecasts, key=lambda forecast: forecast.memory.total)
     advice = (
-        f"Nothing fits: {smallest.name} takes least, {smallest.memory.total / 1e9:.1f} GB of "
+        f"Nothing fits: {smallest.name} takes the least, {smallest.memory.total / 1e9:.1f} GB of "
         f"{cluster.budget / 1e9:.1f}."
     )
     if smallest.largest:
@@ -237,10 +240,6 @@ def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
     if smallest.fewest_nodes:
         return f"{advice} It fits on {smallest.fewest_nodes} nodes."
     return f'{advice} More nodes do not help: take remat = "full", or GPUs with more memory.'
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
 
 
 def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from zerojax.formatting import milliseconds, size
 
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
-    """Assumptions, memory and hops of the config's own settings, all settings side by side, the advice."""
+    """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
     return Rows(
         *assumptions(outlook), _memory(outlook), _hops(outlook), _side_by_side(outlook), outlook.advice
     )
 
 
 def assumptions(outlook: Outlook) -> list[str]:
-    """What the prediction takes for granted, a line each."""
+    """The assumptions of the prediction, one per line."""
     cluster, gpu = outlook.cluster, outlook.cluster.gpu
     origin = "measured on this GPU" if gpu.measured else "measured on H200, assumed here"
     network = ""

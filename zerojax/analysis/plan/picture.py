@@ -1,4 +1,4 @@
-"""An outlook as a picture: memory by kind, and where a step's time goes, under each way of sharding."""
+"""An outlook as a picture: memory by kind and a step's time by part, under each way of sharding."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
     """Draw an outlook as PNG.
 
     Args:
-        outlook: what to draw.
+        outlook: to draw.
         path: of the PNG.
-        title: what is planned, such as the config's name.
+        title: such as the config's name.
     """
     cluster = outlook.cluster
     figure = Figure(figsize=(12, 1.9 + 0.5 * len(outlook.forecasts)), layout="constrained")
@@ -67,7 +67,7 @@ def _draw_time(outlook: Outlook, axes: Axes) -> None:
 
 
 def _stack(axes: Axes, outlook: Outlook, parts: dict[str, list[float]]) -> list[float]:
-    """Bars of stacked parts, one a forecast; their ends."""
+    """Draw a bar of stacked parts for each forecast; returns the ends of the bars."""
     names = [forecast.name for forecast in outlook.forecasts]
     ends = [0.0] * len(names)
     for colour, (label, widths) in zip(_COLOURS * 2, parts.items(), strict=False):

@@ -1,31 +1,30 @@
-"""How long a step will take: a model of few figures, each measured or off a data sheet.
+"""The time of a step, from a model with few figures, each measured or from a data sheet.
 
-The parts, in seconds, of one device and step:
+The parts, in seconds per device and step:
 
-- compute: FLOPs executed, recomputed ones counted, over what matmuls reach; and, over what memory reaches,
-  the bytes that codecs read and write, and kept activations four times (into the stack of all layers, and out
-  of it again: each a read and a write).
+- compute: FLOPs executed, recomputed ones included, over the rate that matmuls reach; plus, over the rate
+  that memory reaches, the bytes that codecs read and write, and four times the kept activations (into the
+  stack of all layers and out of it, each a read and a write).
 - local and node: bytes of the hops over the rates of their links.
-- optimizer: its state and the parameters read and written once, gradients four times read or written (their
-  norm, their mean, the update), over what memory reaches.
+- optimizer: its state and the parameters read and written once, and gradients read or written four times
+  (norm, mean, update), over the rate that memory reaches.
 
-How they overlap: in each pass, of u units, hops between nodes run beside compute, one unit ahead or behind,
+How they overlap: in each pass over u units, hops between nodes run beside compute, one unit ahead or behind,
 
     pass = local + max(compute, node) + min(compute, node) / u
 
-while hops within a node are counted as hidden behind neither: they run beside the matmuls but take
-multiprocessors and memory from them. What is done once per step has nothing beside it: the gather of
-stages 1 and 2, delta's where the step has several micro-batches, a reduction after the last of them, the
-optimizer.
+while hops within a node do not count as hidden: they run beside the matmuls, but take multiprocessors and
+memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
+of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
 
-Latencies, stragglers and input are not in it: units should have some megabytes.
+Latency, stragglers and input are left out: units should have some megabytes.
 """
 
 from dataclasses import asdict, dataclass
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
-from zerojax.analysis.plan.memory import Memory
+from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.work import Work
 from zerojax.train.spec import TrainSpec
 
@@ -53,7 +52,7 @@ class StepTime:
 
     @property
     def waiting(self) -> float:
-        """What the step spends on the network alone."""
+        """Seconds of the step spent on the network alone."""
         return max(0.0, self.seconds - self.compute - self.local - self.optimizer)
 
     def to_dict(self) -> dict[str, float]:
@@ -62,27 +61,27 @@ class StepTime:
 
 
 def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
-    """Seconds that a hop takes within the node, and between nodes."""
+    """Seconds of a hop within the node, and between nodes."""
     node = hop.node_bytes * cluster.local / cluster.network_rate if hop.node_bytes else 0.0
     return hop.local_bytes / cluster.link_rate, node
 
 
 def predict_step(
-    spec: TrainSpec, work: Work, hops: tuple[HopPlan, ...], memory: Memory, cluster: Cluster
+    spec: TrainSpec, work: Work, hops: tuple[HopPlan, ...], memory: PredictedMemory, cluster: Cluster
 ) -> StepTime:
     """The time of a step.
 
     Args:
-        program: what is trained, laid out on the cluster.
+        program: laid out on the cluster.
         work: of one micro-batch.
         hops: of the program.
-        memory: of the program; its lasting part is what the optimizer goes through.
-        cluster: where.
+        memory: of the program; gives the bytes that the optimizer reads and writes.
+        cluster: to run on.
     """
     micro = spec.zero.accumulate
     units = sum(group.layers for group in spec.groups if group.unit is not None) or 1
     dtype, rate = spec.zero.compute_dtype, cluster.memory_rate
-    kept = _TIMES_KEPT / 2 * work.kept / rate  # half of it in each pass
+    kept = _TIMES_KEPT / 2 * work.kept / rate  # half of them in each pass
     compute = {
         "forward": micro * (work.forward / cluster.flops(dtype) + kept),
         "backward": micro * (work.backward / cluster.flops(dtype) + kept),
@@ -105,18 +104,17 @@ def predict_step(
 
 
 def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
-    """The pass beside which a hop runs, or "alone"."""
+    """The pass that a hop overlaps with, or "alone"."""
     if hop.phase == "delta":
         return "forward" if spec.updating else "alone"
     if hop.phase == "weights forward" and spec.zero.stage < 3:
         return "alone"
     if hop.phase == "gradients":
-        sink = spec.strategy.sink
-        last = sink == "full" or (sink == "secondary" and hop.axis == "node")
+        last = spec.strategy.sink == "full" or (spec.strategy.sink == "secondary" and hop.axis == "node")
         return "alone" if last else "backward"
     return "forward" if hop.phase == "weights forward" else "backward"
 
 
-def _optimizer_bytes(spec: TrainSpec, memory: Memory) -> int:
+def _optimizer_bytes(spec: TrainSpec, memory: PredictedMemory) -> int:
     parameters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
     return 2 * (parameters + state) + _TIMES_GRADIENTS * parameters

@@ -1,7 +1,7 @@
-"""The plan that a run starts with: what a training step will hold and send, from formulas.
+"""The plan printed at the start of a run: the memory and communication of a step, from formulas.
 
-Nothing is traced or compiled. ``comm_report`` counts the same bytes in the program itself, so that each
-checks the other.
+Nothing is traced or compiled. ``comm_report`` counts the same bytes in the program itself: each checks the
+other.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from rich.console import Group as Rows
 from rich.console import RenderableType
 
 from zerojax.analysis.plan.hops import HopPlan, hops_of, hops_table, usual_bytes
-from zerojax.analysis.plan.memory import Memory, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
 from zerojax.formatting import plain_text, size
 from zerojax.train.spec import TrainSpec
@@ -21,15 +21,15 @@ from zerojax.train.state import TrainState
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sharded, what it takes and what it sends; ``print`` it.
+    """The sharding, memory and communication of a training step; ``print`` it.
 
     Attributes:
         nodes: extent of the mesh over ``node``.
         local: extent over ``local``.
         parameters: elements of the model.
-        settings: the options that differ from plain ZeRO-3, and what they mean here.
-        units: what is gathered together.
-        hops: what is sent. Sums of losses and of model state, a few bytes, are left out.
+        settings: the options that differ from plain ZeRO-3, and their effect here.
+        units: gathered together.
+        hops: without the sums of losses and of model state, which are a few bytes.
         memory: of one device, by kind, without activations.
     """
 
@@ -39,7 +39,7 @@ class Plan:
     settings: tuple[str, ...]
     units: tuple[UnitPlan, ...]
     hops: tuple[HopPlan, ...]
-    memory: Memory
+    memory: PredictedMemory
 
     @property
     def local_bytes(self) -> int:
@@ -71,13 +71,11 @@ class Plan:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __rich__(self) -> RenderableType:
-        """Tables of units, of hops and of memory, between the settings and the total."""
         settings = [f"- {setting}" for setting in self.settings]
         tables = (units_table(self.units, self.parameters), hops_table(self.hops), self.memory.table())
         return Rows(*settings, *tables, self.summary())
 
     def __str__(self) -> str:
-        """The same as plain text."""
         return plain_text(self)
 
     def summary(self) -> str:
@@ -92,7 +90,7 @@ class Plan:
 
 
 def plan_state(of: TrainState | TrainSpec) -> Plan:
-    """What a training step of a state, real or abstract, will hold and send."""
+    """The plan of a training step, from a filled or abstract state or its program."""
     spec = of.spec if isinstance(of, TrainState) else of
     return Plan(
         nodes=spec.world.nodes,
@@ -105,6 +103,6 @@ def plan_state(of: TrainState | TrainSpec) -> Plan:
     )
 
 
-def describe(state: TrainState | TrainSpec) -> str:
-    """The plan of a state as text: ``log.say(plan.describe(state))`` is all that a trainer needs."""
+def describe_plan(state: TrainState | TrainSpec) -> str:
+    """The plan of a state as text, for a trainer's log."""
     return str(plan_state(state))

@@ -1,4 +1,4 @@
-"""What is gathered together: units, their leaves and wire formats; and what a program's options mean."""
+"""The units of a plan, with their leaves and wire formats, and the effect of the options."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ class LeafPlan:
     """Leaves of one kind: the same in every layer, or in every unit of the same kind.
 
     Attributes:
-        name: their path, numbers in it replaced by "*".
-        shape: of one of them.
-        copies: how many there are.
+        name: their path, with numbers replaced by "*".
+        shape: of one leaf.
+        copies: number of leaves.
         weights: wire formats of their gather over ``node`` and over ``local``.
-        grads: wire formats of their gradient's hops over ``local`` and over ``node``.
+        grads: wire formats of their gradients' hops over ``local`` and over ``node``.
     """
 
     name: str
@@ -32,14 +32,14 @@ class LeafPlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What is gathered together, and how often it occurs.
+    """Units of one kind.
 
     Attributes:
-        name: its path, numbers in it replaced by "*"; None for what belongs to no unit and is gathered
-            at the start of the pass.
-        copies: how many units of this kind there are, layers included.
-        elements: of one of them.
-        leaves: what it consists of.
+        name: their path, with numbers replaced by "*"; None for leaves outside units, which are gathered at
+            the start of the pass.
+        copies: number of units, layers included.
+        elements: of one unit.
+        leaves: of one unit.
     """
 
     name: str | None
@@ -49,7 +49,7 @@ class UnitPlan:
 
 
 def settings_of(spec: TrainSpec) -> Iterator[str]:
-    """What is on, and what has no effect on this mesh."""
+    """The options in effect, and those without effect on this mesh."""
     zero, world = spec.zero, spec.world
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
     yield f"stage {zero.stage} on {world.nodes} x {world.local} devices; sharded: {sharded[zero.stage]}"
@@ -58,13 +58,13 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield f"{zero.accumulate} micro-batches per step{', all through a unit before the next' * breadth}"
     if zero.weights_delta:
         resync = f", whole every {zero.delta_resync} steps" if zero.delta_resync else ""
-        yield f"weights between nodes: what changed, in {zero.weight_formats.node}, once per step{resync}"
+        yield f"weights between nodes: their change, in {zero.weight_formats.node}, once per step{resync}"
     elif zero.hpz:
         yield "hpZ: each node keeps a copy for the backward pass"
     if zero.stage >= 2 and zero.node_hop_once:
         yield "gradients between nodes: once per step"
     if zero.grads_hops == 1:
-        yield "gradients in one hop, every device to every other"
+        yield "gradients in one hop, from every device to every other"
     if zero.rotation:
         yield f"gradients rotated by a {zero.rotation}-wide Hadamard matrix"
     if zero.rounding == "stochastic":
@@ -75,19 +75,19 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield f"gradient hops overlapped in {zero.chunks} chunks"
     if world.nodes == 1:
         named = {"weights": zero.weights, "grads[1]": zero.grads[1]}
-        yield f"one node: there is no hop over node{_without_effect(named)}"
+        yield f"one node: no hop over node{_without_effect(named)}"
     if world.local == 1:
-        yield f"one device per node: there is no hop over local{_without_effect({'grads[0]': zero.grads[0]})}"
+        yield f"one device per node: no hop over local{_without_effect({'grads[0]': zero.grads[0]})}"
 
 
 def _without_effect(named: dict[str, str | None]) -> str:
-    """Which of the settings that were made have nothing to do."""
+    """The settings given that have no effect."""
     idle = [f"{name}={value!r}" for name, value in named.items() if value is not None]
     return f"; {', '.join(idle)} without effect" if idle else ""
 
 
 def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
-    """Groups of the same kind taken together."""
+    """The groups of a program, those of the same kind merged."""
     kinds: dict[Any, int] = {}
     for group in spec.groups:
         leaves = tuple(
@@ -118,7 +118,7 @@ def _formats(codecs: tuple[Codec, Codec]) -> tuple[str, str]:
 
 
 def units_table(units: Sequence[UnitPlan], parameters: int) -> Table:
-    """Units and leaves with their formats; ``parameters`` is the model's size, for the title."""
+    """Units and leaves with their formats; ``parameters`` of the model is for the title."""
     table = Table(title=f"Units: what is gathered together ({parameters:,} parameters)")
     table.add_column("unit, and its leaves", overflow="fold")
     for name in ("copies", "shape", "elements"):

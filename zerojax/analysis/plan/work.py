@@ -1,13 +1,13 @@
-"""What a decoder computes and keeps in one micro-batch on one device: FLOPs and activation bytes.
+"""The work of a decoder in one micro-batch on one device: FLOPs and activation bytes.
 
-With t tokens of width d, q = (heads + 2 kv_heads) head_dim the width of queries, keys and values, a that of
-the attention's output and f that of the MLP, a block of matrices of w elements takes 2 w t FLOPs forward and
-twice that backward, and causal attention 2 a s t forward (half of the 4 a s t of a full square) at s tokens a
-sequence, twice that backward. A backward pass that computes the block again takes its forward FLOPs once
-more, under ``remat="attention"`` without the attention's.
+Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the width of queries, keys and
+values, a that of the attention's output and f that of the MLP. A block of matrices of w elements takes 2 w t
+FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half
+of the 4 a s t of a full square) and twice that backward. Recomputing a block in the backward pass takes its
+forward FLOPs once more, under ``remat="attention"`` without the attention's.
 
-Elements that stay from a layer's forward pass for its backward pass, and the most that are alive beside
-them while its backward pass runs (counted in programs compiled for H100; docs/planner.md has the check):
+Elements kept from a layer's forward pass for its backward pass, and the most alive beside them during its
+backward pass (counted in programs compiled for H100; docs/planner.md has the check):
 
 ========= ============================== =========================
 remat     kept, per token and layer      working, per token
@@ -17,11 +17,11 @@ attention d + a                          the same
 none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 ========= ============================== =========================
 
-cuDNN's attention keeps an fp32 number per head more; XLA's has fp32 scores, heads s a token, of which
-"none" keeps one and the backward pass works on 2.7 and on 3 q more, in a layout of its own. The loss holds
-one chunk's logits in fp32, their gradient in the compute dtype, and eight widths a token. Over several chunks
-it adds up the gradient of the unembedding in fp32, from one buffer to another; of a single chunk the logits'
-gradient waits, and that matmul comes last.
+cuDNN's attention also keeps one fp32 number per head. XLA's has fp32 scores, heads x s per token, of which
+"none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The loss holds one
+chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With several chunks
+it sums the gradient of the unembedding in fp32, from one buffer to another; with a single chunk the logits'
+gradient is kept and that matmul comes last.
 """
 
 from dataclasses import dataclass
@@ -40,15 +40,15 @@ class Work:
 
     Attributes:
         tokens: predicted.
-        forward: FLOPs executed in the forward pass, the head's with both its gradients included.
-        backward: FLOPs executed in the backward pass of the blocks, what is computed again included.
-        model_flops: what the MFU counts (PaLM's convention: nothing twice, attention as a full square).
-        stream: bytes of what goes from one layer to the next.
-        kept: bytes of activations that wait for the backward pass, of all layers.
-        working: bytes of activations while one layer's backward pass runs.
+        forward: FLOPs executed in the forward pass, including the head with both its gradients.
+        backward: FLOPs executed in the backward pass of the blocks, including recomputation.
+        model_flops: as the MFU counts them (PaLM's convention: nothing twice, attention as a full square).
+        stream: bytes of the residual stream between two layers.
+        kept: bytes of activations kept for the backward pass, of all layers.
+        working: bytes of activations in use during one layer's backward pass.
         loss: bytes while the loss is computed.
-        head: bytes that wait for the gradient of the unembedding, or are it, while the blocks run backward.
-        tables: bytes of the fp32 gradients of embedding and unembedding, when they are joined at the end.
+        head: bytes of the unembedding's gradient, or kept for it, during the backward pass of the blocks.
+        tables: bytes of the fp32 gradients of embedding and unembedding, when they are added at the end.
     """
 
     tokens: int
@@ -64,12 +64,12 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Executed in all."""
+        """FLOPs executed in both passes."""
         return self.forward + self.backward
 
 
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
-    """Whether attention will run as cuDNN's kernel on a GPU, which keeps no scores."""
+    """Whether attention runs as cuDNN's kernel on a GPU, which keeps no scores."""
     takes = dtype == "bfloat16" and config.head_dim <= CUDNN_MAX_HEAD_DIM and config.head_dim % 8 == 0
     return config.attention == "cudnn" or (config.attention == "auto" and takes)
 
@@ -81,11 +81,11 @@ def decoder_work(
 
     Args:
         config: its shape.
-        remat: what its blocks compute again.
-        dtype: "bfloat16" or "float32": what it computes in.
+        remat: what its blocks recompute.
+        dtype: of compute, "bfloat16" or "float32".
         sequences: on one device, in one micro-batch.
         length: tokens of a sequence.
-        head: whether embedding, unembedding and loss are there; a bare stack of blocks has none.
+        head: whether there are embedding, unembedding and loss, unlike in a bare stack of blocks.
 
     Raises:
         ZeroError: the sequence is longer than the model takes.
@@ -154,5 +154,5 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
 
 
 def _distance_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
-    """Of a bare stack, whose loss is a distance in fp32."""
+    """For a bare stack, whose loss is a distance in fp32."""
     return {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}

@@ -1,4 +1,4 @@
-"""Traces of some steps, what each range of them is for, and how much communication hides behind compute."""
+"""Traces of training steps: ranges by hop and layer, and how much communication hides behind compute."""
 
 from zerojax.analysis.profile.events import Event, read_events, trace_files
 from zerojax.analysis.profile.overlap import Overlap, measure_overlap

@@ -1,4 +1,4 @@
-"""What ran on the devices in a trace, from JAX's own reader of it."""
+"""The device events of a trace, read by ``jax.profiler``."""
 
 import re
 import warnings
@@ -26,13 +26,13 @@ class Event:
     """One kernel, copy or call of a device.
 
     Attributes:
-        device: its number.
+        device: its index.
         line: the stream or thread that it ran on.
         name: of the kernel or instruction.
-        scope: one of `SCOPES`; with " backward" behind it, in the backward pass; "" where it has none.
-        start: nanoseconds since the trace began.
+        scope: one of ``SCOPES``, followed by " backward" in the backward pass; "" if it has none.
+        start: nanoseconds since the start of the trace.
         end: likewise.
-        communicates: whether it is a collective's.
+        communicates: whether it belongs to a collective.
     """
 
     device: int
@@ -45,25 +45,25 @@ class Event:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The traces below a folder, oldest first.
+    """The traces in a folder and below, oldest first.
 
     Raises:
         ZeroError: there is none.
     """
     found = sorted(folder.glob("**/*.xplane.pb"), key=lambda path: (path.parent.name, path.name))
     if not found:
-        raise ZeroError(f"{folder}: there is no trace (*.xplane.pb) here; zerojax train --profile makes one")
+        raise ZeroError(f"{folder}: no trace (*.xplane.pb) here; zerojax train --profile makes one")
     return found
 
 
 def read_events(path: Path) -> list[Event]:
-    """Everything that ran on devices in a trace, by start.
+    """The device events of a trace, ordered by start.
 
     Args:
-        path: of an `.xplane.pb`.
+        path: of an ``.xplane.pb``.
 
     Raises:
-        ZeroError: it is no trace.
+        ZeroError: it is not a trace.
     """
     try:
         raw = path.read_bytes()
@@ -75,19 +75,19 @@ def read_events(path: Path) -> list[Event]:
 
 
 def events_of(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> list[Event]:
-    """The events of a `ProfileData`, or of anything with its planes, lines and events.
+    """The events of a ``ProfileData``, or of anything with planes, lines and events like it.
 
     On GPUs each device has a plane "/device:GPU:n" with a line per stream; CPU devices share the host's
-    plane, and each event says which device it is of. In both an event of a program's instruction has the
-    stats "hlo_op", "hlo_module" and "program_id".
+    plane, and each event names its device. In both, the event of an instruction has the stats "hlo_op",
+    "hlo_module" and "program_id".
 
     Args:
         profile: the trace.
-        names: of the programs' instructions, as `instructions` gives them.
+        names: of the programs' instructions, as ``instructions`` returns them.
     """
     with warnings.catch_warnings():
-        # JAX's reader makes its types at their first use, with a DeprecationWarning from C++ that aborts the
-        # process where warnings are errors.
+        # At its first use JAX's reader raises a DeprecationWarning from C++, which aborts the process where
+        # warnings are errors.
         warnings.simplefilter("ignore", DeprecationWarning)
         return sorted(_events(profile, names), key=lambda event: (event.start, event.end))
 
@@ -98,7 +98,7 @@ def _events(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> Itera
         if on_device is None and plane.name != "/host:CPU":
             continue
         for line in plane.lines:
-            # Other lines of a device (steps, modules, names of scopes) sum up what the streams did.
+            # Other lines of a device (steps, modules, name scopes) summarise the streams.
             if on_device is not None and not line.name.startswith("Stream"):
                 continue
             for event in line.events:
@@ -109,7 +109,7 @@ def _events(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> Itera
                 device = int(on_device[1]) if on_device else stats.get("device_ordinal", 0)
                 program = names.get(f"{stats.get('hlo_module')}({stats.get('program_id')})", {})
                 opcode, op_name = program.get(stats.get("hlo_op", ""), ("", ""))
-                if opcode in ("while", "call", "conditional"):  # what is in them has events of its own
+                if opcode in ("while", "call", "conditional"):  # their bodies have events of their own
                     continue
                 communicates = kernel or bool(_COLLECTIVE.match(opcode or event.name))
                 start = float(event.start_ns)
@@ -125,7 +125,7 @@ def _events(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> Itera
 
 
 def scope_of(op_name: str) -> str:
-    """The innermost of `SCOPES` in an instruction's name, and whether it is of the backward pass."""
+    """The innermost of ``SCOPES`` in an instruction's name, with " backward" in the backward pass."""
     words = re.findall(r"\w+", op_name)
     scope = next((word for word in reversed(words) if word in SCOPES), "")
     if not scope:

@@ -1,14 +1,14 @@
-"""Which scope an instruction of a traced program belongs to, read from the trace itself.
+"""The name scopes of a traced program's instructions, read from the trace itself.
 
-A trace holds the programs that ran in it, as XLA's `HloProto`, in the metadata of its host plane. Their
-instructions know the names of the scopes that they were written in ("op_name"). Neither message has a light
-Python package, so the few fields are walked by number in protobuf's wire format; the numbers are those of
+The metadata of a trace's host plane holds the programs that ran, as XLA's ``HloProto``, whose instructions
+have the name scopes of their source ("op_name"). No light Python package reads these messages, so the few
+fields needed are looked up by number in protobuf's wire format; the numbers are those of
 tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
 """
 
 from collections.abc import Iterator
 
-# Field numbers along the way from XSpace to an XStat's bytes_value.
+# Field numbers from XSpace to an XStat's bytes_value.
 _PLANES, _PLANE_NAME, _EVENT_METADATA, _MAP_VALUE, _METADATA_NAME = 1, 2, 4, 2, 2
 _METADATA_STATS, _STAT_BYTES = 5, 6
 # From HloProto to an instruction, and in it.
@@ -21,11 +21,11 @@ Instructions = dict[str, tuple[str, str]]
 def instructions(trace: bytes) -> dict[str, Instructions]:
     """Program -> instruction name -> (opcode, op_name).
 
-    A program is called "module(program_id)", as the trace itself calls it: a process may hold several
-    programs of one module name, and a trace has those that did not run in it too.
+    A program's key is "module(program_id)", as in the trace: a process may hold several programs of one
+    module name, and a trace also has programs that did not run.
 
     Args:
-        trace: the bytes of an `.xplane.pb`.
+        trace: the bytes of an ``.xplane.pb``.
     """
     found: dict[str, Instructions] = {}
     for plane in _all(trace, _PLANES):
@@ -70,7 +70,7 @@ def _all(message: bytes, wanted: int) -> list[bytes]:
                 found.append(message[position : position + size])
             position += size
         else:
-            raise ValueError(f"a field of wire type {kind}: this is no trace")
+            raise ValueError(f"a field of wire type {kind}: this is not a trace")
     return found
 
 

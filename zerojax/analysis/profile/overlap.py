@@ -1,4 +1,4 @@
-"""How much of the communication hides behind compute: hidden time over all of it."""
+"""Overlap: the fraction of the communication time that hides behind compute."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of communication, summed over devices; ``print`` it.
+    """Seconds of communication and compute, summed over devices; ``print`` it.
 
     Attributes:
-        total: in which a device communicates.
-        hidden: those of them in which it also computes.
-        compute: in which it computes.
-        hops: per scope (total, hidden); a hop that runs beside another counts for both.
+        total: seconds of communication.
+        hidden: seconds of communication beside compute.
+        compute: seconds of compute.
+        hops: scope -> (total, hidden); hops that run side by side both count in full.
     """
 
     total: float
@@ -30,11 +30,10 @@ class Overlap:
 
     @property
     def fraction(self) -> float:
-        """Hidden over total; 1 where nothing is sent."""
+        """Hidden over total; 1 if nothing is sent."""
         return self.hidden / self.total if self.total else 1.0
 
     def __rich__(self) -> RenderableType:
-        """A table by hop."""
         table = Table(title="Communication, summed over devices")
         for name in ("hop", "time", "hidden behind compute", "hidden"):
             table.add_column(name, justify="left" if name == "hop" else "right")
@@ -46,18 +45,13 @@ class Overlap:
         return table
 
     def __str__(self) -> str:
-        """The same as plain text."""
         return plain_text(self)
 
 
 def measure_overlap(events: Sequence[Event]) -> Overlap:
-    """Take a trace's events apart into communication and compute.
+    """Measure the overlap of communication and compute in a trace.
 
-    Time is counted once however many kernels run in it. What runs beside communication but is itself
-    communication hides nothing.
-
-    Args:
-        events: of a trace.
+    Time counts once, however many kernels run in it. Communication beside communication hides nothing.
     """
     total = hidden = computing = 0.0
     hops: dict[str, tuple[float, float]] = {}
@@ -77,7 +71,7 @@ def measure_overlap(events: Sequence[Event]) -> Overlap:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals in order that cover the same."""
+    """The union as disjoint intervals, in order."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -88,7 +82,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What two lists of disjoint intervals in order both cover."""
+    """The intersection of two ordered lists of disjoint intervals."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

@@ -1,4 +1,4 @@
-"""`--profile start:stop`: a trace of some steps of a run."""
+"""``--profile start:stop``: traces some steps of a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ def parse_steps(text: str) -> range:
     """The steps of "start:stop", both included: "10:12" is steps 10, 11 and 12.
 
     Raises:
-        ZeroError: it is not of that form, or no step.
+        ZeroError: it has another form, or is empty.
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
@@ -25,22 +25,22 @@ def parse_steps(text: str) -> range:
 
 
 class StepProfile:
-    """Traces the steps that it is asked to, in the course of a run; the others it leaves alone."""
+    """Traces the chosen steps of a run."""
 
     def __init__(
         self, folder: Path, steps: range | None, say: Callable[[str], None], *, done: int, planned: int
     ) -> None:
-        """Prepare; nothing is traced yet.
+        """Check the steps; nothing is traced yet.
 
         Args:
-            folder: where traces go.
-            steps: those to trace, or None.
+            folder: for the traces.
+            steps: to trace, or None.
             say: prints a message.
             done: steps that the run has taken already.
             planned: steps of the whole run.
 
         Raises:
-            ZeroError: the run will not come by those steps.
+            ZeroError: the run will not take these steps.
         """
         if steps and not done < steps[0] <= steps[-1] <= planned:
             raise ZeroError(
@@ -52,17 +52,17 @@ class StepProfile:
         self._tracing = False
 
     def step[T](self, number: int, run: Callable[[], T]) -> T:
-        """Run a step, traced if it is one of those.
+        """Run a step, and trace it if it was chosen.
 
         Args:
             number: of the step.
-            run: takes it; returns arrays that may still be being computed.
+            run: takes the step; the arrays it returns may still be being computed.
         """
         if number not in self._steps:
             return run()
         if not self._tracing:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # each Python call would be an event
+            options.python_tracer_level = 0  # otherwise each Python call is an event
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._tracing = True
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -73,7 +73,7 @@ class StepProfile:
         return result
 
     def close(self) -> None:
-        """End a trace that is under way, and name its ranges."""
+        """End a trace under way, and write its ranges."""
         if not self._tracing:
             return
         self._tracing = False

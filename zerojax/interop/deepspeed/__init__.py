@@ -1,4 +1,4 @@
-"""From a DeepSpeed config to zerojax's settings."""
+"""Translates DeepSpeed configs into zerojax's settings."""
 
 from zerojax.interop.deepspeed.translate import Translation, translate
 

@@ -10,17 +10,17 @@ TRAIN, MICRO, ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu",
 def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int, int]:
     """The global batch and the number of micro-batches.
 
-    Any of the three numbers follows from the other two, as in DeepSpeed's `_set_batch_related_parameters`;
-    with one of the two sizes alone there is no accumulation. Without a size, which the script had then, the
-    batch is zerojax's default, or the next that divides.
+    Each of the three numbers follows from the other two, as in DeepSpeed's ``_set_batch_related_parameters``;
+    with only one of the two sizes there is no accumulation. Without either (the script decided it), the batch
+    is zerojax's default, rounded up so that it divides.
 
     Args:
         reader: of the config.
-        world: devices in all; 0 where it is not known.
-        given: the global batch, where the config does not say it.
+        world: number of devices; 0 if unknown.
+        given: the global batch, if the config does not give it.
 
     Raises:
-        ZeroError: the sizes contradict each other, or `world` is needed.
+        ZeroError: the sizes contradict each other, or ``world`` is needed.
     """
     train, micro, accumulate = (reader.take(name, int) for name in (TRAIN, MICRO, ACCUMULATE))
     values = {TRAIN: train, MICRO: micro, ACCUMULATE: accumulate, "--batch-size": given}
@@ -28,7 +28,9 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
         if value is not None and value < 1:
             raise ZeroError(f"{name} = {value} must be at least 1")
     if given is not None and train not in (None, given):
-        raise ZeroError(f"{TRAIN} = {train}, and --batch-size {given}: leave that out, or change the config")
+        raise ZeroError(
+            f"{TRAIN} = {train} contradicts --batch-size {given}: drop the option or edit the config"
+        )
     named = TRAIN if train is not None else "--batch-size"
     train = given if train is None else train
     if train is not None and micro is None:
@@ -37,7 +39,7 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
         return _default(reader, accumulate or 1, world)
     if not world:
         raise ZeroError(
-            f"{MICRO} is the batch of one device: how many are there? Give --nodes and --gpus-per-node"
+            f"{MICRO} is the batch of one device: give --nodes and --gpus-per-node for their number"
         )
     if train is None:
         accumulate = accumulate or 1
@@ -64,10 +66,10 @@ def _default(reader: Reader, accumulate: int, world: int) -> tuple[int, int]:
     parts = accumulate * (world or 1)
     train = -(-TrainSection.batch_size // parts) * parts
     why = (
-        "zerojax's default" if train == TrainSection.batch_size else "as near to zerojax's default as divides"
+        "zerojax's default" if train == TrainSection.batch_size else "zerojax's default, rounded up to divide"
     )
     reader.remarks.append(
-        f"no batch size is given: the script decided it; train.batch_size = {train} is {why}, and "
-        "--batch-size says another"
+        f"no batch size is given: the script decided it; train.batch_size = {train} is {why}; "
+        "--batch-size sets another"
     )
     return train, accumulate

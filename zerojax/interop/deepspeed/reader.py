@@ -1,4 +1,4 @@
-"""Reading a config so that no key of it is lost: what nobody asked for is listed in the end."""
+"""Reads a config without losing a key: those that were never read are listed at the end."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,31 +11,26 @@ FILLED_IN = "Hugging Face's Trainer would fill it in"
 
 
 class Reader:
-    """Nested JSON whose leaves are ticked off as they are read.
+    """Nested JSON whose leaves are marked as they are read.
 
     Attributes:
         remarks: lines on what the config leaves open.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
-        """Nothing is ticked off yet.
-
-        Args:
-            data: the config.
-        """
         self._data = data
         self._left = dict(_leaves(data))
         self._notes: dict[str, str] = {}
         self.remarks: list[str] = []
 
     def take(self, path: str, kind: type | tuple[type, ...], default: Any = None, *, auto: Any = None) -> Any:
-        """A value, ticked off.
+        """Read a value and mark it as read.
 
         Args:
             path: keys joined by ".".
-            kind: the types that it may have; a whole number is a number, too.
-            default: DeepSpeed's, for what is missing or null.
-            auto: for "auto"; by default None.
+            kind: the types that it may have; an int is accepted as a float.
+            default: DeepSpeed's, for a missing or null value.
+            auto: the result for "auto".
 
         Raises:
             ZeroError: it has another type.
@@ -43,14 +38,14 @@ class Reader:
         value = self._look_up(path)
         self._tick_off(path)
         if value == AUTO:
-            self._notes[path] = f"{FILLED_IN}: zerojax's own default stands"
+            self._notes[path] = f"{FILLED_IN}: zerojax's own default applies"
             return auto
         if value is None:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        # bool is a kind of int in Python, and "3" is a number to DeepSpeed's own parser, but not to JSON.
+        # In Python bool is a subclass of int; DeepSpeed's parser also takes "3" for a number, JSON does not.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(_WORDS.get(k, k.__name__) for k in kinds)
             raise ZeroError(f"{path} = {short(value)} should be {wanted}")
@@ -61,7 +56,7 @@ class Reader:
         return f"{path} = {short(self._look_up(path))}"
 
     def given(self, path: str) -> bool:
-        """Whether a key is there with a value of its own, not "auto" or null."""
+        """Whether a key has a value other than "auto" and null."""
         return self._look_up(path) not in (None, AUTO)
 
     def is_auto(self, path: str) -> bool:
@@ -69,14 +64,14 @@ class Reader:
         return self._look_up(path) == AUTO
 
     def note(self, path: str, why: str) -> None:
-        """Say of a key that it has no counterpart, and why; ticks it and what is below it off."""
+        """Note that a key has no counterpart, and why; marks it and all below it as read."""
         value = self._look_up(path)
         if value is not None:
             self._tick_off(path)
             self._notes[path] = why
 
     def notes(self) -> list[str]:
-        """A line for every key without counterpart, those that nobody read among them."""
+        """A line for every key without counterpart, including those never read."""
         noted = {path: (self._look_up(path), why) for path, why in self._notes.items()}
         unread = {path: (value, "no counterpart") for path, value in self._left.items()}
         lines = sorted((noted | unread).items())
@@ -102,7 +97,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        path = prefix + key.replace(".", "\\.")  # such a key is none of those below another
+        path = prefix + key.replace(".", "\\.")  # a dot within a key does not separate
         if isinstance(value, dict) and value:
             yield from _leaves(value, path + ".")
         else:

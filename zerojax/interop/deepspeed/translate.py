@@ -1,4 +1,4 @@
-"""What each key of a DeepSpeed config is in zerojax."""
+"""The translation of each key of a DeepSpeed config."""
 
 import re
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ Sections = dict[str, dict[str, Any]]
 
 @dataclass
 class Translation:
-    """Settings, and what had to be left out of them.
+    """Translated settings, and what could not be translated.
 
     Attributes:
-        sections: section -> key -> value, as a TOML file has them; only what the config decides.
+        sections: section -> key -> value, as in a TOML file; only what the config decides.
         left_out: a line for each key without counterpart, "path = value: why".
-        differs: a line for each that was translated and means something else in a detail.
+        differs: a line for each translated key whose meaning differs in a detail.
     """
 
     sections: Sections = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Translation:
         return config_from_dict(self.sections, origin="the translated config")
 
     def toml(self, origin: str) -> str:
-        """A file that `load_config` reads, with everything left out in comments.
+        """A file for ``load_config``, with everything left out in comments.
 
         Args:
             origin: the name of the DeepSpeed config.
@@ -56,12 +56,12 @@ class Translation:
 
 @dataclass
 class _Draft:
-    """A translation in the making, and which key each setting comes from.
+    """A translation in progress, and the origin of each setting.
 
     Attributes:
         reader: of the config.
-        result: what there is so far.
-        origins: "section.key" of each setting, and the path of a key that it comes from.
+        result: the translation so far.
+        origins: "section.key" of each setting, and the path of the key that it comes from.
     """
 
     reader: Reader
@@ -73,16 +73,16 @@ class _Draft:
         self.result.sections.setdefault(section, {}).update(values)
 
     def adopt(self, name: str, path: str, kind: type, default: Any = None) -> Any:
-        """Take a key over as a setting.
+        """Copy a key to a setting.
 
         Args:
             name: of the setting, "section.key".
             path: of the key.
             kind: its type.
-            default: DeepSpeed's, for a key that is missing; None sets nothing.
+            default: DeepSpeed's, for a missing key; None sets nothing.
 
         Returns:
-            What was set; None where nothing was, as for "auto".
+            The value set; None if nothing was, as for "auto".
         """
         self.origins.append((name, path))
         value = self.reader.take(path, kind, default)
@@ -92,14 +92,14 @@ class _Draft:
         return value
 
     def differs(self, line: str) -> None:
-        """Say of something that was translated that it means something else in a detail."""
+        """Note a translated key whose meaning differs in a detail."""
         self.result.differs.append(line)
 
     def finish(self) -> Translation:
         """The translation, checked.
 
         Raises:
-            ZeroError: a value that zerojax refuses; begins with the keys that it comes from.
+            ZeroError: zerojax refuses a value; the message begins with the keys that it comes from.
         """
         try:
             config = self.result.config()
@@ -120,7 +120,7 @@ class _Draft:
         return self.result
 
     def _quote_origins(self, message: str) -> str:
-        """The keys behind the settings that a message names."""
+        """The keys of the settings named in a message."""
         named = dict.fromkeys(
             path
             for name, path in self.origins
@@ -135,13 +135,13 @@ def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | No
 
     Args:
         data: the JSON object.
-        nodes: that it shall run on; 0 where it is not known.
-        local: devices of a node; 0 where it is not known.
-        batch_size: the global batch, where the config leaves it to the script.
+        nodes: number of nodes; 0 if unknown.
+        local: devices per node; 0 if unknown.
+        batch_size: the global batch, if the config leaves it to the script.
 
     Raises:
-        ZeroError: the config contradicts itself or has values of wrong types or ranges; or it leaves the
-            batch size to the number of devices, and that is not known.
+        ZeroError: the config contradicts itself, or has values of wrong types or ranges, or its batch size
+            depends on the number of devices, which is unknown.
     """
     if not isinstance(data, dict):
         raise ZeroError("a DeepSpeed config is a JSON object")
@@ -150,8 +150,8 @@ def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | No
     partition = reader.take(_HPZ, int, 1) or 1
     if partition > 1 and local and partition != local:
         draft.differs(
-            f"{_HPZ} = {partition}: the secondary copy is spread over the {local} devices of a node, "
-            "whatever their number"
+            f"{_HPZ} = {partition}: the secondary copy is always spread over all devices of a node, here "
+            f"{local}"
         )
     local = local or (partition if partition > 1 else 0)
     batch, accumulate = batch_of(reader, nodes * local, batch_size)
@@ -177,7 +177,7 @@ def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
     grads = reader.take(f"{_ZERO}.zero_quantized_gradients", bool, False)
     draft.origins.append(("zero.stage", f"{_ZERO}.stage"))
     if stage < 3 and (weights or grads or hpz):
-        raise ZeroError(f"{_ZERO}: ZeRO++'s options need stage 3, and stage is {stage}")
+        raise ZeroError(f"{_ZERO}: ZeRO++'s options need stage 3, not stage {stage}")
     if weights and grads and hpz:
         draft.set("zero", preset="zero++")
         return
@@ -197,7 +197,7 @@ def _precision(reader: Reader, draft: _Draft) -> None:
     *bf16, fp16 = (reader.take(path, bool, False) for path in paths)
     if any(bf16) and fp16:
         raise ZeroError("bf16.enabled and fp16.enabled exclude each other")
-    # "auto" is the Trainer's: whether its user asked for bf16 or fp16 is not in the file.
+    # "auto" leaves it to the Trainer: the file does not say whether its user asked for bf16 or fp16.
     if any(bf16) or fp16:
         draft.set("zero", compute_dtype="bfloat16")
     elif not any(map(reader.is_auto, paths)):
@@ -209,8 +209,8 @@ def _precision(reader: Reader, draft: _Draft) -> None:
         reader.note(path, f"{FILLED_IN}: here zero.compute_dtype = {stands}")
     if fp16:
         draft.differs(
-            "fp16.enabled = True: becomes bfloat16, whose range needs no loss scaling; a step whose loss or "
-            "gradient is not finite is skipped all the same, and train.max_skips of them in a row end the run"
+            "fp16.enabled = True: becomes bfloat16, whose range needs no loss scaling; steps with a "
+            "non-finite loss or gradient are still skipped, and train.max_skips of them in a row end the run"
         )
     draft.adopt("optimizer.clip_norm", "gradient_clipping", float, 0.0)
     sent = reader.take("communication_data_type", str)
@@ -219,8 +219,8 @@ def _precision(reader: Reader, draft: _Draft) -> None:
         draft.set("zero", grads=["fp32", "fp32"])
     elif sent is not None:
         draft.differs(
-            f"communication_data_type = {sent!r}: gradients travel in the compute dtype, or quantized "
-            "(zero.grads says otherwise)"
+            f"communication_data_type = {sent!r}: gradients are sent in the compute dtype, or quantized (set "
+            "zero.grads to change it)"
         )
 
 
@@ -228,9 +228,9 @@ def _optimizer(reader: Reader, draft: _Draft) -> None:
     kind = reader.take("optimizer.type", str)
     if kind is None:
         if not reader.given("optimizer"):
-            draft.differs("there is no optimizer: the script chose it, and [optimizer] must name it now")
+            draft.differs("there is no optimizer: the script chose it; name it in [optimizer]")
         return
-    name, remark = OPTIMIZERS.get(kind.lower(), ("adamw", "is not there: adamw stands in its place"))
+    name, remark = OPTIMIZERS.get(kind.lower(), ("adamw", "is not available: replaced by adamw"))
     if remark:
         draft.differs(f"optimizer.type = {short(kind)}: {remark}")
     at = "optimizer.params"
@@ -240,13 +240,13 @@ def _optimizer(reader: Reader, draft: _Draft) -> None:
     draft.adopt("optimizer.eps", f"{at}.eps", float, 1e-8)
     if decay := draft.adopt("optimizer.weight_decay", f"{at}.weight_decay", float, 0.0):
         draft.differs(
-            f"{at}.weight_decay = {decay}: pulls on kernels and embeddings, not on norms and biases"
+            f"{at}.weight_decay = {decay}: applies to kernels and embeddings, not to norms and biases"
         )
     if reader.take(f"{at}.adam_w_mode", bool, True) is False:
         draft.differs(f"{at}.adam_w_mode = False: weight decay is decoupled, never added to gradients")
     if reader.take(f"{at}.bias_correction", bool, True) is False:
         draft.differs(f"{at}.bias_correction = False: moments are always corrected")
-    reader.take(f"{at}.torch_adam", bool)  # another implementation of the same
+    reader.take(f"{at}.torch_adam", bool)  # only selects an implementation
 
 
 def _betas(reader: Reader, draft: _Draft, name: str, at: str) -> None:
@@ -270,7 +270,7 @@ def _schedule(reader: Reader, draft: _Draft) -> None:
     if kind not in _SCHEDULES:
         draft.set("optimizer", schedule="constant", warmup_steps=0)
         if kind is not None:
-            reader.note("scheduler", "no counterpart: the learning rate stays where the optimizer has it")
+            reader.note("scheduler", "no counterpart: the learning rate stays constant")
         return
     draft.set("optimizer", **_SCHEDULES[kind])
     if kind == "WarmupCosineLR":
@@ -304,4 +304,4 @@ def _logs(reader: Reader, draft: _Draft) -> None:
         draft.set("log", project=project)
         draft.origins.append(("log.project", "wandb.project"))
     if "steps" not in draft.result.sections["train"]:
-        draft.differs("no number of steps: the script decided it, and train.steps must say it now")
+        draft.differs("no number of steps: the script decided it; set train.steps")

@@ -1,4 +1,4 @@
-"""Names and keys of DeepSpeed that are not simply numbers to be taken over."""
+"""DeepSpeed's names of optimizers, and its keys without counterpart."""
 
 _ADAM = ("adamw", None)
 _COMPRESSED = (
@@ -15,14 +15,14 @@ OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "lion": ("lion", None),
     "fusedlion": ("lion", None),
     "sgd": ("sgd", None),
-    "muon": ("muon", "scales updates to AdamW's size (Liu et al., 2025), so that one learning rate does"),
+    "muon": ("muon", "scales updates to AdamW's size (Liu et al., 2025), so that both share a learning rate"),
 }
-"""Type, in small letters -> the optimizer, and how it differs."""
+"""Type, in lower case -> the optimizer, and how it differs."""
 
-_BUCKETS = "collectives are scheduled by the compiler, layer by layer; nothing is to be tuned"
+_BUCKETS = "the compiler schedules collectives layer by layer; there is nothing to tune"
 _SCALING = "bfloat16 needs no loss scaling"
 _OFFLOAD = "state stays on the devices: shard it over more of them"
-_SAVING = "checkpoints are whole and natural, for any mesh; zerojax export writes them for other programs"
+_SAVING = "checkpoints are whole and unsharded, for any mesh; zerojax export writes them for other programs"
 
 NOTES: dict[str, str] = {
     **{
@@ -53,7 +53,7 @@ NOTES: dict[str, str] = {
     "zero_optimization.load_from_fp32_weights": _SAVING,
     "zero_optimization.mics_shard_size": "there are two levels, node and device: hpz keeps a copy per node",
     "zero_optimization.zeropp_loco_param": "error feedback here is zero.error_feedback",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights travel as all weights do",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are sent like all weights",
     **{
         f"fp16.{name}": _SCALING
         for name in (
@@ -66,11 +66,11 @@ NOTES: dict[str, str] = {
             "auto_cast",
         )
     },
-    "amp": "bfloat16 is computed in wherever bf16.enabled says so",
+    "amp": "bf16.enabled sets the compute dtype",
     "data_types": "sums of gradients are always fp32",
     "prescale_gradients": "sums of gradients are fp32 and are divided once",
     "gradient_predivide_factor": "sums of gradients are fp32 and are divided once",
-    "activation_checkpointing": "zero.remat says what the backward pass computes again",
+    "activation_checkpointing": "zero.remat says what the backward pass recomputes",
     "csv_monitor": "RUN/metrics.jsonl always has every step",
     "comet": "trackers are tensorboard, wandb and mlflow",
     "flops_profiler": "MFU is always reported; zerojax train --profile 10:12 traces steps",
@@ -78,7 +78,7 @@ NOTES: dict[str, str] = {
     "tensorboard.output_path": "events are written to RUN/tensorboard",
     "tensorboard.job_name": "events are written to RUN/tensorboard",
     "checkpoint": _SAVING,
-    "zero_allow_untested_optimizer": "an optimizer that is wrong on shards is found out and refused",
-    "elasticity": "a run goes on with any number of devices that divides the batch",
+    "zero_allow_untested_optimizer": "an optimizer that is wrong on shards is detected and refused",
+    "elasticity": "a run resumes on any number of devices that divides the batch",
 }
 """Key -> why there is nothing to set."""

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: their files into runs, and runs into such files."""
+"""Hugging Face models: imports them into runs, and exports runs to them."""
 
 from zerojax.interop.huggingface.exporting import (
     EXPORT_DTYPES,
@@ -10,14 +10,14 @@ from zerojax.interop.huggingface.exporting import (
 from zerojax.interop.huggingface.families import FAMILIES
 from zerojax.interop.huggingface.importing import import_model
 from zerojax.interop.huggingface.quantized import Direction, Format, WeightFormat
-from zerojax.interop.huggingface.source import Source, model_section
+from zerojax.interop.huggingface.source import ModelFolder, model_section
 
 __all__ = [
     "EXPORT_DTYPES",
     "FAMILIES",
     "Direction",
     "Format",
-    "Source",
+    "ModelFolder",
     "WeightFormat",
     "check_quantizable",
     "export_model",

@@ -1,7 +1,4 @@
-"""Reading a config.json: every key is used, known to be harmless, or refused by name.
-
-And writing one: what a family has no word for is refused by name, too.
-"""
+"""Reads config.json: every key is used, known to be harmless, or refused by name."""
 
 from typing import Any
 
@@ -9,7 +6,7 @@ from zerojax.errors import ZeroError
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import printable, short
 
-# Tokens' roles, the text that a model writes, how a library runs it: nothing that the logits depend on.
+# Roles of tokens, text generation, options of libraries: the logits depend on none of them.
 HARMLESS = frozenset(
     {
         "_name_or_path",
@@ -54,10 +51,10 @@ _REQUIRED = object()
 
 
 class ConfigKeys:
-    """The keys of a config.json, ticked off as they are understood."""
+    """The keys of a config.json, marked as they are read."""
 
     def __init__(self, values: dict[str, Any], origin: str) -> None:
-        """Begin with none of them understood.
+        """Wrap the keys.
 
         Args:
             values: of the file.
@@ -69,10 +66,10 @@ class ConfigKeys:
         self.notes: list[str] = []
 
     def take(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """The value of a key, of the kind it must have; null is the same as no key.
+        """The value of a key, checked to be of type ``kind``; null is the same as no key.
 
         Raises:
-            ZeroError: it is missing and has no default, or is of another kind.
+            ZeroError: it is missing and has no default, or is of another type.
         """
         self._seen.add(name)
         value = self._values.get(name)
@@ -87,7 +84,7 @@ class ConfigKeys:
         return value
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a key whose value is none of those that zerojax computes with; the first is the default.
+        """Refuse a key whose value is not among the supported ones, the first of which is the default.
 
         Raises:
             ZeroError: naming it.
@@ -99,34 +96,34 @@ class ConfigKeys:
             raise ZeroError(f"{self._origin}: {name} = {short(value)} is not supported, only {known}")
 
     def only_training(self, *names: str) -> None:
-        """Note keys that change training and not the logits, where they are not zero."""
+        """Note non-zero keys that affect training but not the logits."""
         for name in names:
             self._seen.add(name)
             if value := self._values.get(name):
-                self.notes.append(f"{name} = {short(value)} is not taken over (see model.dropout)")
+                self.notes.append(f"{name} = {short(value)} is not imported (see model.dropout)")
 
     def unused(self, *names: str) -> None:
-        """Tick off keys of parts that a causal language model does not have."""
+        """Ignore keys of parts that a causal language model does not have."""
         self._seen.update(names)
 
     def finish(self) -> None:
-        """Refuse what is left.
+        """Refuse the keys never read.
 
         Raises:
-            ZeroError: naming the keys that nobody understood.
+            ZeroError: naming them.
         """
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
-            raise ZeroError(f"{self._origin}: not understood, so not imported: {given}")
+            raise ZeroError(f"{self._origin}: cannot import a model with unknown keys: {given}")
 
 
 def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
-    """Refuse to write a model that is not what a family's models all are.
+    """Refuse to write a model that is outside a family.
 
     Args:
         model: to be written.
         family: its name, for the error.
-        wanted: field -> its only value, or a tuple of those that it may have.
+        wanted: field -> its only value, or a tuple of allowed ones.
 
     Raises:
         ZeroError: naming the field.
@@ -134,4 +131,4 @@ def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
     for name, value in wanted.items():
         allowed = value if isinstance(value, tuple) else (value,)
         if (found := getattr(model, name)) not in allowed:
-            raise ZeroError(f"model.{name} = {found!r}, and {family} has {' or '.join(map(repr, allowed))}")
+            raise ZeroError(f"model.{name} = {found!r}, but {family} has {' or '.join(map(repr, allowed))}")

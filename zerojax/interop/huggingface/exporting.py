@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder: full or quantized weights, config.json, tokenizer."""
+"""Exports a trained model as a Hugging Face folder: full or quantized weights, config.json, tokenizer."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
-from zerojax.interop.huggingface.mapping import Parts
+from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
@@ -27,40 +27,40 @@ from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
 
 EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What may be written, and what a file of safetensors calls it."""
+"""The dtypes of an export -> their names in safetensors files."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is going to be written.
+    """The contents of an export.
 
     Attributes:
-        family: what the model is called there.
+        family: of the model.
         values: its config.json.
         parts: the tensors of each leaf.
         specs: every tensor at full precision, in the model's order.
-        imported: the folder of files to be written back, or None.
+        imported: the folder of files to write back, or None.
     """
 
     family: Family
     values: dict[str, Any]
-    parts: Parts
+    parts: TensorParts
     specs: dict[str, TensorSpec]
     imported: Path | None
 
 
 def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: DTypeLike | None) -> Target:
-    """Find the family, the names and the dtypes of a run's model.
+    """Find the family, names and dtypes for the export of a run's model.
 
     Args:
         state: of the model, filled or abstract.
         config: of the run.
         folder: of the run.
-        dtype: of all tensors, float32, float16 or bfloat16; None keeps those of the model that was imported,
-            and is float32 elsewhere.
+        dtype: of all tensors, float32, float16 or bfloat16; None keeps those of an imported model, and is
+            float32 for others.
 
     Raises:
-        ZeroError: no family has this model, and says why; or another dtype.
+        ZeroError: no family fits this model, or the dtype is none of these.
     """
     wanted = None if dtype is None else dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))
     dtypes: dict[str, str] = {}
@@ -72,7 +72,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         values = read_config_json(imported)
         family, model, _ = read_model(values, str(imported / "config.json"))
         if config.model != model_section(model, config.model):
-            raise ZeroError(f"{imported} describes another model than {folder.config}")
+            raise ZeroError(f"{imported} and {folder.config} describe different models")
         dtypes = json.loads((imported / TENSORS).read_text(encoding="utf-8"))
         prefix = family.prefix_in(dtypes)
     named = wanted or "float32"
@@ -85,15 +85,15 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
 
 
 def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> None:
-    """Refuse a model that cannot be quantized so, before anything is written.
+    """Refuse a model that this format cannot quantize, before anything is written.
 
     Raises:
-        ZeroError: its layers are not `torch.nn.Linear`s, or do not divide into blocks.
+        ZeroError: its layers are not ``torch.nn.Linear``, or do not divide into blocks.
     """
     if not target.family.linear:
         raise ZeroError(
-            f"--weights {how.format}: transformers' {target.family.architecture} has Conv1D layers, which "
-            "compressed-tensors does not quantize; OPT and LLaMA models can be exported so"
+            f"--weights {how.format}: compressed-tensors cannot quantize the Conv1D layers of transformers' "
+            f"{target.family.architecture}, only OPT and LLaMA models; leave --weights out"
         )
     for tensor in how.tensors(state.spec, target.parts):
         how.check(tensor)
@@ -108,19 +108,19 @@ def export_model(
     how: WeightFormat | None = None,
     largest_file: int = 5 * 10**9,
 ) -> None:
-    """Write a model; in several processes all must call, and the first writes.
+    """Write a model; all processes must call it, and the first one writes.
 
     Args:
         state: the trained model.
         config: of the run.
         folder: of the run.
-        target: what to write, from `plan_export`.
-        out: the folder to make; it appears when it is complete.
-        how: the quantization of the linear layers; None leaves them as they are.
-        largest_file: bytes of tensors in one file.
+        target: from ``plan_export``.
+        out: the folder to create; it appears when it is complete.
+        how: the quantization of the linear layers; None for none.
+        largest_file: bytes of tensors per file.
 
     Raises:
-        ZeroError: `out` exists, or a weight does not fit the dtype.
+        ZeroError: ``out`` exists, or a weight is out of the dtype's range.
     """
     draft = out.with_name(out.name + ".unfinished")
     quantized = set() if how is None else {t.name for t in how.tensors(state.spec, target.parts)}
@@ -143,11 +143,11 @@ def export_model(
         writer.close()
         _write_settings(target, how, config, folder, draft)
         draft.rename(out)
-    run_on_process_zero(lambda: None)  # nobody reads before all is there
+    run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
 
 
 def quantized_state(state: TrainState, target: Target, out: Path, how: WeightFormat) -> TrainState:
-    """The state with the weights that an export holds, decoded, read from its files into shards."""
+    """The state with the decoded weights of an export, read from its files into shards."""
     files = QuantizedFiles(SafetensorFiles(out), how)
     return replace(state, params=load_params(state.spec, files, target.parts))
 

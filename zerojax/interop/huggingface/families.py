@@ -8,23 +8,23 @@ from typing import Any
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import gpt2, llama, opt
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.mapping import Parts
+from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers and zerojax call the same things.
+    """A family of models: the mapping between transformers' names and zerojax's.
 
     Attributes:
-        model_type: the config.json's.
-        architecture: the config.json's, of the causal language model.
-        prefix: what its tensors' names begin with; files of the model without its head leave it out.
-        buffers: patterns of names that old files have and that hold no weights.
-        linear: whether its kernels are `torch.nn.Linear`s, which compressed-tensors can quantize.
-        read: from the keys of a config.json to the model; refuses what zerojax does not compute.
-        write: from the model to the keys of a config.json; refuses what the family has no word for.
+        model_type: in the config.json.
+        architecture: in the config.json, of the causal language model.
+        prefix: of the tensors' names; files of a model without its head leave it out.
+        buffers: patterns of the names of tensors in old files that hold no weights.
+        linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
+        read: from the keys of a config.json to the model; refuses what zerojax does not support.
+        write: from the model to the keys of a config.json; refuses what the family does not have.
         parts: the tensors of each leaf, for a model and a prefix.
     """
 
@@ -35,14 +35,14 @@ class Family:
     linear: bool
     read: Callable[[ConfigKeys], GPTConfig]
     write: Callable[[GPTConfig], dict[str, Any]]
-    parts: Callable[[GPTConfig, str], Parts]
+    parts: Callable[[GPTConfig, str], TensorParts]
 
     def prefix_in(self, names: Collection[str]) -> str:
-        """The prefix that a file's names have: the family's, or none."""
+        """The prefix of the names in a file: the family's, or none."""
         return self.prefix if any(name.startswith(self.prefix) for name in names) else ""
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor of that name holds a mask or a table that the model computes itself."""
+        """Whether the tensor of this name is a mask or a table that the model computes itself."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
 
@@ -75,29 +75,28 @@ FAMILIES = {
 
 
 def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, list[str]]:
-    """The family and shape that a config.json describes.
+    """The family and shape of the model of a config.json.
 
     Args:
         values: of the file.
         origin: its name, for errors.
 
     Returns:
-        The family, the model's shape, and a line for each key that is not taken over.
+        The family, the model's shape, and a line for each key that is not imported.
 
     Raises:
-        ZeroError: an architecture, key or value that is not understood; names it.
+        ZeroError: an architecture, key or value is not supported; names it.
     """
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
-        raise ZeroError(f"{origin}: model_type = {short(kind)} is not supported: there are {known}")
+        raise ZeroError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
     keys = ConfigKeys(values, origin)
     for name in keys.take("architectures", list, []):
         if name not in (family.architecture, *(f"{stem}Model" for stem in ("GPT2", "OPT", "Llama"))):
             raise ZeroError(
-                f"{origin}: architectures = {short(name)} is not supported: "
-                "zerojax has causal language models"
+                f"{origin}: architectures = {short(name)} is not supported, only causal language models"
             )
     try:
         model = family.read(keys)
@@ -108,10 +107,10 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
 
 
 def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that a model belongs to, and its config.json.
+    """The family of a model, and its config.json.
 
     Raises:
-        ZeroError: it belongs to none; says why not, for each.
+        ZeroError: it belongs to no family; says why, for each.
     """
     reasons = []
     for family in FAMILIES.values():
@@ -122,4 +121,4 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
             continue
         about = {"architectures": [family.architecture], "model_type": family.model_type}
         return family, about | config | {"initializer_range": model.init_std}
-    raise ZeroError(f"no Hugging Face family has this model: {'; '.join(reasons)}")
+    raise ZeroError(f"no Hugging Face family fits this model: {'; '.join(reasons)}")

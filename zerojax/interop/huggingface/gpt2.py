@@ -1,9 +1,9 @@
-"""The GPT-2 family: learned positions, layer norms, biases, `Conv1D` weights held as (in, out)."""
+"""The GPT-2 family: learned positions, layer norms, biases, and ``Conv1D`` weights held as (in, out)."""
 
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import Part, Parts, whole
+from zerojax.interop.huggingface.mapping import TensorParts, embeddings, whole
 from zerojax.models import GPTConfig
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -19,10 +19,10 @@ _NAMES = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu"}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model that a config.json describes.
+    """The model of a config.json.
 
     Raises:
-        ZeroError: a value that zerojax does not compute with.
+        ZeroError: a value is not supported.
     """
     keys.only("activation_function", "gelu_new", *_ACTIVATIONS)
     keys.only("scale_attn_weights", True)
@@ -54,7 +54,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model.
 
     Raises:
-        ZeroError: naming what GPT-2 has no word for.
+        ZeroError: GPT-2 does not have such models; names the field.
     """
     refuse_others(
         model,
@@ -82,8 +82,8 @@ def write(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-def parts(model: GPTConfig, prefix: str) -> Parts:
-    """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
+def parts(model: GPTConfig, prefix: str) -> TensorParts:
+    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     block = prefix + "h.{layer}."
     modules = {
         "norm_attention": "ln_1",
@@ -93,15 +93,11 @@ def parts(model: GPTConfig, prefix: str) -> Parts:
         "mlp/up": "mlp.c_fc",
         "mlp/down": "mlp.c_proj",
     }
-    head = Part("lm_head.weight", required=not model.tied)
-    found = {
-        "embed/embedding": (*whole(prefix + "wte.weight"), *((head,) if model.tied else ())),
+    found = embeddings(prefix + "wte.weight", tied=model.tied) | {
         "position/embedding": whole(prefix + "wpe.weight"),
         "norm/scale": whole(prefix + "ln_f.weight"),
         "norm/bias": whole(prefix + "ln_f.bias"),
     }
-    if not model.tied:
-        found["head/embedding"] = (head,)
     for ours, theirs in modules.items():
         weight = "scale" if ours.startswith("norm") else "kernel"
         found[f"block/{ours}/{weight}"] = whole(f"{block}{theirs}.weight")

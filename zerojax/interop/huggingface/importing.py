@@ -1,4 +1,4 @@
-"""A run that begins with the weights of a Hugging Face model."""
+"""Imports the weights of a Hugging Face model as the start of a run."""
 
 import json
 from contextlib import closing
@@ -7,7 +7,7 @@ from dataclasses import replace
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.interop.huggingface.source import FREE, Source, model_section
+from zerojax.interop.huggingface.source import FREE, ModelFolder, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
@@ -21,28 +21,27 @@ TENSORS = "tensors.json"
 """In RUN/huggingface: the dtype of each tensor of the files, by name."""
 
 
-def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainState:
-    """Begin a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
+def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> TrainState:
+    """Create a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
 
-    In several processes all must call; each reads what its own devices hold.
+    All processes must call it; each reads what its own devices hold.
 
     Args:
         source: the model.
-        config: of the run; its model must be the source's but for settings such as dropout.
-        folder: of the run; must hold none yet.
+        config: of the run; its model must be the source's, except for settings such as dropout.
+        folder: of the run; must not hold one yet.
 
     Returns:
         The imported state: parameters without an optimizer, under exact ZeRO-3.
 
     Raises:
-        ZeroError: another model, a run that is there already, or files that do not hold this model.
+        ZeroError: the config has another model, the folder holds a run already, or the files do not hold this
+            model.
     """
     if config.model != model_section(source.model, config.model):
-        raise ZeroError(
-            f"the model is that of {source.folder}: of [model], only {', '.join(FREE)} can be set"
-        )
+        raise ZeroError(f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set")
     files = SafetensorFiles(source.folder)
-    # With dropout, blocks have a salt each: saved here, it lets a run turn dropout on.
+    # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
     plain = ZeroSection(compute_dtype=config.zero.compute_dtype)
     state = abstract_model(replace(config, model=model, zero=plain))
@@ -60,8 +59,8 @@ def import_model(source: Source, config: RunConfig, folder: RunFolder) -> TrainS
     return state
 
 
-def _write_files(source: Source, files: SafetensorFiles, folder: RunFolder) -> None:
-    """What an export needs to write the same model back, and the run's tokenizer."""
+def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
+    """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     if folder.config.exists() or folder.checkpoints.exists():
         raise ZeroError(f"{folder.path} holds a run already: choose another --run-dir")
     folder.huggingface.mkdir(exist_ok=True)
@@ -73,8 +72,8 @@ def _write_files(source: Source, files: SafetensorFiles, folder: RunFolder) -> N
         source.tokenizer.save(folder.tokenizer)
 
 
-def _finish(source: Source, config: RunConfig, folder: RunFolder) -> None:
-    folder.write_config(config)  # last: what has a config.toml is a run
+def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
+    folder.write_config(config)  # last: a folder with a config.toml is a run
     folder.update_summary(
         status="imported", step=0, source=str(source.folder), family=source.family.model_type
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import Part, Parts, matrix, side_by_side, whole
+from zerojax.interop.huggingface.mapping import TensorParts, embeddings, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
 _LLAMA3 = {  # their name -> ours
@@ -16,10 +16,10 @@ _LLAMA3 = {  # their name -> ours
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model that a config.json describes.
+    """The model of a config.json.
 
     Raises:
-        ZeroError: a value that zerojax does not compute with.
+        ZeroError: a value is not supported.
     """
     keys.only("hidden_act", "silu", "swish")
     keys.only("pretraining_tp", 1)
@@ -49,13 +49,13 @@ def read(keys: ConfigKeys) -> GPTConfig:
 
 
 def _read_rope(keys: ConfigKeys) -> dict[str, Any]:
-    """The rotary fields, from `rope_theta` and `rope_scaling` or, since transformers 5, `rope_parameters`."""
+    """The rotary fields, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
     theta = keys.take("rope_theta", float, 10000.0)
     tables = [keys.take(name, dict, {}) for name in ("rope_scaling", "rope_parameters")]
     rope = ConfigKeys(tables[0] | tables[1], "rope_parameters")
     theta = rope.take("rope_theta", float, theta)
     rope.only("partial_rotary_factor", 1, 1.0)
-    old = rope.take("type", str, "default")  # what rope_type was called before transformers 4.43
+    old = rope.take("type", str, "default")  # the name of rope_type before transformers 4.43
     kind = rope.take("rope_type", str, old)
     rope.only("type", kind)
     rope.only("rope_type", "default", "linear", "llama3")
@@ -74,7 +74,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model, as transformers 4 and 5 both read it.
 
     Raises:
-        ZeroError: naming what LLaMA has no word for.
+        ZeroError: LLaMA does not have such models; names the field.
     """
     refuse_others(model, "LLaMA", positions="rope", norm="rms", mlp="swiglu")
     scaling: dict[str, Any] | None = None
@@ -102,18 +102,14 @@ def write(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-def parts(model: GPTConfig, prefix: str) -> Parts:
-    """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
+def parts(model: GPTConfig, prefix: str) -> TensorParts:
+    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     block = prefix + "layers.{layer}."
-    head = Part("lm_head.weight", required=not model.tied)
-    found = {
-        "embed/embedding": (*whole(prefix + "embed_tokens.weight"), *((head,) if model.tied else ())),
+    found = embeddings(prefix + "embed_tokens.weight", tied=model.tied) | {
         "norm/scale": whole(prefix + "norm.weight"),
         "block/norm_attention/scale": whole(block + "input_layernorm.weight"),
         "block/norm_mlp/scale": whole(block + "post_attention_layernorm.weight"),
     }
-    if not model.tied:
-        found["head/embedding"] = (head,)
     widths = (model.attention_width, *(model.key_value_heads * model.head_dim,) * 2)
     linear = {"attention/out": "self_attn.o_proj"} | {
         f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")

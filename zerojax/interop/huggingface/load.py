@@ -1,4 +1,4 @@
-"""From Hugging Face files straight into shards: of each leaf, each device's part and nothing else is read."""
+"""Loads Hugging Face files straight into shards: of each leaf, only the local devices' parts are read."""
 
 import math
 from typing import Protocol
@@ -9,7 +9,7 @@ from jaxtyping import Float32, PyTree, Shaped
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Parts, Tensor, layer_tensors, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
@@ -22,7 +22,7 @@ class Files(Protocol):
     specs: dict[str, TensorSpec]
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor: one range for each dimension; without any, all of it."""
+        """A part of a tensor: one range per dimension, or none for all of it."""
         ...
 
 
@@ -30,8 +30,8 @@ FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 
 
-def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family, parts: Parts) -> None:
-    """Compare what the files have with what the model needs, by headers alone.
+def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family, parts: TensorParts) -> None:
+    """Compare the tensors of the files with those of the model, by headers alone.
 
     Raises:
         ZeroError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
@@ -44,34 +44,32 @@ def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family,
             continue
         spec = files.specs[name]
         if spec.shape != tensor.shape:
-            raise ZeroError(f"{name} has shape {spec.shape}, and the config makes it {tensor.shape}")
+            raise ZeroError(f"{name} has shape {spec.shape}, but {tensor.shape} by the config")
         if spec.dtype not in FLOATS:
             raise ZeroError(f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}")
     unknown = [name for name in files.specs if name not in needed and not family.is_buffer(name)]
     if unknown:
-        raise ZeroError(
-            f"the model has no place for {', '.join(sorted(unknown)[:4])}, so nothing is imported"
-        )
+        raise ZeroError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
 
 
-def load_params(train_spec: TrainSpec, files: Files, parts: Parts) -> PyTree:
-    """Master weights from checked files, each read where it will live.
+def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTree:
+    """Load master weights from checked files, each process the ranges that its own devices hold.
 
-    A process asks its files for the ranges that its own devices hold; a leaf is placed before the next is
-    read. So a host needs memory for its shards and for one device's part of one layer's leaf.
+    One leaf is placed before the next is read, so a host needs memory for its shards and for one device's
+    part of one layer's leaf.
 
     Returns:
-        fp32 arrays as `TrainState.params` has them, nested by path.
+        fp32 arrays as in ``TrainState.params``, nested by path.
 
     Raises:
-        ZeroError: a file's second copy of a tied matrix differs from the first.
+        ZeroError: the second copy of a tied matrix differs from the first.
     """
     placed = {}
     for leaf in train_spec.leaves:
         sharding = train_spec.sharding(train_spec.param_spec(leaf))
 
         def read(index: Index | None, leaf: ParamLayout = leaf) -> np.ndarray:
-            assert index is not None  # the type allows it for shardings that have no index
+            assert index is not None  # only for shardings without indices
             return _stored_part(leaf, index, files, parts)
 
         placed[leaf.path] = jax.make_array_from_callback(leaf.stored_shape, sharding, read)
@@ -79,8 +77,10 @@ def load_params(train_spec: TrainSpec, files: Files, parts: Parts) -> PyTree:
     return to_tree(placed)
 
 
-def _stored_part(leaf: ParamLayout, index: Index, files: Files, parts: Parts) -> Float32[np.ndarray, "..."]:
-    """The part of a leaf's stored array (`ParamLayout.stored_shape`) that an index selects."""
+def _stored_part(
+    leaf: ParamLayout, index: Index, files: Files, parts: TensorParts
+) -> Float32[np.ndarray, "..."]:
+    """The part of a leaf's stored array (``ParamLayout.stored_shape``) that an index selects."""
     if not leaf.stack:
         start, stop, _ = index[0].indices(leaf.padded)
         flat = _flat_part(leaf, None, start, stop, files, parts)
@@ -94,9 +94,9 @@ def _stored_part(leaf: ParamLayout, index: Index, files: Files, parts: Parts) ->
 
 
 def _flat_part(
-    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: Parts
+    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
-    """Elements [start, stop) of one layer, flat and padded: whole rows are read, and cut."""
+    """Elements [start, stop) of one layer, flat and padded, cut from whole rows."""
     width = leaf.shape[-1] if leaf.shape else 1
     end = min(stop, leaf.size)
     first, last = start // width, -(-end // width)
@@ -109,9 +109,7 @@ def _flat_part(
             continue
         values = _read_rows(tensor, slice(first, last), files).astype(np.float32)
         if not tensor.part.required and not np.array_equal(values, rows[:, tensor.part.columns]):
-            raise ZeroError(
-                f"{tensor.name} differs from the token embedding, and the config says that they are tied"
-            )
+            raise ZeroError(f"{tensor.name} differs from the token embedding, although the config ties them")
         rows[:, tensor.part.columns] = values
     flat[: end - start] = rows.reshape(-1)[start - first * width : end - first * width]
     return flat

@@ -1,8 +1,8 @@
-"""Which Hugging Face tensors make up a leaf of a `zerojax.models.GPT`.
+"""The Hugging Face tensors that make up each leaf of a ``zerojax.models.GPT``.
 
-A leaf is named by its path, with `block/` for what every block has: "embed/embedding",
-"block/attention/qkv/kernel". Its matrix is (in, out); the tensors of a family are columns of it, laid down
-either way round.
+A leaf is named by its path, with ``block/`` for the leaves of every block: "embed/embedding",
+"block/attention/qkv/kernel". Its matrix is (in, out); each tensor holds some of its columns, transposed or
+not.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A Hugging Face tensor as a range of a leaf's columns (of its last axis).
 
     Attributes:
-        name: the tensor's; "{layer}" in it stands for the number of the block.
+        name: of the tensor; "{layer}" in it is the index of the block.
         start: its first column in the leaf.
-        stop: the column after its last; None is the end.
+        stop: the column after its last; None for the end.
         transposed: whether the file holds it as (out, in).
-        required: False for a second copy of a tied matrix, which a file may have or leave out.
+        required: False for the second copy of a tied matrix, which a file may leave out.
     """
 
     name: str
@@ -43,55 +43,63 @@ class Part:
         return shape[::-1] if self.transposed else shape
 
 
-Parts = dict[str, tuple[Part, ...]]
+TensorParts = dict[str, tuple[TensorPart, ...]]
 
 
-def whole(name: str) -> tuple[Part, ...]:
-    """A leaf that is one tensor, as it stands."""
-    return (Part(name),)
+def whole(name: str) -> tuple[TensorPart, ...]:
+    """A leaf that is one tensor, unchanged."""
+    return (TensorPart(name),)
 
 
-def matrix(name: str) -> tuple[Part, ...]:
-    """A kernel that is one `torch.nn.Linear`'s weight, which PyTorch holds as (out, in)."""
-    return (Part(name, transposed=True),)
+def matrix(name: str) -> tuple[TensorPart, ...]:
+    """A kernel that is the weight of one ``torch.nn.Linear``, which PyTorch holds as (out, in)."""
+    return (TensorPart(name, transposed=True),)
 
 
-def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[Part, ...]:
-    """A leaf whose columns are several tensors in a row."""
+def embeddings(name: str, *, tied: bool) -> TensorParts:
+    """The token embedding, of the given name, and the output projection, which are one leaf if tied."""
+    table, head = TensorPart(name), TensorPart("lm_head.weight", required=not tied)
+    if tied:
+        return {"embed/embedding": (table, head)}
+    return {"embed/embedding": (table,), "head/embedding": (head,)}
+
+
+def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[TensorPart, ...]:
+    """A leaf whose columns are several tensors, one after the other."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return tuple(
-        Part(name, start, start + width, transposed)
+        TensorPart(name, start, start + width, transposed)
         for name, start, width in zip(names, starts, widths, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, and where it is in the model.
+    """One tensor of a file, and its place in the model.
 
     Attributes:
         name: in the file.
         shape: in the file.
-        leaf: the leaf that it is a part of.
-        layer: which of the leaf's stacked layers, or None.
-        part: which of its columns.
+        leaf: that it is a part of.
+        layer: index among the leaf's stacked layers, or None.
+        part: its columns of the leaf.
     """
 
     name: str
     shape: Shape
     leaf: ParamLayout
     layer: int | None
-    part: Part
+    part: TensorPart
 
 
-def tensors_of(leaf: ParamLayout, parts: Parts) -> Iterator[Tensor]:
-    """Every tensor that a leaf is made of, layer by layer."""
+def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
+    """Every tensor of a leaf, layer by layer."""
     for layer in range(leaf.layers) if leaf.stack else (None,):
         yield from layer_tensors(leaf, layer, parts)
 
 
-def layer_tensors(leaf: ParamLayout, layer: int | None, parts: Parts) -> Iterator[Tensor]:
-    """The tensors of one layer of a leaf; `layer` is None where the leaf is not stacked."""
+def layer_tensors(leaf: ParamLayout, layer: int | None, parts: TensorParts) -> Iterator[Tensor]:
+    """The tensors of one layer of a leaf; ``layer`` is None if the leaf is not stacked."""
     first, *rest = leaf.path
     number = layer
     if first == "blocks":  # ("blocks", "block", ...) when stacked, ("blocks", "3", ...) in a list

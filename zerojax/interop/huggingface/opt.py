@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
-from zerojax.interop.huggingface.mapping import Part, Parts, matrix, side_by_side, whole
+from zerojax.interop.huggingface.mapping import TensorParts, embeddings, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
 
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
@@ -14,10 +14,10 @@ _NAMES = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model that a config.json describes.
+    """The model of a config.json.
 
     Raises:
-        ZeroError: a value that zerojax does not compute with.
+        ZeroError: a value is not supported.
     """
     width = keys.take("hidden_size", int)
     keys.only("word_embed_proj_dim", width)
@@ -44,7 +44,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model.
 
     Raises:
-        ZeroError: naming what OPT has no word for.
+        ZeroError: OPT does not have such models; names the field.
     """
     refuse_others(
         model,
@@ -78,19 +78,14 @@ def write(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-def parts(model: GPTConfig, prefix: str) -> Parts:
-    """The tensors of each leaf; the names begin with `prefix`, but for the output projection's."""
+def parts(model: GPTConfig, prefix: str) -> TensorParts:
+    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
     decoder, block = prefix + "decoder.", prefix + "decoder.layers.{layer}."
-    head = Part("lm_head.weight", required=not model.tied)
-    tables = (*whole(decoder + "embed_tokens.weight"), *((head,) if model.tied else ()))
-    found = {
-        "embed/embedding": tables,
+    found = embeddings(decoder + "embed_tokens.weight", tied=model.tied) | {
         "position/embedding": whole(decoder + "embed_positions.weight"),
         "norm/scale": whole(decoder + "final_layer_norm.weight"),
         "norm/bias": whole(decoder + "final_layer_norm.bias"),
     }
-    if not model.tied:
-        found["head/embedding"] = (head,)
     widths = (model.d_model,) * 3
     for kind, leaf in (("weight", "kernel"), ("bias", "bias")):
         names = tuple(f"{block}self_attn.{which}_proj.{kind}" for which in "qkv")

@@ -1,9 +1,9 @@
-"""Quantized weights as compressed-tensors, the format of vLLM and transformers, holds them.
+"""Quantized weights in compressed-tensors, the format of vLLM and transformers.
 
-The codes and scales are those of `pallas_kernels`, so the decoded weights are, bit for bit, what zerojax's
-codec decodes to. Integers are stored as "pack-quantized": `weight_packed` holds code + 2^(bits-1) in words
-of 32 bits, the first element lowest; fp8 as "naive-quantized": `weight` is float8_e4m3fn. `weight_scale` has
-one number for each block: bf16 in bf16 models and fp32 in others, which holds the codec's bf16 exactly.
+The codes and scales are those of ``pallas_kernels``, so the weights decode, bit for bit, as with zerojax's
+codec. Integers are stored as "pack-quantized": ``weight_packed`` holds code + 2^(bits-1) in words of 32 bits,
+the first element lowest; fp8 as "naive-quantized": ``weight`` is float8_e4m3fn. ``weight_scale`` has one
+number per block, in bf16 in bf16 models and else in fp32, which holds the codec's bf16 exactly.
 """
 
 from collections.abc import Iterator
@@ -16,25 +16,25 @@ from jaxtyping import Float32, Shaped, UInt8
 
 import pallas_kernels
 from zerojax.errors import ZeroError
-from zerojax.interop.huggingface.mapping import Parts, Tensor, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
 from zerojax.train.spec import TrainSpec
 
 Format = Literal["int8", "int4", "int2", "fp8"]
 Direction = Literal["input", "output"]
 
-_WORD = 32  # bits; so many columns always fill whole words
+_WORD = 32  # bits; this many columns always fill whole words
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the linear layers of a model are quantized.
+    """The quantization of the linear layers of a model.
 
     Attributes:
         format: of the codes.
         block: elements that share a scale.
-        along: "input": blocks lie along the inputs of one output, the groups of compressed-tensors.
-            "output": along the outputs for one input, as ZeRO++ sends a kernel in training.
+        along: "input": blocks run along the inputs of one output, as the groups of compressed-tensors.
+            "output": along the outputs of one input, as ZeRO++ sends a kernel in training.
     """
 
     format: Format
@@ -56,8 +56,8 @@ class WeightFormat:
         """(outputs, inputs) that share a scale."""
         return (1, self.block) if self.along == "input" else (self.block, 1)
 
-    def tensors(self, train_spec: TrainSpec, parts: Parts) -> Iterator[Tensor]:
-        """The tensors that are quantized: the matrices of the blocks; not embeddings, not the output."""
+    def tensors(self, train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
+        """The tensors to quantize: the matrices of the blocks, without embeddings and output projection."""
         for leaf in train_spec.leaves:
             yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)
 
@@ -65,7 +65,7 @@ class WeightFormat:
         """Refuse a tensor that does not divide into blocks.
 
         Raises:
-            ZeroError: names it, and the way out.
+            ZeroError: naming it and the way out.
         """
         height, width = self.block_shape
         outputs, inputs = tensor.shape
@@ -77,7 +77,7 @@ class WeightFormat:
             )
 
     def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-        """The tensors that stand for one in a file."""
+        """The tensors of a file that encode one tensor."""
         height, width = self.block_shape
         outputs, inputs = spec.shape
         scale = TensorSpec("BF16" if spec.dtype == "BF16" else "F32", (outputs // height, inputs // width))
@@ -93,7 +93,7 @@ class WeightFormat:
     def encode(
         self, name: str, values: Float32[np.ndarray, "outputs inputs"], spec: TensorSpec
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """The tensors that stand for one in a file.
+        """The tensors of a file that encode one tensor.
 
         Raises:
             ZeroError: a weight is not finite.
@@ -118,11 +118,7 @@ class WeightFormat:
         }
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
-        """The config.json's `quantization_config`.
-
-        Args:
-            ignored: names of the linear modules that are left as they are.
-        """
+        """The ``quantization_config`` of config.json; ``ignored`` names the linear modules left out."""
         grouping: dict[str, Any] = {"strategy": "group", "group_size": self.block}
         if self.along == "output":
             grouping = {"strategy": "block", "block_structure": list(self.block_shape)}
@@ -139,10 +135,9 @@ class WeightFormat:
 
 
 class QuantizedFiles:
-    """Files that `WeightFormat` wrote, read as if they held fp32 weights."""
+    """Files written by ``WeightFormat``, read as if they held fp32 weights."""
 
     def __init__(self, files: SafetensorFiles, how: WeightFormat) -> None:
-        """Take the names of the weights; nothing is read."""
         self._files = files
         self._how = how
         self.specs: dict[str, TensorSpec] = {}
@@ -155,13 +150,13 @@ class QuantizedFiles:
                 self.specs[name] = spec
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor: decoded to fp32 where it is quantized."""
+        """A part of a tensor, decoded to fp32 if it is quantized."""
         if f"{name}_scale" not in self._files.specs:
             return self._files.read(name, *ranges)
         how = self._how
         extents = self.specs[name].shape
         steps = [max(how.block_shape[0], 1), max(how.block_shape[1], _WORD if how.packed else 1)]
-        # Whole blocks, and whole words, around what is wanted.
+        # The whole blocks and words around the wanted part.
         outer = [
             slice(r.indices(n)[0] // step * step, min(n, -(-r.indices(n)[1] // step) * step))
             for r, n, step in zip(ranges, extents, steps, strict=True)
@@ -190,14 +185,14 @@ def _divided(span: slice, by: int) -> slice:
 
 
 def _unpack(packed: UInt8[np.ndarray, "rows bytes"], bits: int) -> UInt8[np.ndarray, "rows codes"]:
-    """Codes of 8, 4 or 2 bits from bytes, lowest first; the bits above a code's own are 0."""
+    """Codes of 8, 4 or 2 bits from bytes, lowest first, one per byte."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (packed[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
     return codes.reshape(len(packed), -1)
 
 
 def _pack(codes: UInt8[np.ndarray, "rows codes"], bits: int) -> Shaped[np.ndarray, "rows words"]:
-    """Codes as little-endian int32 words, lowest first, zeros behind the last."""
+    """Codes as little-endian int32 words, lowest first, padded with zeros."""
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (_WORD // bits))))
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     packed = np.bitwise_or.reduce(codes.reshape(len(codes), -1, 8 // bits) << shifts, axis=-1)

@@ -1,9 +1,9 @@
-"""Safetensors files: parts of tensors read without the rest, tensors written one after the other.
+"""Safetensors files: reads parts of tensors, and writes tensors one at a time.
 
-The safetensors library writes a file only from all of its tensors at once, reads no float8 without PyTorch,
-and takes the last of two tensors of one name; the tests hold both ways against it. The format: eight bytes
-of header length, a JSON header with each tensor's dtype, shape and offsets, then the bytes (little-endian,
-row-major).
+The safetensors library needs all tensors of a file at once to write it, reads no float8 without PyTorch, and
+takes the last of two tensors of the same name; the tests compare both directions with it. The format: eight
+bytes of header length, a JSON header with each tensor's dtype, shape and offsets, then the data
+(little-endian, row-major).
 """
 
 import json
@@ -33,7 +33,7 @@ DTYPES: dict[str, np.dtype] = {
     **{f"{kind}{8 * size}": np.dtype(f"{kind}{size}".lower()) for kind in "IU" for size in (1, 2, 4, 8)},
     "BOOL": np.dtype(np.bool_),
 }
-"""Names in a header, and the dtypes of numpy (bfloat16 and float8 are those that JAX uses)."""
+"""Names in a header -> numpy dtypes (bfloat16 and float8 are JAX's)."""
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _FILE_NAME = re.compile(r"\w[\w. =+-]{0,200}\.safetensors")
 _MOST_DIMENSIONS = 32
@@ -42,7 +42,7 @@ _MOST_ELEMENTS = 1 << 60
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a header says of a tensor.
+    """The dtype and shape of a tensor.
 
     Attributes:
         dtype: "F32", "BF16", ...
@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 class SafetensorFiles:
-    """The tensors of a model's folder; bytes are read when they are asked for."""
+    """The tensors of a model's folder, read on demand."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
@@ -68,7 +68,7 @@ class SafetensorFiles:
             folder: holds model.safetensors, or several files and model.safetensors.index.json.
 
         Raises:
-            ZeroError: there are none, one is damaged, or index and files do not agree.
+            ZeroError: there are none, one is damaged, or index and files disagree.
         """
         self._arrays: dict[str, np.ndarray] = {}
         self.specs: dict[str, TensorSpec] = {}
@@ -87,16 +87,15 @@ class SafetensorFiles:
             )
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor, in its own dtype: one range for each dimension; without any, all of it."""
+        """A part of a tensor in its own dtype: one range per dimension, or none for all of it."""
         return np.array(self._arrays[name][ranges])
 
 
 def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
-    """Each tensor of a file, and where its bytes begin.
+    """Each tensor of a file, and the offset of its first byte.
 
-    The rules are the format's, and those of the safetensors library's own check: the tensors fill the data
-    from its first byte to its last, each after the one before. Keys must differ, of which the library would
-    take the last.
+    Checks the rules of the format as the safetensors library does: the tensors fill the data from first to
+    last byte without gaps or overlaps. Stricter than the library, duplicate keys are refused.
     """
     try:
         with path.open("rb") as file:
@@ -104,7 +103,7 @@ def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if not 8 <= 8 + length <= min(size, _LONGEST_HEADER):
-                raise ValueError(f"of its {size:,} bytes the header would take {length:,}")
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = parse_json(file.read(length).decode())
         return _check_header(header, 8 + length, size)
     except OSError as error:
@@ -114,16 +113,16 @@ def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
 
 
 def _check_header(header: Any, begin: int, size: int) -> dict[str, tuple[TensorSpec, int]]:
-    """What a header says, of a file of `size` bytes whose data begin at `begin`.
+    """The tensors of the header of a file of ``size`` bytes whose data begin at ``begin``.
 
     Raises:
         ValueError: it breaks a rule of the format.
     """
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError(f"__metadata__ = {short(metadata)} should be an object of texts")
+        raise ValueError(f"__metadata__ = {short(metadata)} should be an object of strings")
     found: dict[str, tuple[TensorSpec, int]] = {}
     end = begin
     for name, (spec, start, stop) in sorted(
@@ -131,7 +130,7 @@ def _check_header(header: Any, begin: int, size: int) -> dict[str, tuple[TensorS
     ):
         if begin + start != end:
             raise ValueError(
-                f"{short(name)} begins at byte {begin + start:,}, and what is before ends at {end:,}"
+                f"{short(name)} begins at byte {begin + start:,}, but the tensor before it ends at {end:,}"
             )
         found[name] = spec, end
         end = begin + stop
@@ -141,7 +140,7 @@ def _check_header(header: Any, begin: int, size: int) -> dict[str, tuple[TensorS
 
 
 def _check_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    """A tensor of a header: what it is, and the offsets of its first byte and of that after its last."""
+    """A tensor of a header, with the offsets of its first byte and of the byte after its last."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"{short(name)} has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -153,7 +152,7 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
         raise ValueError(f"{short(name)} has data_offsets {short(offsets)}")
     spec, (start, stop) = TensorSpec(dtype, tuple(shape)), offsets
     if math.prod(max(1, extent) for extent in shape) >= _MOST_ELEMENTS or stop - start != spec.nbytes:
-        raise ValueError(f"{short(name)} has {stop - start:,} bytes, and shape {short(shape)} of {dtype}")
+        raise ValueError(f"{short(name)} has {stop - start:,} bytes, but shape {short(shape)} of {dtype}")
     return spec, start, stop
 
 
@@ -162,7 +161,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _mapped(path: Path, spec: TensorSpec, start: int) -> np.ndarray:
-    """A tensor as a view of its file: only what is read of it comes into memory."""
+    """A tensor as a memory-mapped view of its file."""
     if 0 in spec.shape:
         return np.zeros(spec.shape, DTYPES[spec.dtype])
     raw = np.memmap(path, np.uint8, "r", start, (spec.nbytes,))
@@ -170,10 +169,10 @@ def _mapped(path: Path, spec: TensorSpec, start: int) -> np.ndarray:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The index's map from tensor to file; empty where there is one file alone.
+    """The index's map from tensor to file; empty if there is a single file.
 
     Raises:
-        ZeroError: there are no files, or the index is none; or it leads out of the folder.
+        ZeroError: there are no files, or the index is invalid or leads out of the folder.
     """
     index = folder / INDEX
     if index.is_file():
@@ -187,8 +186,8 @@ def _listed(folder: Path) -> dict[str, str]:
         return {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ZeroError(
-            f"{folder} has PyTorch pickles, which run code when they are read: save the model again by "
-            "transformers' save_pretrained, which writes safetensors"
+            f"{folder} has PyTorch pickles, which run code when read: save the model again by transformers' "
+            "save_pretrained, which writes safetensors"
         )
     raise ZeroError(f"{folder} has no {SINGLE} and no {INDEX}")
 
@@ -198,14 +197,14 @@ def _check_index(values: Any) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError("it has no weight_map")
     for name, file in listed.items():
-        # A bare name: never an absolute path, nor one that leads out of the folder.
+        # A bare name, never a path.
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            raise ValueError(f"{short(name)} is listed in {short(file)}, which is no file of this folder")
+            raise ValueError(f"{short(name)} is listed in {short(file)}, which is not a file of this folder")
     return listed
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[str]]:
-    """Which tensors go to which file, in the order given, files of at most `most` bytes where that can be."""
+    """The tensors of each file, in order; files have at most ``most`` bytes, or a single larger tensor."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, spec in specs.items():
@@ -221,15 +220,15 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[st
 
 
 class SafetensorWriter:
-    """Files whose tensors are written in any order, one at a time."""
+    """Writes files tensor by tensor, in any order."""
 
     def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], most: int) -> None:
-        """Write headers and index, and make room.
+        """Write headers and index, and allocate the files.
 
         Args:
-            folder: where to; there already.
+            folder: an existing folder.
             specs: every tensor that will be written.
-            most: bytes of tensors in a file; one larger than that gets a file of its own.
+            most: bytes of tensors per file; a larger tensor gets a file of its own.
         """
         self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
@@ -266,8 +265,8 @@ class SafetensorWriter:
         """Write one tensor.
 
         Args:
-            name: one of those announced, not written yet.
-            values: of the shape and dtype announced.
+            name: of a tensor in ``specs`` not written yet.
+            values: of its shape and dtype.
         """
         spec = self._specs[name]
         assert (values.shape, values.dtype) == (spec.shape, DTYPES[spec.dtype]), name  # our own arithmetic
@@ -276,7 +275,7 @@ class SafetensorWriter:
         file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     def close(self) -> None:
-        """Finish the files; every tensor must have been written."""
+        """Close the files; every tensor must have been written."""
         for file in self._files:
             file.close()
         assert not self._places, f"never written: {sorted(self._places)}"

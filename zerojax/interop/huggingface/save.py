@@ -1,4 +1,4 @@
-"""From shards to Hugging Face files: one layer of one leaf at a time is whole, and nothing more ever is."""
+"""Gathers shards for Hugging Face files, one layer of one leaf at a time."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
 from zerojax.errors import ZeroError
-from zerojax.interop.huggingface.mapping import Parts, Tensor, layer_tensors, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.sharding.layout import ParamLayout, unflatten
 from zerojax.sharding.param_tree import from_tree
@@ -19,15 +19,15 @@ from zerojax.train.state import TrainState
 
 
 def tensor_specs(
-    spec: TrainSpec, parts: Parts, dtypes: Mapping[str, str], default: str
+    spec: TrainSpec, parts: TensorParts, dtypes: Mapping[str, str], default: str
 ) -> dict[str, TensorSpec]:
-    """What an export will write, in the model's order.
+    """The tensors of an export, in the model's order.
 
     Args:
         program: of the model.
-        parts: its family's.
-        dtypes: of the tensors by name, where they are known; a second copy of a tied matrix is written
-            only where it is among them.
+        parts: of its family.
+        dtypes: of tensors by name, if known; the second copy of a tied matrix is written only if it is among
+            them.
         default: dtype of the others.
     """
     return {
@@ -38,10 +38,10 @@ def tensor_specs(
     }
 
 
-def each_tensor(state: TrainState, parts: Parts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
-    """Every tensor of a model, fp32 as a file has it, gathered when it is asked for.
+def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
+    """Every tensor of a model, fp32, in the layout of a file, each gathered as the iteration reaches it.
 
-    In several processes all must go through it together.
+    All processes must iterate together.
     """
     params = from_tree(state.params)
     for leaf in state.spec.leaves:
@@ -68,12 +68,12 @@ def cast(name: str, values: Float32[np.ndarray, "..."], dtype: str) -> np.ndarra
     """Values in a file's dtype, rounded to nearest.
 
     Raises:
-        ZeroError: a finite value does not fit into float16.
+        ZeroError: a finite value is out of float16's range.
     """
     with np.errstate(over="ignore"):
         out = values.astype(DTYPES[dtype])
     if dtype == "F16" and np.isinf(out).any() and not np.isinf(values).any():
         raise ZeroError(
-            f"{name} holds {np.abs(values).max():.3g}, which float16 does not: use --dtype bfloat16"
+            f"{name} holds {np.abs(values).max():.3g}, too large for float16: use --dtype bfloat16"
         )
     return out

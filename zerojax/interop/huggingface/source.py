@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder: its shape and its tokenizer, from small files alone."""
+"""The folder of a Hugging Face model: its shape and its tokenizer, read from the small files alone."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +15,15 @@ FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A Hugging Face model's folder, its weights not read yet.
+class ModelFolder:
+    """The folder of a Hugging Face model; its weights are not read.
 
     Attributes:
-        folder: where it is.
-        family: what it is called there.
+        folder: its path.
+        family: of the model.
         model: its shape.
-        tokenizer: None where it has none.
-        notes: a line for each of its settings that is not taken over.
+        tokenizer: None if it has none.
+        notes: a line for each of its settings that is not imported.
     """
 
     folder: Path
@@ -33,18 +33,18 @@ class Source:
     notes: list[str]
 
     @classmethod
-    def open(cls, folder: Path) -> "Source":
+    def open(cls, folder: Path) -> "ModelFolder":
         """Read the config.json and the tokenizer.
 
         Raises:
-            ZeroError: there is no model, or one that zerojax does not compute; names what it does not know.
+            ZeroError: there is no model, or one that zerojax does not support; names what is unsupported.
         """
         values = read_config_json(folder)
         family, model, notes = read_model(values, str(folder / "config.json"))
         tokenizer = read_tokenizer(folder, values)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise ZeroError(
-                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, and the model embeddings for "
+                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds only "
                 f"{model.vocab_size}"
             )
         return cls(folder, family, model, tokenizer, notes)
@@ -54,7 +54,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The config.json of a folder.
 
     Raises:
-        ZeroError: there is none, or it is no JSON object.
+        ZeroError: there is none, or it is not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -71,5 +71,5 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:
-    """An imported model's shape with those settings of another that do not change what it computes."""
+    """An imported model's shape, with the settings of ``wanted`` that do not change what it computes."""
     return replace(source, **{name: getattr(wanted, name) for name in FREE})

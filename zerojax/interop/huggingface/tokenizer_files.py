@@ -1,4 +1,4 @@
-"""Tokenizers between a Hugging Face folder and a run: tokenizer.json, or vocab.json with merges.txt."""
+"""Reads and writes tokenizers of Hugging Face folders: tokenizer.json, or vocab.json with merges.txt."""
 
 import json
 from collections.abc import Iterable
@@ -22,18 +22,18 @@ KEPT = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files of a folder that are kept as they are, to be written back."""
+"""Files of a folder that a run keeps, for an export to write back."""
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
-    """The tokenizer of a Hugging Face folder, or None where there is none.
+    """The tokenizer of a Hugging Face folder, or None if there is none.
 
     Args:
-        folder: the model's.
-        config: of its config.json, which may name the token that ends a text.
+        folder: of the model.
+        config: its config.json, which may name the token that ends a text.
 
     Raises:
-        DataError: there is one that zerojax does not read; says what to do.
+        DataError: the tokenizer is of a kind that zerojax does not read; says what to do.
     """
     path = folder / TOKENIZER
     if path.is_file():
@@ -42,8 +42,8 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
         inner = _from_vocabulary(folder)
     elif found := [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]:
         raise DataError(
-            f"{folder / found[0]}: SentencePiece models are not read: write {TOKENIZER} by transformers' "
-            f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
+            f"{folder / found[0]}: SentencePiece models are not supported: write {TOKENIZER} by "
+            f'transformers\' AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
         )
     else:
         return None
@@ -54,7 +54,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer for transformers; bytes become a byte-level BPE without merges, id for id."""
+    """Write a tokenizer for transformers; bytes become a byte-level BPE without merges, with the same ids."""
     if isinstance(tokenizer, ByteTokenizer):
         tokenizer = BPETokenizer(_bytes_as_bpe(), end_of_text=END_OF_TEXT)
     tokenizer.save(folder / TOKENIZER)
@@ -63,7 +63,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy those files of a folder that are there."""
+    """Copy the files of a folder that exist."""
     for name in names:
         if (source / name).is_file():
             (target / name).write_bytes((source / name).read_bytes())
@@ -74,7 +74,7 @@ def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
     try:
         model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{folder}: vocab.json and merges.txt are no tokenizer: {error}") from error
+        raise DataError(f"{folder}: vocab.json and merges.txt are not a tokenizer: {error}") from error
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -85,9 +85,9 @@ def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _bytes_as_bpe() -> tokenizers.Tokenizer:
-    """`ByteTokenizer` as a tokenizer.json; byte 0, which text never holds, is the end of a text."""
+    """``ByteTokenizer`` as a tokenizer.json; byte 0, which never occurs in text, ends a text."""
     characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # mapped to themselves
     others = [byte for byte in range(256) if byte not in printable]
     of_byte = {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
     assert sorted(of_byte.values()) == characters

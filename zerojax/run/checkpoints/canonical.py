@@ -1,9 +1,9 @@
-"""A train state as the model knows it: natural shapes, without mesh, stage, padding or wire format.
+"""The canonical form of a train state: unsharded shapes, without mesh, stage, padding or wire format.
 
-Checkpoints hold this form, so one that was written on 2 x 4 devices by ZeRO++ is read on 3 x 2 by exact
-ZeRO-3. A leaf whose first dimension divides by the devices is cut there, as its owners have it cut: nothing
-is sent for it, within nodes or between them. Others are gathered and cut, one at a time, so that no
-device holds more than one whole leaf; they are small, or of odd sizes.
+Checkpoints hold this form, so one written on 2 x 4 devices by ZeRO++ can be read on 3 x 2 by exact ZeRO-3.
+A leaf whose first dimension divides by the number of devices stays cut along it, exactly as its owners hold
+it: converting it sends nothing. Other leaves, small ones or of odd sizes, are gathered and cut again one at
+a time, so that no device holds more than one whole leaf.
 """
 
 import functools
@@ -27,60 +27,60 @@ from zerojax.train.state import TrainState, copied, secondary_of, shardings_of
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
-MADE_ANEW = ("secondary", "residual", "average", "losses")
-"""Kinds that a program makes afresh when a checkpoint has none that fits it."""
+REINITIALISED = ("secondary", "residual", "average", "losses")
+"""Kinds that are initialised again if a checkpoint has none that fits."""
 
 
-def to_natural(state: TrainState, *, on_host: bool = False) -> Tree:
-    """Everything that a step depends on, by name, each array in its natural shape.
+def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
+    """Everything that a step depends on, by name, each array in its unsharded shape.
 
     Args:
         state: filled.
-        on_host: put each array into page-locked memory of the hosts before the next is made, so that the
+        on_host: move each array to page-locked host memory before the next one is made, so that the
             devices hold one at a time.
 
     Returns:
-        Copies: none shares memory with the state, which may be donated. A nested dict: "counters",
-        "params", "optimizer" (moments of parameters in their shapes), "other", where the optimizer
-        averages weights "average" ("count", and "params" in their shapes), and where the state has them
-        "secondary" (natural shapes), "residual" (as stored: it belongs to its mesh) and "losses". Arrays
-        without elements are left out, as there is nothing to keep.
+        A nested dict of copies, none of which shares memory with the state, so the state may be donated:
+        "counters", "params", "optimizer" (moments in the shapes of their parameters), "other"; "average"
+        ("count", and "params" in their shapes) if the optimizer averages weights; and "secondary"
+        (unsharded), "residual" (as stored: it belongs to its mesh) and "losses" if the state has them.
+        Arrays without elements are left out.
     """
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
-        copy = copied(x) if leaf is None else _convert(state.spec, leaf, x, _natural(state, leaf, x))
+        copy = copied(x) if leaf is None else _convert(state.spec, leaf, x, _canonical(state, leaf, x))
         tree[name] = _to_host(copy) if on_host else copy
     return _nested(tree)
 
 
-def abstract_natural(state: TrainState) -> Tree:
-    """Shapes, dtypes and shardings of what `to_natural` would return."""
+def abstract_canonical(state: TrainState) -> Tree:
+    """Shapes, dtypes and shardings of what ``to_canonical`` would return."""
     return _nested(
         {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             if leaf is None
-            else _natural(state, leaf, x)
+            else _canonical(state, leaf, x)
             for name, (leaf, x) in _entries(state).items()
         }
     )
 
 
-def from_natural(state: TrainState, tree: Tree) -> TrainState:
-    """Undo `to_natural`, perhaps on another mesh, stage or wire format than the tree was made under.
+def from_canonical(state: TrainState, tree: Tree) -> TrainState:
+    """The inverse of ``to_canonical``, on any mesh, stage and wire format.
 
     Args:
-        state: of the program that shall go on; gives structure and shardings, and what `tree` lacks.
-        tree: natural arrays. An average of weights, and the losses that spikes are told by, begin anew where
-            the tree has none. Delta's secondary copies are made afresh from the parameters where the tree
-            has none, and residuals start at zero where the tree has none of this mesh.
+        state: of the program that will use it; gives structure and shardings.
+        tree: as ``to_canonical`` returns it. Where it lacks them, the average of weights and the recent
+            losses of the spike rule start empty, Delta's secondary copies are made from the parameters, and
+            residuals of this mesh start at zero.
 
     Raises:
-        ZeroError: the tree lacks a parameter or optimizer state that this program has.
+        ZeroError: the tree lacks a parameter or an optimizer state of this program.
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    made_anew = tuple(f"{kind}/" for kind in MADE_ANEW if kind not in tree)
-    lacking = sorted(n for n in entries if n not in given and not n.startswith(made_anew))
+    reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
+    lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
     if lacking:
         raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
     stored = {
@@ -94,11 +94,11 @@ def from_natural(state: TrainState, tree: Tree) -> TrainState:
 
 
 def with_weights(state: TrainState, tree: Tree) -> TrainState:
-    """A state with other weights; its optimizer's state, counters and residuals stay as they are.
+    """The state with other weights; optimizer state, counters and residuals stay as they are.
 
     Args:
         state: filled.
-        tree: natural arrays as `to_natural` gives them: "params", and "other" where the model has any.
+        tree: "params" in canonical form, and "other" if the model has any.
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
@@ -110,7 +110,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
 
 
 def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
-    """`filled` with the secondary copies that a program as `state`'s keeps, made from its parameters."""
+    """Add the secondary copies that the program of ``state`` keeps, made from the parameters."""
     if not state.secondary:
         return filled
     shardings = shardings_of(state.secondary)
@@ -119,7 +119,7 @@ def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
 
 
 def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
-    """Each array of a state by name, with its layout where it has one; empty arrays left out."""
+    """Each non-empty array of a state by name, with its layout if it has one."""
     leaves = {leaf.path: leaf for leaf in state.spec.leaves}
     entries: dict[str, tuple[ParamLayout | None, Array]] = {
         f"counters/{name}": (None, getattr(state, name)) for name in _COUNTERS
@@ -142,7 +142,7 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
 
 
 def _optimizer_name(path: Any) -> str:
-    """A kind of its own for averaged weights, so that they are read without the moments."""
+    """Averaged weights are a kind of their own, so that they can be read without the moments."""
     for number, key in enumerate(path):
         if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
             return _name(f"average/{field.removeprefix('averaged_')}", path[number + 1 :])
@@ -154,7 +154,7 @@ def _name(field: str, path: Any) -> str:
 
 
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
-    """A state of the arrays that `_entries` names; the others are zeros."""
+    """A state of the arrays named as in ``_entries``; missing ones are zeros."""
 
     def pick(field: str, path: Any, x: Any) -> Array:
         name = _optimizer_name(path) if field == "optimizer" else _name(field, path)
@@ -177,7 +177,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
 
 
 def _layouts(state: TrainState) -> Any:
-    """The optimizer state's tree with the layout of the parameter that each leaf is a moment of, or 0."""
+    """The tree of the optimizer state: for each moment the layout of its parameter, for other leaves 0."""
 
     def layout(value: Any, param: Any, leaf: ParamLayout) -> Any:
         if isinstance(value, optax.MaskedNode):
@@ -196,12 +196,12 @@ def _layouts(state: TrainState) -> Any:
 
 
 def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
-    """One array to its natural or stored form, whichever `like` has.
+    """Convert one array to its canonical or stored form, whichever ``like`` has.
 
-    A function is compiled per layout and kept by the program.
+    One function is compiled per layout and cached by the program.
     """
     source, target = _spec(x), _spec(like)
-    cut = _cut_alike if _is_cut_by_rows(leaf) else _cut_anew
+    cut = _cut_rows if _is_cut_by_rows(leaf) else _gather_and_cut
     on_device = cut(leaf, source, target, like)
 
     def make() -> Callable[[Array], Array]:
@@ -210,21 +210,22 @@ def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.Shape
         )
         return jax.jit(run)
 
-    key = f"natural {leaf.unsharded_shape} {leaf.stack} {leaf.shard} {x.shape} {source} {like.shape} {target}"
-    # One at a time, to need no more memory than that. Besides, XLA:CPU starts and runs programs on the same
-    # few threads: a process that starts 32 at once waits for ever when another process is not as far.
+    layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard}"
+    key = f"canonical {layout} {x.shape} {source} {like.shape} {target}"
+    # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
+    # threads: a process that starts 32 at once deadlocks when another process lags behind.
     return jax.block_until_ready(train_spec.once(key, make)(x))
 
 
 def _is_cut_by_rows(leaf: ParamLayout) -> bool:
-    """Whether what a device owns of a layer is a range of its first dimension."""
+    """Whether each device owns a range of the first dimension of a layer."""
     return leaf.padded == leaf.size and bool(leaf.shape) and leaf.shape[0] % leaf.world.size == 0
 
 
-def _cut_alike(
+def _cut_rows(
     leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
-    """What a device does for a leaf that is cut by rows: both forms are its numbers in the same order."""
+    """The conversion on a device for a leaf cut by rows: both forms have their numbers in the same order."""
     axis = len(leaf.stack)
     have, want = _axes(source, axis), _axes(target, axis)
     shape = (*like.shape[:axis], -1, *like.shape[axis + 1 :])
@@ -242,12 +243,12 @@ def _cut_alike(
     return on_device
 
 
-def _cut_anew(
+def _gather_and_cut(
     leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
 ) -> Callable[[Array], Array]:
-    """What a device does for any other leaf: gather it, and cut its own part out.
+    """The conversion on a device for any other leaf: gather it and cut out the device's part.
 
-    The partitioner, asked for the same reshape, gathers as well, and warns about it.
+    XLA's partitioner would gather for this reshape as well, but with a warning.
     """
     to_form = from_stored if like.shape == leaf.unsharded_shape else to_stored
 
@@ -270,7 +271,7 @@ def _own_part(x: Array, names: str | tuple[str, ...], axis: int) -> Array:
 
 
 def _axes(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
-    """The mesh axes that a dimension is cut over."""
+    """The mesh axes that shard a dimension."""
     names = spec[axis] if axis < len(spec) else None
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
@@ -284,12 +285,12 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec
 
 
-def _natural(state: TrainState, leaf: ParamLayout, x: Array) -> jax.ShapeDtypeStruct:
-    return state.spec.abstract(leaf.unsharded_shape, x.dtype, _natural_spec(leaf))
+def _canonical(state: TrainState, leaf: ParamLayout, x: Array) -> jax.ShapeDtypeStruct:
+    return state.spec.abstract(leaf.unsharded_shape, x.dtype, _canonical_spec(leaf))
 
 
-def _natural_spec(leaf: ParamLayout) -> PartitionSpec:
-    """As its owners have it cut; else over as many devices as some dimension divides by."""
+def _canonical_spec(leaf: ParamLayout) -> PartitionSpec:
+    """Cut as its owners hold it; else over as many devices as divide one of its dimensions."""
     if _is_cut_by_rows(leaf):
         return leaf.spec()
     world = leaf.world

@@ -1,10 +1,10 @@
-"""Keeps Orbax from logging pages about an error that is then raised, and told, in one line."""
+"""Drops Orbax's log: it fills pages with errors that zerojax raises and reports in one line."""
 
 import logging
 
 
-def quiet_orbax() -> None:
-    """Drop what Orbax logs; other users of the `absl` logger are not affected."""
+def filter_orbax_logs() -> None:
+    """Drop the records of Orbax; other users of the ``absl`` logger are not affected."""
     logging.getLogger("absl").addFilter(_is_not_orbax)
 
 

@@ -1,7 +1,7 @@
-"""The seal of a checkpoint: what it holds, to the last byte, and what the trainer noted with it.
+"""The manifest of a checkpoint: its files, with checksums, and the trainer's record.
 
-`STEP/seal.json` lists every other file with its size and CRC-32, which finds accidents, not forgery. It is
-written when all processes have written all their files, before the checkpoint gets its name.
+``STEP/seal.json`` lists every other file with its size and CRC-32, which detects accidents, not tampering.
+It is written once all processes have written all their files, before the checkpoint gets its final name.
 """
 
 import os
@@ -17,27 +17,27 @@ import dacite
 from zerojax.errors import ZeroError
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
-SEAL = "seal.json"
+MANIFEST = "seal.json"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
-# Reading and checksumming leave Python's lock, and a file system serves several readers faster than one.
+# Reading and checksumming release the GIL, and a file system serves several readers faster than one.
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 class DamagedError(ZeroError):
-    """A checkpoint is not what was saved; the message says what is wrong with it."""
+    """A checkpoint differs from what was saved; the message says how."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint says besides its arrays.
+    """The trainer's record, saved with the arrays.
 
     Attributes:
-        config: the run's settings, as `config_to_dict` gives them.
+        config: the run's settings, as ``config_to_dict`` returns them.
         position: of the training batches.
         skipped: steps without an update so far.
-        seconds: of training so far, over all starts of the run, by a clock that never jumps.
-        mesh: (nodes, devices per node) that it was written on.
+        seconds: of training so far, over all starts of the run, by a monotonic clock.
+        mesh: (nodes, devices per node) that wrote it.
         metrics: of the step, such as "validation_loss"; may be empty.
     """
 
@@ -50,13 +50,13 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Seal:
+class Manifest:
     """A checkpoint's contents.
 
     Attributes:
         step: optimizer steps done.
-        saved_at: Unix time, for people to read; nothing is decided by it.
-        record: what the trainer noted.
+        saved_at: Unix time; informational only.
+        record: of the trainer.
         files: relative path -> (bytes, CRC-32).
         format: version of this layout.
     """
@@ -69,67 +69,67 @@ class Seal:
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the seal."""
+        """Bytes of all files except the manifest."""
         return sum(size for size, _ in self.files.values())
 
 
-def write_seal(path: Path, step: int, saved_at: float, record: Record) -> Seal:
-    """Read all files of a complete checkpoint and seal it.
+def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Manifest:
+    """Read all files of a complete checkpoint and write its manifest.
 
     Raises:
-        OSError: a file cannot be read or the seal not written.
+        OSError: a file cannot be read, or the manifest cannot be written.
     """
     names = sorted(_files(path))
     files = dict(zip(names, _map(lambda name: _size_and_checksum(path / name), names), strict=True))
-    seal = Seal(step, saved_at, record, files)
-    with (path / SEAL).open("w", encoding="utf-8") as file:
-        file.write(dump_checked(asdict(seal)))
+    manifest = Manifest(step, saved_at, record, files)
+    with (path / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(dump_checked(asdict(manifest)))
         file.flush()
-        os.fsync(file.fileno())  # as Orbax does with the arrays: a name must not outlive its contents
-    return seal
+        os.fsync(file.fileno())  # before the rename, as Orbax does with the arrays
+    return manifest
 
 
-def read_seal(path: Path) -> Seal:
-    """The seal of a checkpoint; its files are not looked at.
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint; the other files are not checked.
 
     Raises:
-        DamagedError: no seal, or a damaged one.
+        DamagedError: the manifest is missing or damaged.
     """
     try:
-        data = load_checked((path / SEAL).read_text(encoding="utf-8"))
+        data = load_checked((path / MANIFEST).read_text(encoding="utf-8"))
         hooks = dacite.Config(strict=True, cast=[tuple])
-        seal = dacite.from_dict(Seal, data, hooks)
+        manifest = dacite.from_dict(Manifest, data, hooks)
     except FileNotFoundError:
-        raise DamagedError(f"{SEAL} is missing") from None
+        raise DamagedError(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise DamagedError(f"{SEAL}: {error.strerror or error}") from error
+        raise DamagedError(f"{MANIFEST}: {error.strerror or error}") from error
     except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
-        raise DamagedError(f"{SEAL} is damaged: {error}") from error
-    if seal.format != _FORMAT:
-        raise DamagedError(f"{SEAL} is of format {seal.format}, and this version reads {_FORMAT}")
-    return seal
+        raise DamagedError(f"{MANIFEST} is damaged: {error}") from error
+    if manifest.format != _FORMAT:
+        raise DamagedError(f"{MANIFEST} is of format {manifest.format}, and this version reads {_FORMAT}")
+    return manifest
 
 
-def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Seal:
-    """Compare a checkpoint with its seal.
+def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Manifest:
+    """Compare a checkpoint with its manifest.
 
     Args:
         path: of the checkpoint.
         step: that it should be of.
-        checksums: read every byte; without, names and sizes only.
+        checksums: read every byte; otherwise compare names and sizes only.
 
     Raises:
         DamagedError: names the first file that is missing, unknown, too short, too long or changed.
     """
-    seal = read_seal(path)
-    if step not in (None, seal.step):
-        raise DamagedError(f"{SEAL} is that of step {seal.step}")
+    manifest = read_manifest(path)
+    if step not in (None, manifest.step):
+        raise DamagedError(f"{MANIFEST} is that of step {manifest.step}")
     try:
         found = {name: (path / name).stat().st_size for name in _files(path)}
-        if problems := _differences(seal, found):
+        if problems := _differences(manifest, found):
             raise DamagedError(_summary(problems))
         if checksums:
-            changed = _map(lambda name: _size_and_checksum(path / name) != seal.files[name], list(found))
+            changed = _map(lambda name: _size_and_checksum(path / name) != manifest.files[name], list(found))
             problems = [
                 f"{name} has changed (wrong checksum)"
                 for name, yes in zip(found, changed, strict=True)
@@ -139,15 +139,15 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Se
                 raise DamagedError(_summary(problems))
     except OSError as error:
         raise DamagedError(f"{error.filename}: {error.strerror or error}") from error
-    return seal
+    return manifest
 
 
-def _differences(seal: Seal, found: dict[str, int]) -> list[str]:
-    missing = [f"{name} is missing" for name in seal.files if name not in found]
-    unknown = [f"{name} does not belong to it" for name in found if name not in seal.files]
+def _differences(manifest: Manifest, found: dict[str, int]) -> list[str]:
+    missing = [f"{name} is missing" for name in manifest.files if name not in found]
+    unknown = [f"{name} does not belong to it" for name in found if name not in manifest.files]
     sizes = [
         f"{name} has {found[name]} bytes, not {size}"
-        for name, (size, _) in seal.files.items()
+        for name, (size, _) in manifest.files.items()
         if name in found and found[name] != size
     ]
     return missing + sizes + unknown
@@ -158,19 +158,21 @@ def _summary(problems: list[str]) -> str:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Relative names of all plain files but the seal, as the directory has them, never as a file says.
+    """Relative names of all files except the manifest, from the directory itself.
 
     Raises:
         OSError: a folder cannot be read.
-        DamagedError: a link, or another thing that no checkpoint has.
+        DamagedError: there is a link or another special file.
     """
     for folder, folders, names in os.walk(path, onerror=_raise):
         for name in [*folders, *names]:
             entry = Path(folder, name)
             if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
-                raise DamagedError(f"{entry.relative_to(path)} is no plain file")
+                raise DamagedError(f"{entry.relative_to(path)} is not a plain file")
         yield from (
-            str(relative) for name in names if str(relative := Path(folder, name).relative_to(path)) != SEAL
+            str(relative)
+            for name in names
+            if str(relative := Path(folder, name).relative_to(path)) != MANIFEST
         )
 
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a train state, whatever mesh, stage or wire format wrote it."""
+"""Restores a checkpoint into a train state, whatever mesh, stage or wire format wrote it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ZeroError
-from zerojax.run.checkpoints.canonical import MADE_ANEW, abstract_natural, from_natural, with_weights
+from zerojax.run.checkpoints.canonical import REINITIALISED, abstract_canonical, from_canonical, with_weights
 from zerojax.train.state import TrainState
 
 
@@ -18,42 +18,42 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
     """Read a checkpoint into a state's program.
 
     Args:
-        path: of a checkpoint that was verified.
-        state: of the program that shall go on, filled or abstract; its values are not used.
-        average: take the average of the weights in their place; then `state` is of a program that
-            keeps none.
+        path: of a verified checkpoint.
+        state: of the program that will use it, filled or abstract; its values are not used.
+        average: restore the average of the weights in their place, into a ``state`` of a program that keeps
+            no average.
 
     Raises:
-        ZeroError: the checkpoint is of another model or optimizer; names the first differences. Or it has
-            no average.
+        ZeroError: the checkpoint has no average, or is of another model or optimizer; names the first
+            differences.
     """
     saved = _saved(path)
     wanted = {
         kind: tree
-        for kind, tree in abstract_natural(state).items()
-        if kind not in MADE_ANEW or not _differences(tree, saved.get(kind))
+        for kind, tree in abstract_canonical(state).items()
+        if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
     if not average:
-        return from_natural(state, _load(path, wanted, saved))
+        return from_canonical(state, _load(path, wanted, saved))
     if "average" not in saved:
         raise ZeroError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
     wanted["average"] = {"params": wanted.pop("params"), "count": state.step}
     tree = _load(path, wanted, saved)
-    return from_natural(state, tree | {"params": tree.pop("average")["params"]})
+    return from_canonical(state, tree | {"params": tree.pop("average")["params"]})
 
 
 def restore_weights(path: Path, state: TrainState) -> TrainState:
-    """A state with a checkpoint's parameters, and what else belongs to its model (such as batch statistics).
+    """The state with a checkpoint's parameters and other model state, such as batch statistics.
 
     Args:
-        path: of a checkpoint that was verified, of the same model under any optimizer.
-        state: filled; keeps its optimizer's state, step and seed.
+        path: of a verified checkpoint of the same model under any optimizer.
+        state: filled; keeps its optimizer state, step and seed.
 
     Raises:
         ZeroError: the checkpoint is of another model; names the first differences.
     """
-    wanted = {kind: tree for kind, tree in abstract_natural(state).items() if kind in ("params", "other")}
+    wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind in ("params", "other")}
     return with_weights(state, _load(path, wanted, _saved(path)))
 
 
@@ -67,8 +67,8 @@ def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str
         if differences := _differences(tree, saved.get(kind)):
             raise ZeroError(f"{path} does not fit this run: {kind}: {'; '.join(differences[:3])}")
 
-    # One by one: a failure in Orbax's call for all leaves the others behind as coroutines never awaited, of
-    # which Python warns.
+    # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
+    # others, and Python warns about them.
     where = str(path.absolute())
     return _reading(
         path,
@@ -77,7 +77,7 @@ def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str
 
 
 def _reading[T](path: Path, read: Callable[[], T]) -> T:
-    """What Orbax reads; whatever it stumbles on in a file that nobody verified is one clear error."""
+    """Call Orbax, and turn whatever it raises on an unverified file into one clear error."""
     try:
         return read()
     except Exception as error:
@@ -86,7 +86,7 @@ def _reading[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def _differences(wanted: Any, saved: Any) -> list[str]:
-    """What in a saved part is not as it should be, by name."""
+    """How the saved arrays of one kind differ from the wanted ones, by name."""
     if saved is None:
         return ["not saved"]
     have: dict[str, Any] = traverse_util.flatten_dict(saved, sep="/")

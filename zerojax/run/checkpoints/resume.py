@@ -1,4 +1,4 @@
-"""Going on from the newest checkpoint, in a training loop of one's own."""
+"""Resumes a custom training loop from its newest checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.run.checkpoints.manifest import Record, read_seal
+from zerojax.run.checkpoints.manifest import Record, read_manifest
 from zerojax.run.checkpoints.restore import restore
-from zerojax.run.checkpoints.select import newest_sound, set_damaged_aside
+from zerojax.run.checkpoints.select import newest_valid, set_damaged_aside
 from zerojax.train.state import TrainState
 
 
 class Resumed(NamedTuple):
-    """Where a run stands.
+    """A restored checkpoint.
 
     Attributes:
         state: the model and its optimizer.
-        step: that the checkpoint was saved as.
-        record: what was noted with it: ``position``, of the data, for example.
+        step: of the checkpoint.
+        record: saved with it: ``position`` in the data, for example.
     """
 
     state: TrainState
@@ -34,28 +34,28 @@ def resume(
     checksums: bool = True,
     say: Callable[[str], object] = print,
 ) -> Resumed | None:
-    """Go on from the newest sound checkpoint of a folder, whatever mesh, stage or wire format wrote it.
+    """Restore the newest valid checkpoint of a folder, whatever mesh, stage or wire format wrote it.
 
-    In several processes all call: the first one chooses, and all take the same. Damaged checkpoints that are
-    newer are moved aside (`400.damaged`), so that their steps can be saved again.
+    All processes must call it; the first one chooses for all. Damaged checkpoints that are newer are moved
+    aside (``400.damaged``), so that their steps can be saved again.
 
     Args:
-        folder: of the checkpoints, as of `Checkpoints`; need not be there.
-        state: of the program that shall go on, filled or abstract (``TrainState.abstract``); its values are
-            not used.
-        checksums: read the checkpoint's every byte first; without, only names and sizes are compared.
-        say: prints a line for each that is damaged, on the first process.
+        folder: of the checkpoints, as for ``Checkpoints``; need not exist.
+        state: of the program to continue, filled or abstract (``TrainState.abstract``); its values are not
+            used.
+        checksums: read every byte of the checkpoint first; otherwise compare names and sizes only.
+        say: prints a line for each damaged checkpoint, on the first process.
 
     Returns:
-        None where there is no checkpoint yet: then make a state by ``TrainState.create``.
+        None if there is no checkpoint yet: then make a state by ``TrainState.create``.
 
     Raises:
-        ZeroError: all checkpoints are damaged, or the newest is of another model or optimizer.
+        ZeroError: all checkpoints are damaged, or the newest valid one is of another model or optimizer.
     """
     path = Path(folder)
 
     def choose() -> dict[str, Any]:
-        choice = newest_sound(path, checksums=checksums)
+        choice = newest_valid(path, checksums=checksums)
         return {"step": choice.step, "lines": set_damaged_aside(path, choice)}
 
     found = run_on_process_zero(choose)
@@ -65,4 +65,4 @@ def resume(
     if found["step"] is None:
         return None
     chosen = path / str(found["step"])
-    return Resumed(restore(chosen, state), found["step"], read_seal(chosen).record)
+    return Resumed(restore(chosen, state), found["step"], read_manifest(chosen).record)

@@ -1,4 +1,4 @@
-"""Which checkpoints may go, once a newer one is sealed."""
+"""Which checkpoints to delete once a newer one is complete."""
 
 import math
 from collections.abc import Sequence
@@ -8,24 +8,23 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from zerojax.run.checkpoints.manifest import Seal
+from zerojax.run.checkpoints.manifest import Manifest
 
 _orbax = ocp.training.preservation_policies
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; a checkpoint stays when any of these wants it, and the newest two always do.
+    """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
 
-    The newest may have broken weights, which shows in the step after it only. That it could be saved shows
-    that the weights of the one before are good.
+    Two, because the newest may hold broken weights, which shows only in the step after it; that it was
+    saved proves the weights of the one before.
 
     Attributes:
-        newest: this many, and two at least; None keeps all.
-        every: those at multiples of so many steps; 0 none.
-        best: this many with the lowest validation loss, of those saved at a step that measured it.
-        minutes: those of the last minutes of training. Time between the starts of a run does not count,
-            and no clock that can be set does.
+        newest: keep this many of the newest, at least two; None keeps all.
+        every: keep those at multiples of this many steps; 0 for none.
+        best: keep this many with the lowest validation loss, of those saved at a step that measured it.
+        minutes: keep those of the last so many minutes of training, time between runs not counted.
     """
 
     newest: int | None = None
@@ -33,22 +32,25 @@ class Retention:
     best: int = 0
     minutes: float = 0.0
 
-    def surplus(self, seals: Sequence[Seal]) -> list[int]:
-        """The steps of those that nothing keeps.
+    def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
+        """The steps of the checkpoints that no rule keeps.
 
         Args:
-            seals: of all that are there, oldest first; at least one.
+            manifests: of all checkpoints, oldest first; at least one.
         """
-        infos = [_Info.of(seal) for seal in seals]
-        now = seals[-1].record.seconds
+        infos = [_Info.of(manifest) for manifest in manifests]
+        now = manifests[-1].record.seconds
         wanted = [
-            [self.minutes > 0 and now - seal.record.seconds < self.minutes * 60 for seal in seals],
+            [
+                self.minutes > 0 and now - manifest.record.seconds < self.minutes * 60
+                for manifest in manifests
+            ],
             *(
                 policy.should_preserve(infos, context=_orbax.PreservationContext())
                 for policy in self._policies()
             ),
         ]
-        return [seal.step for seal, *keep in zip(seals, *wanted, strict=True) if not any(keep)]
+        return [manifest.step for manifest, *keep in zip(manifests, *wanted, strict=True) if not any(keep)]
 
     def _policies(self) -> list[Any]:
         policies: list[Any] = [_orbax.LatestN(self.newest and max(2, self.newest))]
@@ -67,14 +69,14 @@ class Retention:
 
 @dataclass(frozen=True)
 class _Info:
-    """A checkpoint as Orbax's policies look at it; their "time" is seconds of training here."""
+    """A checkpoint as Orbax's policies see it; their "time" is seconds of training."""
 
     step: int
     time: datetime
     metrics: dict[str, float] | None
 
     @classmethod
-    def of(cls, seal: Seal) -> "_Info":
-        loss = seal.record.metrics.get("validation_loss", math.nan)
+    def of(cls, manifest: Manifest) -> "_Info":
+        loss = manifest.record.metrics.get("validation_loss", math.nan)
         metrics = {"validation_loss": loss} if math.isfinite(loss) else None
-        return cls(seal.step, datetime.fromtimestamp(seal.record.seconds, UTC), metrics)
+        return cls(manifest.step, datetime.fromtimestamp(manifest.record.seconds, UTC), metrics)

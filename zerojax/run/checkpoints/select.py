@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from: the newest that is what was saved."""
+"""Which checkpoint to resume from: the newest valid one."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -6,31 +6,31 @@ from pathlib import Path
 
 from zerojax.errors import ZeroError
 from zerojax.run.checkpoints import step_dirs
-from zerojax.run.checkpoints.manifest import DamagedError, Seal, read_seal, verify
+from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manifest, verify
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of looking at the checkpoints of a run, newest first.
+    """The newest valid checkpoint of a run.
 
     Attributes:
-        step: of the newest sound one; None where there is no checkpoint at all.
-        damaged: step -> what is wrong, of each that is newer and damaged.
+        step: of the checkpoint; None if there are no checkpoints at all.
+        damaged: step -> reason, for each newer, damaged checkpoint.
     """
 
     step: int | None
     damaged: dict[int, str]
 
 
-def newest_sound(folder: Path, *, checksums: bool = True) -> Choice:
-    """Find the newest checkpoint that its seal vouches for; nothing is changed.
+def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
+    """Find the newest checkpoint that matches its manifest; changes nothing.
 
     Args:
         folder: of the checkpoints.
-        checksums: read every byte of those that are looked at.
+        checksums: read every byte of the checkpoints compared.
 
     Raises:
-        ZeroError: there are checkpoints, and all of them are damaged; names each.
+        ZeroError: there are checkpoints, but all are damaged; names each.
     """
     found: dict[int, str] = {}
     for step in reversed(step_dirs.steps(folder)):
@@ -41,12 +41,12 @@ def newest_sound(folder: Path, *, checksums: bool = True) -> Choice:
             found[step] = str(error)
     if found:
         each = "; ".join(damage_line(folder, step, why) for step, why in found.items())
-        raise ZeroError(f"no checkpoint can be used: {each}. Restore one, or move them away to start afresh")
+        raise ZeroError(f"no checkpoint can be used: {each}. Restore one, or move them away to start over")
     return Choice(None, {})
 
 
 def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
-    """Move damaged checkpoints aside, so that their steps can be saved again; a line for each."""
+    """Move damaged checkpoints aside, so that their steps can be saved again; returns a line for each."""
     return [
         f"{damage_line(folder, step, why)}; it is now called {step_dirs.move_aside(folder, step).name}"
         for step, why in choice.damaged.items()
@@ -54,12 +54,12 @@ def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
 
 
 def damage_line(folder: Path, step: int, why: str) -> str:
-    """How a damaged checkpoint is named to people."""
+    """The message about a damaged checkpoint."""
     return f"checkpoint {folder / str(step)} is damaged: {why}"
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """The sound checkpoint that a path means: itself, or the newest of a run's folder.
+    """The valid checkpoint at a path, or the newest one of the run at that path.
 
     Raises:
         ZeroError: there is none, or it is damaged.
@@ -67,7 +67,7 @@ def find(run_or_checkpoint: Path) -> Path:
     path = run_or_checkpoint
     if (path / "checkpoints").is_dir():
         path /= "checkpoints"
-        if (step := newest_sound(path).step) is None:
+        if (step := newest_valid(path).step) is None:
             raise ZeroError(f"{path}: there is no checkpoint yet")
         return path / str(step)
     if not path.is_dir():
@@ -75,15 +75,15 @@ def find(run_or_checkpoint: Path) -> Path:
     try:
         verify(path)
     except DamagedError as error:
-        raise ZeroError(f"{path} is no checkpoint, or a damaged one: {error}") from error
+        raise ZeroError(f"{path} is not a checkpoint, or is damaged: {error}") from error
     return path
 
 
-def sealed(folder: Path) -> list[Seal]:
-    """The seals of all checkpoints that have one, oldest first; their files are not looked at."""
+def read_manifests(folder: Path) -> list[Manifest]:
+    """The manifests of all checkpoints that have one, oldest first; other files are not checked."""
     found = []
     for step in step_dirs.steps(folder):
-        # A damaged one is named when somebody wants to go on from it.
+        # A damaged one is reported when a run wants to resume from it.
         with suppress(DamagedError):
-            found.append(read_seal(folder / str(step)))
+            found.append(read_manifest(folder / str(step)))
     return found

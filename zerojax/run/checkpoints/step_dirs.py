@@ -1,11 +1,11 @@
-"""What the folders in `RUN/checkpoints` are called.
+"""The names of the folders in ``RUN/checkpoints``.
 
 ```
-400                 a checkpoint: sealed before it got this name, so it is complete or damaged
-400.unfinished      being saved (Orbax's own drafts begin with the same words)
-400.removed         being deleted, or what is left where that failed
-400.damaged         was found damaged when a run went on from an older one; left for a person to look at
-400.undone          was newer than the one that a person went back to; left likewise
+400                 a checkpoint; its manifest was written before it got this name
+400.unfinished      being saved (Orbax's own temporary folders begin with this name)
+400.removed         being deleted, or what a failed deletion left
+400.damaged         found damaged when a run resumed from an older one; kept for inspection
+400.undone          newer than the one that a user went back to; kept likewise
 ```
 """
 
@@ -20,7 +20,7 @@ _ASIDE = re.compile(r"\d+\.(damaged|undone)(-\d+)?")
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, oldest first; none where there is no folder."""
+    """The steps of the checkpoints in a folder, oldest first; none if the folder does not exist."""
     if not folder.is_dir():
         return []
     names = [path.name for path in folder.iterdir() if path.is_dir()]
@@ -35,12 +35,12 @@ def aside(folder: Path) -> list[Path]:
 
 
 def unfinished(folder: Path, step: int) -> Path:
-    """Where a checkpoint lies until it is sealed."""
+    """The path of a checkpoint until it is complete."""
     return folder / f"{step}.unfinished"
 
 
 def clear_leftovers(folder: Path) -> list[str]:
-    """Remove what processes that died left half written or half deleted; a line for each that stays."""
+    """Remove what dead processes left half written or half deleted; returns a line for each failure."""
     return [line for path in _leftovers(folder) if (line := remove(path)) is not None]
 
 
@@ -49,16 +49,16 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def clear_failed(folder: Path, step: int, *, quiet: float = 0.5, most: float = 5.0) -> None:
-    """Remove what a save that failed left.
+    """Remove what a failed save left.
 
-    Orbax gives up at the first error. Writes of other arrays, which nobody waits for any more, go on for a
-    while and make their folders anew.
+    Orbax gives up at the first error, but its writes of other arrays go on for a while and make their
+    folders again.
 
     Args:
         folder: of the checkpoints.
-        step: that was to be saved.
-        quiet: seconds in which nothing new has to appear.
-        most: seconds after which what is left stays, for the next start to clear.
+        step: of the failed save.
+        quiet: stop after so many seconds in which nothing new appeared.
+        most: stop after so many seconds in any case; the next start clears the rest.
     """
     begun = seen = time.monotonic()
     while (now := time.monotonic()) - seen < quiet and now - begun < most:
@@ -70,12 +70,12 @@ def clear_failed(folder: Path, step: int, *, quiet: float = 0.5, most: float = 5
 
 
 def move_aside(folder: Path, step: int, why: Literal["damaged", "undone"] = "damaged") -> Path:
-    """Free a checkpoint's name, and keep the files; the new path."""
+    """Rename a checkpoint so that its step can be saved again; returns the new path."""
     return (folder / str(step)).rename(free(folder / f"{step}.{why}"))
 
 
 def free(path: Path) -> Path:
-    """A path of this name, or of this with -2, -3, ... behind it, at which nothing is yet."""
+    """This path if nothing is there yet, else the first free one with -2, -3, ... appended."""
     tried, number = path, 1
     while tried.exists() or tried.is_symlink():
         number += 1
@@ -84,12 +84,12 @@ def free(path: Path) -> Path:
 
 
 def remove(path: Path) -> str | None:
-    """Delete a checkpoint; nobody sees it half deleted under its own name.
+    """Delete a checkpoint, renamed first so that it is never seen half deleted under its own name.
 
-    A link is deleted, and not what it points to.
+    Of a link, only the link is deleted.
 
     Returns:
-        What could not be deleted and why, in a line; None where nothing is left.
+        A line on what could not be deleted and why; None if all is gone.
     """
     gone, number = path, path.name.partition(".")[0]
     try:
@@ -100,7 +100,5 @@ def remove(path: Path) -> str | None:
         else:
             shutil.rmtree(gone)
     except OSError as error:
-        return (
-            f"{gone} cannot be deleted: {error.strerror or error}; it can go, and takes up space until then"
-        )
+        return f"{gone} cannot be deleted: {error.strerror or error}; delete it yourself to free its space"
     return None

@@ -1,4 +1,4 @@
-"""Saving while training goes on: Orbax writes, a thread seals, names and clears up."""
+"""Saves checkpoints beside training: Orbax writes, a thread adds the manifest, renames and cleans up."""
 
 import os
 import re
@@ -14,10 +14,10 @@ from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import RunError
 from zerojax.run.checkpoints import step_dirs
-from zerojax.run.checkpoints.canonical import to_natural
-from zerojax.run.checkpoints.manifest import Record, write_seal
+from zerojax.run.checkpoints.canonical import to_canonical
+from zerojax.run.checkpoints.manifest import Record, write_manifest
 from zerojax.run.checkpoints.retention import Retention
-from zerojax.run.checkpoints.select import sealed
+from zerojax.run.checkpoints.select import read_manifests
 from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.train.state import TrainState, check_there
 
@@ -25,7 +25,7 @@ from zerojax.train.state import TrainState, check_there
 class Checkpoints:
     """The checkpoints that a run writes.
 
-    In several processes all save together, to one file system; the first one seals and clears up.
+    All processes save together, to one file system; the first one writes manifests and cleans up.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Checkpoints:
         clock: Callable[[], float] = time.time,
         say: Callable[[str], object] = print,
     ) -> None:
-        """Take the folder over, and remove what a process that died there left half written.
+        """Remove what a dead process left half written.
 
         Args:
-            folder: of the checkpoints; made when the first is saved.
-            retention: what is kept; all by default.
-            start: the step that the run goes on from, which is saved already; None if it begins.
-            clock: Unix time, noted for people.
-            say: told, perhaps in another thread, what could not be deleted; saving goes on.
+            folder: of the checkpoints; created by the first save.
+            retention: which checkpoints to keep; all by default.
+            start: the step that the run resumes from, which is saved already; None for a new run.
+            clock: Unix time, for the manifest.
+            say: prints what could not be deleted, perhaps from another thread; saving goes on.
         """
         self._folder = folder
         self._retention = retention or Retention()
@@ -59,33 +59,31 @@ class Checkpoints:
                 say(line)
 
     def __enter__(self) -> Self:
-        """Nothing more to do."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Finish what is being written."""
         self.close()
 
     def save(self, step: int, state: TrainState, record: Record, *, despite_skips: bool = False) -> bool:
-        """Begin to save; returns when the arrays are copied: on the devices, or to the hosts.
+        """Start a save; returns when the arrays are copied, on the devices or to the hosts.
 
-        They stay on the devices until they are written if, at the first save, there is room for that beside
-        training. A step that was saved already is left as it is.
+        The copies stay on the devices until they are written if the devices had room for them beside
+        training at the first save. A step that was saved already is not saved again.
 
-        While steps are skipped nothing is saved: the update before the first of them may have broken the
-        weights, and the checkpoints from before it would have to make room. Save again after the next step.
+        While steps are skipped nothing is saved: the last update may have broken the weights, and a save
+        could push out the good checkpoints before it. Try again after the next step.
 
         Args:
             step: names the checkpoint.
-            state: what to save; may be donated as soon as this returns.
-            record: what to note with it.
-            despite_skips: save all the same, as an evaluation has shown that the weights are good.
+            state: may be donated as soon as this returns.
+            record: saved with it.
+            despite_skips: save even so, because an evaluation has shown that the weights are good.
 
         Returns:
-            Whether the step is saved, or was; False where it was skipped.
+            Whether the step is saved, now or before; False if steps are being skipped.
 
         Raises:
-            RunError: this or the save before failed, on a full disk perhaps; older ones are intact.
+            RunError: this or the previous save failed, perhaps on a full disk; older ones are intact.
             ZeroError: the state was donated.
         """
         check_there(state)
@@ -95,9 +93,9 @@ class Checkpoints:
             return False
         self.wait()
         draft = step_dirs.unfinished(self._folder, step)
-        if self._beside_training is None:  # later on, the peak has these copies in it
+        if self._beside_training is None:  # decided once: later peaks include these copies
             self._beside_training = fit_beside_training(state)
-        arrays = to_natural(state, on_host=not self._beside_training)
+        arrays = to_canonical(state, on_host=not self._beside_training)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with transfer_options(state, beside_training=self._beside_training):
@@ -109,12 +107,12 @@ class Checkpoints:
         return True
 
     def check(self) -> None:
-        """Notice, without waiting, that the save under way has failed; errors as `save`."""
+        """Raise if the save under way has failed, without waiting; errors as for ``save``."""
         if self._saving is not None and self._saving[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until what is being saved is complete; errors as `save`."""
+        """Wait until the save under way is complete; errors as for ``save``."""
         if self._saving is None:
             return
         (step, done), self._saving = self._saving, None
@@ -124,21 +122,21 @@ class Checkpoints:
             raise self._failure(step, error) from error
 
     def close(self) -> None:
-        """Wait, and end the thread; errors as `save`."""
+        """Wait, and end the thread; errors as for ``save``."""
         try:
             self.wait()
         finally:
             self._worker.shutdown()
 
     def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
-        """Wait for the files of all processes, seal them, name them, remove what is not kept."""
+        """Wait for the files of all processes, manifest them, name them, remove what is not kept."""
         writing.result()
         if jax.process_index() != 0:
             return
         draft = step_dirs.unfinished(self._folder, step)
-        write_seal(draft, step, self._clock(), record)
+        write_manifest(draft, step, self._clock(), record)
         draft.rename(self._folder / str(step))
-        for surplus in self._retention.surplus(sealed(self._folder)):
+        for surplus in self._retention.surplus(read_manifests(self._folder)):
             if (line := step_dirs.remove(self._folder / str(surplus))) is not None:
                 self._say(line)
 
@@ -151,7 +149,7 @@ class Checkpoints:
 
 
 def _reason(error: Exception) -> str:
-    """The system's own words where there are any: TensorStore wraps them in pages of context."""
+    """The operating system's message if there is one: TensorStore wraps it in pages of context."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if found := re.search(r"os_error_code='(\d+)'", str(error)):

@@ -1,9 +1,9 @@
-"""How arrays leave the devices for a checkpoint: beside the next steps where there is room, or at once.
+"""Transfers of a checkpoint's arrays to the host: beside the next steps if the devices have room, or at once.
 
-Orbax copies what it saves to host memory before its call returns, because the caller may overwrite it. What
-zerojax saves are copies of its own, so that can wait for the background, if the devices can hold them until
-then. Copies go to page-locked memory, several times faster than to other memory, in portions: it is slow to
-come by, and XLA limits how much a process has.
+By default Orbax copies arrays to host memory before its call returns, because the caller may overwrite them.
+zerojax saves copies of its own, so that transfer can run in the background if the devices can hold the copies
+until then. It goes to page-locked memory, which is several times faster, in portions, because such memory is
+slow to allocate and XLA limits how much a process has.
 """
 
 import math
@@ -17,46 +17,46 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from zerojax.errors import RunError
-from zerojax.run.checkpoints.canonical import abstract_natural
+from zerojax.run.checkpoints.canonical import abstract_canonical
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.state import TrainState
 
 PORTION = 2 << 30
-"""Bytes of a process that are on their way to a file at a time; an array of more goes alone."""
+"""Bytes per process in transfer at a time; a larger array goes alone."""
 
 
 class _InBackground(DefaultSerializationStatusCallback):
-    """Tells Orbax that no array has to be copied before its call returns."""
+    """Lets Orbax return before any array is copied."""
 
     def key_priority(self, _: object) -> TransferPriority:
         return TransferPriority.ASYNCHRONOUS_PRIORITIZED
 
 
 def fit_beside_training(state: TrainState) -> bool:
-    """Whether this process's devices can hold a second copy of a state beside what steps need at their peak.
+    """Whether this process's devices can hold a copy of the state beside the peak memory of its steps.
 
     Args:
-        state: of a run whose steps have run in this process: only then is their peak known.
+        state: of a run that has taken steps in this process: only then is the peak known.
 
     Returns:
-        True as well where a device does not tell how much memory it has, as CPUs do not.
+        True also for devices that do not report their memory, such as CPUs.
     """
     needed = sum(size for sizes in _sizes(state).values() for size in sizes)
     return needed <= _room([device.memory_stats() or {} for device in state.spec.mesh.local_devices])
 
 
 def _room(memories: list[dict[str, int]]) -> float:
-    """Bytes that were never in use, of the device that has fewest."""
+    """Bytes never used so far, on the device with the fewest."""
     known = [memory for memory in memories if "bytes_limit" in memory]
     return min((memory["bytes_limit"] - memory["peak_bytes_in_use"] for memory in known), default=math.inf)
 
 
 def transfer_options(state: TrainState, *, beside_training: bool) -> ocp.Context:
-    """What Orbax is told about the way to the host.
+    """Orbax's options for the transfer to the host.
 
     Args:
-        state: that is saved.
-        beside_training: copy portion by portion, in the background, each when the one before is written.
+        state: to save.
+        beside_training: copy in the background, each portion once the previous one is written.
     """
     pinned = on_gpus(state.spec.mesh.devices.flat)
     array_options = ocp.options.ArrayOptions(
@@ -71,16 +71,16 @@ def transfer_options(state: TrainState, *, beside_training: bool) -> ocp.Context
 
 
 def reserve_host_memory(state: TrainState) -> None:
-    """Let XLA lock the memory that saving a state will need, once and before a run begins.
+    """Allocate the page-locked memory that saves will need, once, before a run begins.
 
-    The driver lets nothing onto the GPUs meanwhile (seconds for some gigabytes), which training should not
-    have to wait for. Without GPUs there is nothing to do.
+    While the driver locks memory (seconds for some gigabytes) the GPUs stand still. Does nothing without
+    GPUs.
 
     Args:
         state: filled or abstract.
 
     Raises:
-        RunError: there is not so much, or XLA may not have it.
+        RunError: the memory is not there, or above XLA's limit.
     """
     mesh = state.spec.mesh
     if not on_gpus(mesh.devices.flat):
@@ -95,17 +95,19 @@ def reserve_host_memory(state: TrainState) -> None:
         jax.block_until_ready(jax.device_put(np.zeros(needed, np.uint8), on_host))
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
-            f"checkpoints need {needed / 1e9:.1f} GB of page-locked host memory for each process, which are "
-            "not to be had: let XLA have more by XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 by default), or start "
-            "more processes with fewer GPUs each"
+            f"cannot allocate {needed / 1e9:.1f} GB of page-locked host memory per process for checkpoints: "
+            "raise XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 by default), or start more processes with fewer "
+            "GPUs each"
         ) from error
 
 
 def _sizes(state: TrainState) -> dict[str, list[int]]:
-    """The bytes of a device's part of every array that a checkpoint has, by kind."""
+    """The bytes of one device's part of every array of a checkpoint, by kind."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
         assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    return {kind: [size(x) for x in jax.tree.leaves(tree)] for kind, tree in abstract_natural(state).items()}
+    return {
+        kind: [size(x) for x in jax.tree.leaves(tree)] for kind, tree in abstract_canonical(state).items()
+    }

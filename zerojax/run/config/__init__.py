@@ -1,4 +1,4 @@
-"""A run's settings: frozen dataclasses, read from TOML, never executed."""
+"""A run's settings: frozen dataclasses, read from TOML."""
 
 from zerojax.run.config.sections import (
     CheckpointSection,

@@ -1,25 +1,26 @@
 """The sections of a run's settings.
 
-Each class is one table of the TOML file and one group of command-line options (`--train.steps 5`);
-the `Attributes` text below is what `zerojax train --help` prints. Values that no machine could make
-sense of are refused here, before a device is touched; what depends on the devices (does the batch
-divide?) is checked where the devices are known.
+Each class is one table of the TOML file and one group of command-line options (``--train.steps 5``);
+``zerojax train --help`` prints the text of ``Attributes``. Values that are wrong on any machine raise a
+``ZeroError`` here that names the option, before devices are initialised; what depends on the devices (does
+the batch divide?) is checked later.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pallas_kernels import Format
 from zerojax.errors import ZeroError
 from zerojax.models.config import GPTConfig
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
 
-_MOST_STEPS = 1 << 24  # fp32, which schedules are computed in, counts no further
-_MOST_TOKENS = 1 << 31  # of a step: int32 counts them
+_MOST_STEPS = 1 << 24  # schedules are computed in fp32, which has no larger odd integers
+_MOST_TOKENS = 1 << 31  # per step: counted in int32
 
-Wire = Literal["compute", "fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2"]
+WireFormat = Literal["compute", Format]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -41,9 +42,9 @@ class TrainSection:
         eval_batches: Batches per evaluation, spread evenly over the validation split.
         max_skips: Stop after this many skipped steps in a row: with a non-finite loss or gradient, or a
             spike.
-        spike_deviations: A loss so many standard deviations above the mean of recent ones is a spike; 0 is
-            no such rule.
-        spike_window: How many losses are recent ones; until there are so many, nothing is a spike.
+        spike_deviations: A loss this many standard deviations above the mean of recent ones is a spike; 0
+            turns the rule off.
+        spike_window: Number of recent losses; until there are so many, no loss is a spike.
         on_spike: Skip the update of a step whose loss is a spike, or stop the run.
     """
 
@@ -60,11 +61,6 @@ class TrainSection:
     on_spike: Literal["skip", "stop"] = "skip"
 
     def __post_init__(self) -> None:
-        """Refuse counts that cannot be.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "train.{}".format)
         for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_batches"):
             _require(getattr(self, name) >= 1, f"train.{name} must be at least 1")
@@ -78,7 +74,7 @@ class TrainSection:
         _require(self.steps <= _MOST_STEPS, f"train.steps must be at most {_MOST_STEPS:,}")
         _require(
             self.batch_size * (self.sequence_length + 1) <= _MOST_TOKENS,
-            f"train.batch_size x train.sequence_length must be at most {_MOST_TOKENS:,} tokens a step",
+            f"train.batch_size x train.sequence_length must be at most {_MOST_TOKENS:,} tokens per step",
         )
         _require(
             self.batch_size % self.accumulate == 0,
@@ -93,9 +89,9 @@ class MixtureSource:
 
     Attributes:
         source: As data.source.
-        weight: Its share of the sequences, beside the weights of the others.
-        column: As data.column; by default that.
-        pattern: As data.pattern; by default that.
+        weight: Its share of the sequences, relative to the weights of the others.
+        column: As data.column, which is the default.
+        pattern: As data.pattern, which is the default.
     """
 
     source: str
@@ -104,16 +100,11 @@ class MixtureSource:
     pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an empty source and a weight that is no share.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "data.mixture: {}".format)
         _require(self.source != "", "data.mixture: a source is empty: name a file, folder, glob or 'stdlib'")
         _require(
             0 < self.weight < float("inf"),
-            f"data.mixture: the weight of {self.source!r} must be positive, and leave it out to do without",
+            f"data.mixture: the weight of {self.source!r} must be positive; leave the source out to drop it",
         )
 
 
@@ -125,15 +116,15 @@ class DataSection:
         source: "stdlib" (the Python standard library's own source code), or a file, folder or glob
             of plain text, JSON lines, Parquet or Arrow, or a folder that Hugging Face `datasets`
             saved, or a folder of tokens that an earlier run prepared (RUN/data).
-        mixture: Several sources with weights, in the place of `source`; in a file only.
+        mixture: Several sources with weights, instead of `source`; in a file only.
         pattern: Which files of a folder to read.
         column: Which column of JSON lines, Parquet and Arrow holds the text.
         tokenizer: "byte", or "bpe" (trained on the training split), or the path of a
             tokenizer.json.
         vocab_size: Vocabulary of a newly trained BPE.
         validation: Fraction of the documents held out for validation.
-        packing: "none" cuts all text into sequences, one document running on after another; "documents"
-            packs whole documents into sequences, and none sees another.
+        packing: "none" cuts the documents, joined, into sequences; "documents" packs whole documents into
+            sequences, within which they do not attend to each other.
         verify: Read the token files once at the start and compare their checksums.
     """
 
@@ -148,24 +139,19 @@ class DataSection:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse an empty source, a vocabulary without room for bytes, an impossible split.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "data.{}".format)
         _require(self.source != "", "data.source is empty: name a file, folder, glob or 'stdlib'")
         _require(
             not self.mixture or self.source == DataSection.source,
-            f"data.source {self.source!r} and data.mixture: add the one to the other",
+            f"data.source {self.source!r} and data.mixture exclude each other: add the source to the mixture",
         )
         _require(self.column != "", "data.column is empty: name the column that holds the text")
-        _require(self.vocab_size > 256, "data.vocab_size must exceed 256: all bytes, and merges")
+        _require(self.vocab_size > 256, "data.vocab_size must exceed the 256 bytes")
         _require(0.0 < self.validation < 1.0, "data.validation must lie between 0 and 1")
 
     @property
     def sources(self) -> tuple[MixtureSource, ...]:
-        """The sources of the mixture, or the one there is, each with its column and pattern."""
+        """The sources of the mixture, or the single one, each with its column and pattern."""
         return tuple(
             dataclasses.replace(one, column=one.column or self.column, pattern=one.pattern or self.pattern)
             for one in self.mixture or (MixtureSource(self.source),)
@@ -183,14 +169,13 @@ class OptimizerSection:
             over the last `decay_fraction` of the run; a straight line; or no decay.
         warmup_steps: Steps of linear warm-up; at most half of the run.
         final_fraction: Learning rate at the end, as a fraction of the peak.
-        decay_fraction: Part of the run that "wsd" decays in.
+        decay_fraction: Fraction of the run over which "wsd" decays.
         beta1: Decay of the first moment; momentum (sgd, and muon's matrices).
         beta2: Decay of the second moment; of the momentum (lion).
         eps: Added to the root of the second moment (adamw, nadamw, adopt, muon's other leaves).
         weight_decay: Decoupled weight decay, on leaves of two or more dimensions only.
         clip_norm: Largest global gradient norm; 0 does not clip.
-        ema_decay: Decay per step of an average of the weights, which `--ema` of other commands uses; 0
-            keeps none.
+        ema_decay: Decay per step of an average of the weights, for `--ema` of other commands; 0 keeps none.
     """
 
     name: Literal["adamw", "nadamw", "adopt", "lion", "muon", "sgd"] = "adamw"
@@ -207,11 +192,6 @@ class OptimizerSection:
     ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse rates and fractions outside their ranges.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "optimizer.{}".format)
         _require(self.learning_rate > 0, "optimizer.learning_rate must be positive")
         _require(self.eps > 0, "optimizer.eps must be positive")
@@ -228,9 +208,9 @@ class MeshSection:
     """The (node, local) mesh: `local` is the fast domain, `node` the slow one.
 
     Attributes:
-        nodes: Nodes; 0 takes one per process, or one in all where there is one process.
-        local: Devices per node; 0 takes all the devices of a node.
-        emulate: On CPU, split the host into nodes x local devices that act as the cluster.
+        nodes: Nodes; 0 takes one per process.
+        local: Devices per node; 0 takes all devices of a node.
+        emulate: On CPU, split the host into nodes x local devices that emulate the cluster.
     """
 
     nodes: int = 0
@@ -238,41 +218,36 @@ class MeshSection:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse negative sizes, and an emulation of nothing in particular.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "mesh.{}".format)
         _require(self.nodes >= 0, "mesh.nodes must be 0 (from the processes) or more")
         _require(self.local >= 0, "mesh.local must be 0 (all the devices of a node) or more")
         _require(
             not self.emulate or (self.nodes > 0 and self.local > 0),
-            "mesh.emulate needs mesh.nodes and mesh.local: how many devices shall act?",
+            "mesh.emulate needs mesh.nodes and mesh.local, the numbers of devices to emulate",
         )
         most = MOST_EMULATED if self.emulate else MOST_DEVICES
         _require(
             max(self.nodes, 1) * max(self.local, 1) <= most,
             f"mesh.nodes {self.nodes} x mesh.local {self.local}: at most {most:,} devices"
-            f"{' are emulated' * self.emulate}",
+            f"{' can be emulated' * self.emulate}",
         )
 
 
 @dataclass(frozen=True)
 class ZeroSection:
-    """How the state is sharded and what crosses the wire.
+    """How the state is sharded and what is sent.
 
-    `preset` chooses everything; each other option, when given, overrides the preset. A wire format
-    of "compute" sends the compute dtype.
+    `preset` sets everything; each other option given overrides the preset. The wire format "compute" sends
+    the compute dtype.
 
     Attributes:
         preset: "zero3" is exact, "zero++" as published, "delta" sends less than either.
         stage: ZeRO stage 0, 1, 2 or 3.
         compute_dtype: Dtype of the forward and backward pass: bfloat16 (bf16) or float32 (fp32).
-        remat: What the backward pass computes again.
+        remat: What the backward pass recomputes.
         accumulate_order: Micro-batches one by one through the whole model ("depth"), or all through each
-            layer before the next ("breadth"): what is sent is sent once a step, beside compute, and
-            activations of all micro-batches are kept.
+            layer before the next ("breadth"), which communicates once per step, beside compute, and keeps
+            the activations of all micro-batches.
         weights: Wire format of the weights between nodes.
         weights_delta: Send the change of the weights instead of the weights.
         delta_resync: Steps between full-precision resynchronisations; 0 is never.
@@ -280,14 +255,14 @@ class ZeroSection:
         hpz: Keep a secondary copy of the weights in each node for the backward pass.
         grads: Wire formats of the gradients inside a node and between nodes.
         grads_hops: Reduce gradients in 1 or 2 hops.
-        grad_sync: Cross the nodes at each micro-batch, or once a step.
+        grad_sync: Reduce gradients between nodes for each micro-batch, or once per step.
         block_size: Elements that share a quantization scale; best a divisor of the model's width.
-        rounding: Rounding of what is sent.
+        rounding: Rounding of gradients before they are sent.
         rotation: Width of the Hadamard rotation before encoding; 0 is none.
-        error_feedback: Add what rounding left out to the next step's gradient.
+        error_feedback: Add the rounding error to the next step's gradient.
         chunks: Pieces that the gradient hops are cut into, so that the two overlap.
         precise: Pairs of a path pattern and a wire format: weights and gradients whose path matches
-            never travel in fewer bits.
+            are never sent in fewer bits.
     """
 
     preset: str = "zero3"
@@ -295,12 +270,12 @@ class ZeroSection:
     compute_dtype: str | None = None
     remat: Literal["full", "attention", "none"] | None = None
     accumulate_order: Literal["depth", "breadth"] | None = None
-    weights: Wire | None = None
+    weights: WireFormat | None = None
     weights_delta: bool | None = None
     delta_resync: int | None = None
-    local_weights: Wire | None = None
+    local_weights: WireFormat | None = None
     hpz: bool | None = None
-    grads: tuple[Wire, Wire] | None = None
+    grads: tuple[WireFormat, WireFormat] | None = None
     grads_hops: int | None = None
     grad_sync: Literal["micro", "step"] | None = None
     block_size: int | None = None
@@ -308,14 +283,9 @@ class ZeroSection:
     rotation: int | None = None
     error_feedback: bool | None = None
     chunks: int | None = None
-    precise: tuple[tuple[str, Wire], ...] | None = None
+    precise: tuple[tuple[str, WireFormat], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an unknown dtype, and call the others by one name.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         if self.compute_dtype is not None:
             name = dtype_name(self.compute_dtype, "zero.compute_dtype", tuple(COMPUTE_FORMAT))
             object.__setattr__(self, "compute_dtype", name)
@@ -345,13 +315,13 @@ class CheckpointSection:
 
     Attributes:
         every: Steps between checkpoints; 0 saves at the end only, or by `minutes`.
-        minutes: Also save when the last checkpoint is so many minutes old; 0 does not.
-        keep: How many checkpoints to keep, the newest; 2 at least.
-        keep_every: Keep also those at multiples of so many steps; 0 keeps none for that.
-        keep_best: Keep also so many with the lowest validation loss, of those saved at a step that
+        minutes: Also save when the last checkpoint is this many minutes old; 0 does not.
+        keep: How many of the newest checkpoints to keep, at least 2.
+        keep_every: Also keep those at multiples of this many steps; 0 keeps none.
+        keep_best: Also keep this many with the lowest validation loss, of those saved at a step that
             measured it.
-        keep_minutes: Keep also those of the last so many minutes of training.
-        verify: Read a checkpoint's every byte and compare checksums before going on from it; without,
+        keep_minutes: Also keep those of the last so many minutes of training.
+        verify: Read every byte of a checkpoint and compare checksums before resuming from it; otherwise
             only names and sizes of its files are compared.
     """
 
@@ -364,11 +334,6 @@ class CheckpointSection:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a negative interval and keeping nothing.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "checkpoint.{}".format)
         _require(self.every >= 0, "checkpoint.every must be 0 (at the end only) or more")
         _require(self.keep >= 1, "checkpoint.keep must be at least 1")
@@ -378,15 +343,15 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """What the processes of a run expect of each other; docs/clusters.md says what happens else.
+    """Timeouts of the processes of a run; docs/clusters.md says what happens at each.
 
     Attributes:
         join_timeout: Seconds that a process waits for the others at the start.
         peer_timeout: Seconds of silence after which a process counts as lost, and the others end.
-        insecure: Go without a token (ZEROJAX_JOB_TOKEN) where anybody on the network can reach process 0.
-        step_factor: A step that takes so many times the median of recent ones is ended; 0 waits for ever.
-        step_timeout: Seconds that a step may always take, whatever the others took.
-        phase_timeout: Seconds for what is no step: compiling, an evaluation, a checkpoint; 0 is any.
+        insecure: Run without a token (ZEROJAX_JOB_TOKEN) even if the network can reach process 0.
+        step_factor: End the run when a step takes this many times the median of recent ones; 0 never does.
+        step_timeout: Seconds that a step may always take, whatever the median.
+        phase_timeout: Seconds for compilation, an evaluation or a checkpoint; 0 is no limit.
     """
 
     join_timeout: float = 300.0
@@ -397,11 +362,6 @@ class ClusterSection:
     phase_timeout: float = 3600.0
 
     def __post_init__(self) -> None:
-        """Refuse times that have passed before anything has begun.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "cluster.{}".format)
         for name in ("join_timeout", "peer_timeout"):
             _require(getattr(self, name) >= 1, f"cluster.{name} must be at least 1 second")
@@ -411,11 +371,11 @@ class ClusterSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    """What a person sees. `metrics.jsonl` always has every step.
+    """Progress lines and trackers; `metrics.jsonl` always has every step.
 
     Attributes:
-        every: Steps between plain progress lines, where there is no terminal.
-        trackers: Who else is told: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
+        every: Steps between plain progress lines, if there is no terminal.
+        trackers: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
         project: Project of Weights & Biases, experiment of MLflow.
     """
 
@@ -424,11 +384,6 @@ class LogSection:
     project: str = "zerojax"
 
     def __post_init__(self) -> None:
-        """Refuse an interval below one step, a tracker twice, a project without a name.
-
-        Raises:
-            ZeroError: naming the option.
-        """
         check_numbers(self, "log.{}".format)
         _require(self.every >= 1, "log.every must be at least 1")
         _require(
@@ -440,7 +395,7 @@ class LogSection:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run; what `zerojax train` reads from TOML and its command line."""
+    """All settings of a run, as `zerojax train` reads them from TOML and the command line."""
 
     train: TrainSection = field(default_factory=TrainSection)
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -453,15 +408,10 @@ class RunConfig:
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
-        """Refuse a sequence that the model cannot take, and a best checkpoint that nothing tells.
-
-        Raises:
-            ZeroError: naming both options.
-        """
         _require(
             self.checkpoint.keep_best == 0 or self.train.eval_every > 0,
-            "checkpoint.keep_best goes by the validation loss: set train.eval_every, and checkpoint.every "
-            "to a multiple of it",
+            "checkpoint.keep_best needs validation losses: set train.eval_every, and checkpoint.every to a "
+            "multiple of it",
         )
         _require(
             self.train.sequence_length <= self.model.max_seq_len,

@@ -1,6 +1,6 @@
-"""From a TOML file to a `RunConfig` and back, with errors a person can act on.
+"""Reads and writes a ``RunConfig`` as TOML, with errors that say what to change.
 
-TOML is data: nothing in a file is ever executed, imported or expanded.
+TOML is data: nothing in a file is executed, imported or expanded.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from zerojax.validation.untrusted import parse_toml, printable, short
 
 
 class ConfigError(ZeroError):
-    """A settings file that cannot be used; the message names the file, the key and the way out."""
+    """A settings file cannot be used; the message names the file, the key and the way out."""
 
 
 def find_config(name: str) -> Path:
-    """The file of a config given as a path, or by the bare name of one that comes with zerojax.
+    """The file of a config, given by its path or by a bare name.
 
-    A bare name such as `gpt-tiny` is looked for as `./gpt-tiny.toml`, `./configs/gpt-tiny.toml` and
-    beside the package's own sources.
+    A bare name such as ``gpt-tiny`` is looked up as ``./gpt-tiny.toml``, ``./configs/gpt-tiny.toml`` and
+    among the configs that come with zerojax.
 
     Raises:
-        ConfigError: there is no such file; lists the names there are.
+        ConfigError: there is no such file; lists the known names.
     """
     path = Path(name)
     if path.suffix == ".toml" or len(path.parts) > 1:
@@ -47,7 +47,7 @@ def load_config(path: Path | str) -> RunConfig:
     """Read a TOML file.
 
     Raises:
-        ConfigError: not readable, not TOML, an unknown key, a value of the wrong type or range.
+        ConfigError: it is not readable, not TOML, or has an unknown key or a value of wrong type or range.
     """
     path = Path(path)
     try:
@@ -60,17 +60,17 @@ def load_config(path: Path | str) -> RunConfig:
 
 
 def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
-    """Build a `RunConfig` from nested dicts, as TOML and JSON give them.
+    """Build a ``RunConfig`` from nested dicts, as of TOML and JSON.
 
     Args:
-        data: section -> key -> value; a missing key takes its default.
-        origin: where it came from, for the error messages.
+        data: section -> key -> value; missing keys take their defaults.
+        origin: of the data, for error messages.
 
     Raises:
-        ConfigError: naming `origin`, the key and the nearest valid one.
+        ConfigError: naming ``origin``, the key and the nearest valid one.
     """
     _check_table(RunConfig, data, origin, ())
-    # TOML's `1` is a good learning rate; its list is our tuple.
+    # Accept a TOML integer for a float, and turn lists into tuples.
     hooks = {float: lambda value: float(value) if type(value) is int else value}
     try:
         return dacite.from_dict(RunConfig, _tuples(data), dacite.Config(strict=True, type_hooks=hooks))
@@ -84,12 +84,12 @@ def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
 
 
 def config_to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """The inverse of `config_from_dict`; options that are None (not given) are left out."""
+    """The inverse of ``config_from_dict``; options that are None are left out."""
     return _plain(dataclasses.asdict(config))
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as TOML text that `load_config` reads back to an equal one."""
+    """The config as TOML text; ``load_config`` returns an equal config."""
     return tomli_w.dumps(config_to_dict(config))
 
 
@@ -109,12 +109,12 @@ def _check_table(cls: Any, data: Any, origin: str, path: tuple[str, ...]) -> Non
             for table in value:
                 _check_table(typing.cast(type, parts[0]), table, origin, (*path, key))
         elif isinstance(value, bool) and bool not in (kind, *parts):
-            # Python's bool is an int; a TOML `true` where a number belongs is a mistake.
+            # In Python bool is a subclass of int, but a TOML ``true`` in place of a number is a mistake.
             raise ConfigError(f"{origin}: {dotted} = {str(value).lower()} should be {_type_name(kind)}")
 
 
 def _suggest_key(dotted: str) -> str:
-    """The nearest valid key: of that section, or of the same name in another one."""
+    """A suggestion of the nearest valid key: in this section, or of the same name in another."""
     section, _, key = dotted.rpartition(".")
     sections = typing.get_type_hints(RunConfig)
     keys = {name: [f.name for f in dataclasses.fields(cls)] for name, cls in sections.items()}
@@ -137,7 +137,7 @@ def _look_up(data: Any, dotted: str | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, and no None: what TOML and JSON can say."""
+    """Lists instead of tuples, without None, as TOML and JSON need it."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if item is not None}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -150,7 +150,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _type_name(kind: Any) -> str:
-    """A type as a person would say it: "a whole number", "one of full, attention, none"."""
+    """A type in words: "a whole number", "one of full, attention, none"."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(str(argument) for argument in arguments)

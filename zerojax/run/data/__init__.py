@@ -8,12 +8,12 @@ from zerojax.run.data.batches import (
     make_rows,
     validation_batches,
 )
-from zerojax.run.data.dataset import Dataset, Part, is_prepared, open_dataset, open_tokenizer
+from zerojax.run.data.dataset import Dataset, DatasetPart, is_prepared, open_dataset, open_tokenizer
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows, best_fit
 from zerojax.run.data.prepare import prepare
-from zerojax.run.data.source import Source, open_source
+from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from zerojax.run.data.tokens import Header, TokenFile, TokenWriter, open_tokens
@@ -24,13 +24,13 @@ __all__ = [
     "ByteTokenizer",
     "DataError",
     "Dataset",
+    "DatasetPart",
     "Document",
     "Header",
     "PackedRows",
-    "Part",
     "Rows",
     "Shares",
-    "Source",
+    "TextSource",
     "TokenFile",
     "TokenWriter",
     "Tokenizer",

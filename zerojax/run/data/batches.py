@@ -1,7 +1,7 @@
 """Batches of rows of tokens, in an order that depends on the seed and the step alone.
 
-The global batch of step s is the same however many processes there are: each reads its own rows of
-it. So a run's position is one number, and a run may go on with another number of processes.
+The global batch of a step is the same for any number of processes; each reads its own rows of it. So a
+run's position is one number, and a run can resume with another number of processes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,21 +28,21 @@ class Rows(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Row:
-        """Row `index`."""
+        """Row ``index``."""
         ...
 
 
 class Windows:
     """A token file as a random-access sequence of {"tokens": int32 [T + 1]}; neighbours share a token.
 
-    Window i starts at token i*T, so that every token but the first is predicted exactly once.
+    Window i starts at token i T, so every token but the first is predicted exactly once.
     """
 
     def __init__(self, file: TokenFile, length: int) -> None:
-        """Cut `file` into windows that predict `length` tokens each.
+        """Cut ``file`` into windows that predict ``length`` tokens each.
 
         Raises:
-            DataError: the file holds fewer than one.
+            DataError: the file is shorter than one window.
         """
         self._tokens = file.tokens
         self._length = length
@@ -54,17 +54,15 @@ class Windows:
             )
 
     def __len__(self) -> int:
-        """Number of windows."""
         return self._count
 
     def __getitem__(self, index: int) -> Row:
-        """Window `index`."""
         start = index * self._length
         return {"tokens": np.asarray(self._tokens[start : start + self._length + 1], np.int32)}
 
 
 def make_rows(file: TokenFile, length: int, packing: str) -> Rows:
-    """The rows of a token file: `Windows` for packing "none", `PackedRows` for "documents".
+    """The rows of a token file: ``Windows`` for packing "none", ``PackedRows`` for "documents".
 
     Raises:
         DataError: the file is too short for one.
@@ -87,17 +85,17 @@ class TrainBatches(Iterator[Batch]):
     ) -> None:
         """Start at the first batch.
 
-        Of each source every row is seen once before any is seen again, in an order drawn anew each time;
-        the sources take turns by their weights, so that a small one may be in its tenth round where a
-        large one is in its first.
+        Every row of a source is seen once before any is seen again, in a new order each time. The sources
+        take turns by their weights, so a small one may be in its tenth epoch when a large one is in its
+        first.
 
         Args:
             sources: the rows of the training split of each source.
             batch_size: rows of the global batch.
             seed: of the order.
             weights: of the sources.
-            process: which of the `processes` this is; it gets rows [process*b, (process+1)*b).
-            processes: how many share the batch; must divide it.
+            process: index of this process, which gets rows [process * b, (process + 1) * b).
+            processes: that share the batch; must divide it.
 
         Raises:
             DataError: the batch does not divide.
@@ -117,7 +115,7 @@ class TrainBatches(Iterator[Batch]):
             return stack_rows([cast(Row, shuffled[source][index]) for source, index in places])
 
         steps = grain.MapDataset.range(2**62 // batch_size).map(load)
-        # Two threads and a few batches ahead: reading must not compete with the step for cores.
+        # Two threads, a few batches ahead: reading must not compete with the step for cores.
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
         self._iterator = iter(steps.to_iter_dataset(options))
         self._batch_size = batch_size
@@ -125,20 +123,20 @@ class TrainBatches(Iterator[Batch]):
         self._sizes = [len(source) for source in sources]
 
     def __next__(self) -> Batch:
-        """The next batch: {"tokens": int32 [rows, T + 1]}, packed with "segments" of the same shape."""
+        """The next batch: {"tokens": int32 [rows, T + 1]}, and "segments" of the same shape if packed."""
         return next(self._iterator)
 
     def rounds(self, step: int) -> list[float]:
-        """How often the first `step` global batches have gone through each source."""
+        """How often the first ``step`` global batches have gone through each source."""
         taken = self._shares.taken(step * self._batch_size)
         return [count / size for count, size in zip(taken, self._sizes, strict=True)]
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as JSON-able data: `set_state` goes back to it, to the same next batch."""
+        """The position as JSON-able data, for ``set_state``."""
         return self._iterator.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that `get_state` gave."""
+        """Go to a position that ``get_state`` returned; the next batch is the same as it was there."""
         self._iterator.set_state(state)
 
     def close(self) -> None:
@@ -155,15 +153,15 @@ def validation_batches(
     process: int = 0,
     processes: int = 1,
 ) -> list[Batch]:
-    """The fixed batches that every evaluation uses, spread evenly over the validation splits.
+    """The fixed batches of every evaluation, spread evenly over the validation splits.
 
     Args:
         sources: the rows of the validation split of each source.
         batch_size: rows of the global batch.
-        batches: how many are wanted; fewer when the splits have too few rows for so many.
-        weights: of the sources, in the batches as in training.
-        process: which of the `processes` this is.
-        processes: how many share each batch.
+        batches: the most to return; fewer if the splits have too few rows.
+        weights: of the sources, as in training.
+        process: index of this process.
+        processes: that share each batch.
 
     Raises:
         DataError: the splits do not fill one batch.
@@ -175,7 +173,7 @@ def validation_batches(
     if not count:
         sizes = " + ".join(str(len(source)) for source in sources)
         raise DataError(
-            f"the validation split has {sizes} sequences, and a batch takes "
+            f"the validation split has {sizes} sequences, but a batch takes "
             f"{' + '.join(map(str, shares.taken(batch_size)))}: raise data.validation, lower "
             "train.batch_size, or bring more text"
         )
@@ -199,5 +197,5 @@ def stack_rows(rows: Sequence[Row]) -> Batch:
 
 
 def _seed_of(seed: int, source: int) -> int:
-    """A seed of each source's own, so that two sources of one size are not shuffled alike."""
+    """A seed per source, so that two sources of one size are shuffled differently."""
     return seed if source == 0 else int(np.random.SeedSequence((seed, source)).generate_state(1)[0])

@@ -1,4 +1,4 @@
-"""What a run learns from: the token files of each source, opened."""
+"""The dataset of a run: the token files of each source, opened."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """The tokens of one source.
 
     Attributes:
         source: its name in the settings.
-        weight: its share of the sequences, beside the weights of the others.
+        weight: of the source in the mixture.
         train: the training split.
         validation: documents that training never sees.
     """
@@ -36,14 +36,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokens to learn from and tokens to check with.
+    """Tokens for training and for validation.
 
     Attributes:
-        parts: the sources, one or more.
-        tokenizer: what made the tokens.
+        parts: one per source.
+        tokenizer: that made the tokens.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[DatasetPart, ...]
     tokenizer: Tokenizer
 
     @property
@@ -53,13 +53,13 @@ class Dataset:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text that a validation token stands for, on average over the mixture."""
+        """Bytes of text per validation token, averaged over the mixture."""
         headers = [part.validation.header for part in self.parts]
         ratios = [header.text_bytes / header.tokens for header in headers]
         return float(np.average(ratios, weights=self.weights))
 
     def account(self, rounds: Sequence[float]) -> list[dict[str, Any]]:
-        """What each source holds, and how often training has gone through it, as JSON-able data."""
+        """The size of each source and how often training has gone through it, as JSON-able data."""
         return [
             {
                 "source": part.source,
@@ -86,12 +86,12 @@ def is_prepared(folder: Path) -> bool:
 
 
 def part_folders(settings: DataSection, folder: Path) -> list[Path]:
-    """Where the tokens of each source lie: in the sources, where these are such folders, else in `folder`.
+    """The folder of each source's tokens: the source itself if it is prepared, else in ``folder``.
 
-    Those of a mixture lie in folders by number.
+    The tokens of a mixture are in numbered folders.
 
     Raises:
-        DataError: only some of the sources are folders of tokens, or one holds the tokens of a mixture.
+        DataError: only some of the sources are prepared, or one holds the tokens of a mixture.
     """
     sources = [Path(one.source).expanduser() for one in settings.sources]
     for source in sources:
@@ -113,10 +113,10 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
 
 
 def open_dataset(settings: DataSection, folder: Path) -> Dataset:
-    """Open what `prepare` wrote, or, where the sources are such folders themselves, those.
+    """Open what ``prepare`` wrote, or the sources themselves if they are prepared.
 
     Raises:
-        DataError: missing or damaged files, or tokens by several tokenizers.
+        DataError: files are missing or damaged, or the tokens are by several tokenizers.
     """
     folders = part_folders(settings, folder)
     tokenizer = load_tokenizer(folders[0] / TOKENIZER)
@@ -134,29 +134,29 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
                 f"{folders[0] / TOKENIZER}: damaged, or not the one that made the tokens in {place}: wrong "
                 "checksum; delete the damaged folder to prepare the data again"
             )
-        parts.append(Part(one.source, one.weight, train, validation))
+        parts.append(DatasetPart(one.source, one.weight, train, validation))
     return Dataset(tuple(parts), tokenizer)
 
 
 def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
-    """The tokenizer of a run: what made its tokens or, where there are none yet, will make them.
+    """The tokenizer that made the tokens of a run, or that will make them.
 
     Raises:
-        DataError: it is to be trained on the data, which are not prepared yet; or its file is gone.
+        DataError: it is trained on the data, which are not prepared yet; or its file is gone.
     """
     place = part_folders(settings, folder)[0]
     if is_prepared(place):
         return load_tokenizer(place / TOKENIZER)
     if settings.tokenizer == "bpe":
-        raise DataError("data.tokenizer = 'bpe' is trained on the data, and they are not prepared yet")
+        raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")
     return make_tokenizer(settings, iter(()))
 
 
 def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
-    """The tokenizer that the settings ask for, trained on `texts` where it is to be trained.
+    """The tokenizer of the settings, trained on ``texts`` if it is "bpe".
 
     Raises:
-        DataError: there is no such file, or it is no tokenizer.
+        DataError: there is no such file, or it is not a tokenizer.
     """
     if settings.tokenizer == "byte":
         return ByteTokenizer()
@@ -169,6 +169,6 @@ def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
 
 
 def tokenizer_checksum(folder: Path) -> int:
-    """Of the tokenizer's file in a folder; 0 where there is none, as for bytes."""
+    """CRC-32 of the tokenizer's file in a folder; 0 if there is none, as for bytes."""
     path = folder / TOKENIZER
     return zlib.crc32(path.read_bytes()) if path.exists() else 0

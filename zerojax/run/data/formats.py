@@ -1,6 +1,6 @@
-"""From a file to its documents: plain text, JSON lines, Parquet and Arrow, a few rows in memory at a time.
+"""Reads documents from files: plain text, JSON lines, Parquet and Arrow, a few rows in memory at a time.
 
-Files are data. Nothing in one is executed, imported or unpickled, and no path in one is followed.
+Files are data: nothing in them is executed, imported or unpickled, and no path in them is followed.
 """
 
 import gzip
@@ -19,7 +19,7 @@ from zerojax.errors import ZeroError
 from zerojax.validation.untrusted import short
 
 LONGEST_LINE = 1 << 28
-"""The longest line of a JSON file, in bytes once decompressed; a small archive can hold a huge one."""
+"""The longest line of a JSON file, in decompressed bytes; a small archive could hold a huge one."""
 
 _ROWS = 1024
 _PIECES = 64
@@ -29,16 +29,16 @@ _COLUMNAR = (".parquet", ".arrow")
 
 
 class DataError(ZeroError):
-    """A text source or token file that cannot be used; the message names it and the way out."""
+    """A text source or a token file cannot be used; the message names it and the way out."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and where it stands.
+    """A text and its origin.
 
     Attributes:
         place: for messages: a file, "FILE:LINE" or "FILE row ROW"; lines count from 1, rows from 0.
-        text: its bytes; UTF-8, except that a plain text file may hold anything.
+        text: its bytes; UTF-8, but those of a plain text file may be anything.
     """
 
     place: str
@@ -46,21 +46,21 @@ class Document:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file's name says that it holds rows: JSON lines, Parquet or Arrow."""
+    """Whether a file holds rows, by its name: JSON lines, Parquet or Arrow."""
     return _lines_suffix(path) is not None or path.suffix.lower() in _COLUMNAR
 
 
 def read_documents(path: Path, column: str) -> Iterator[Document]:
-    """The documents of a file, empty ones left out.
+    """The non-empty documents of a file.
 
     Args:
         path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow (both layouts of Arrow's IPC);
             anything else is one document of plain text.
-        column: which column or key of a row holds the text.
+        column: column or key of a row that holds the text.
 
     Raises:
-        DataError: the file is damaged, a row has no such column or no text in it, or what reads this
-            format is not installed; names the file and the row.
+        DataError: the file is damaged, a row has no such column or no text in it, or the format's reader is
+            not installed; names the file and the row.
     """
     if _lines_suffix(path) is not None:
         documents = _json_documents(path, column)
@@ -75,7 +75,7 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
 
 
 def cut_document(path: Path) -> Iterator[Document]:
-    """A lone text file as some 64 documents, cut at line ends, so that a part of it can be held out.
+    """A single text file as about 64 documents, cut at line ends, so that some of them can be held out.
 
     Raises:
         DataError: the file cannot be read.
@@ -96,7 +96,7 @@ def cut_document(path: Path) -> Iterator[Document]:
 
 
 def _lines_suffix(path: Path) -> str | None:
-    """The compression (or "") of a file of JSON lines; None for other files."""
+    """The suffix of the compression of JSON lines, "" if there is none; None for other files."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSED else ""
     return packed if suffixes and suffixes[-1] in _LINES else None
@@ -133,7 +133,7 @@ def _json_text(line: bytes, column: str, place: str) -> bytes:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a {type(row).__name__}, where a JSON object belongs")
+        raise DataError(f"{place}: a {type(row).__name__} instead of a JSON object")
     if column not in row:
         raise _no_column(place, column, list(row))
     if not isinstance(row[column], str):
@@ -142,7 +142,7 @@ def _json_text(line: bytes, column: str, place: str) -> bytes:
         return row[column].encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: half of a surrogate pair at character {error.start}: no Unicode text"
+            f"{place}: not valid Unicode: half of a surrogate pair at character {error.start}"
         ) from error
 
 
@@ -168,7 +168,7 @@ def _arrow_documents(path: Path, column: str) -> Iterator[Document]:
 
 
 def _record_batches(arrow: ModuleType, file: Any, column: str, path: Path) -> Iterator[Any]:
-    """The batches of an Arrow file in either layout of the IPC format; `datasets` writes streams."""
+    """The batches of an Arrow file, in either layout of the IPC format; ``datasets`` writes streams."""
     magic = file.read(6)
     file.seek(0)
     if magic == b"ARROW1":
@@ -219,7 +219,7 @@ def _no_column(place: str, column: str, columns: list[str]) -> DataError:
 
 
 def _no_text(place: str, column: str, kind: str) -> DataError:
-    return DataError(f"{place}: column {column!r} is {kind}, no text: set data.column, or clean the data")
+    return DataError(f"{place}: column {column!r} is {kind}, not text: set data.column, or clean the data")
 
 
 def _pyarrow(path: Path) -> ModuleType:
@@ -227,13 +227,13 @@ def _pyarrow(path: Path) -> ModuleType:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        raise DataError(f"{path}: pyarrow reads this format: pip install 'zerojax[data]'") from error
+        raise DataError(f"{path}: this format needs pyarrow: pip install 'zerojax[data]'") from error
     return pyarrow
 
 
 @contextmanager
 def _readable(path: Path, arrow: ModuleType | None = None) -> Iterator[None]:
-    """Turn what readers raise on a damaged or unreadable file into a `DataError`."""
+    """Turn what readers raise on a damaged or unreadable file into a ``DataError``."""
     damage = (EOFError, zlib.error) if arrow is None else (EOFError, arrow.ArrowException)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which source each row of a mixture comes from: a function of the row's number and the weights alone."""
+"""The source of each row of a mixture, a function of the row's index and the weights alone."""
 
 import math
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from fractions import Fraction
 
 
 class Shares:
-    """Rows dealt out to sources in proportion to their weights.
+    """Rows interleaved from sources in proportion to their weights.
 
-    Of any first k rows each source has its share of k, give or take the number of sources: the order is
-    no draw, and its proportions are exact. It is that of `grain.MapDataset.mix`, with any weights.
+    Of the first k rows, each source has its share of k to within the number of sources. The order is
+    deterministic, that of ``grain.MapDataset.mix``, but takes any weights.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -19,7 +19,7 @@ class Shares:
         self._shares = [int(weight * scale) for weight in exact]
 
     def taken(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows come from each source."""
+        """How many of the first ``rows`` rows come from each source."""
         counts, left = [], sum(self._shares)
         for share in self._shares:
             others = rows * (left - share) // left
@@ -28,7 +28,7 @@ class Shares:
         return counts
 
     def place(self, row: int) -> tuple[int, int]:
-        """The source of a row, and how many rows of that source went before it."""
+        """The source of a row, and its index in that source."""
         before, after = self.taken(row), self.taken(row + 1)
         source = next(i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a > b)
         return source, before[source]

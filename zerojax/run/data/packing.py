@@ -1,7 +1,7 @@
-"""Documents packed into rows, whole where they fit: best-fit decreasing, as in Ding et al., 2024.
+"""Documents packed into rows, whole if they fit, by best-fit decreasing.
 
-"Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), section 3: documents longer than a row are
-cut to rows; then, longest first, each piece goes to the fullest row that still has room for it.
+Ding et al., 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), section 3: documents
+longer than a row are cut to rows; then, longest first, each piece goes to the fullest row with room for it.
 """
 
 import numpy as np
@@ -10,20 +10,20 @@ from jaxtyping import Int, Int32, Int64
 from zerojax.run.data.tokens import TokenFile
 
 PADDING = -1
-"""The token of a place that nothing was packed into; `zerojax.models.lm_loss` does not count it."""
+"""The token of unused positions; ``zerojax.models.lm_loss`` does not count it."""
 
 
 class PackedRows:
     """A token file as a random-access sequence of rows of whole documents, or of pieces of long ones.
 
     A row is {"tokens": int32 [T + 1], "segments": int32 [T + 1]}. Segments are 1 for the first document of
-    the row, 2 for the next, and 0 where nothing is left. A document stands between the tokens that begin
-    and end a text; where that takes more than T + 1 places, it is cut into pieces of T + 1 that share a
-    token with the next. So every token of it but the first is predicted exactly once.
+    the row, 2 for the next, and 0 for padding. A document includes the tokens that begin and end a text; if
+    it is longer than T + 1, it is cut into pieces of T + 1 that share a token with the next, so that each of
+    its tokens but the first is predicted exactly once.
     """
 
     def __init__(self, file: TokenFile, length: int) -> None:
-        """Plan the rows of `file`, T = `length`; the plan keeps about 16 bytes of memory a document."""
+        """Plan rows of T = ``length``; the plan takes about 16 bytes of memory per document."""
         starts, sizes = _pieces(file, length)
         rows = best_fit(sizes, length + 1)
         order = np.argsort(rows, kind="stable")
@@ -34,11 +34,9 @@ class PackedRows:
         self._firsts = np.searchsorted(rows[order], np.arange(rows.max() + 2))
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._firsts) - 1
 
     def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, " length_plus_1"]]:
-        """Row `index`."""
         mine = slice(self._firsts[index], self._firsts[index + 1])
         tokens = np.full(self._length + 1, PADDING, np.int32)
         segments = np.zeros(self._length + 1, np.int32)
@@ -52,12 +50,12 @@ class PackedRows:
 
 
 def best_fit(sizes: Int[np.ndarray, " pieces"], capacity: int) -> Int32[np.ndarray, " pieces"]:
-    """Give every piece a row: longest first, each to the fullest row that has room, else to a new one.
+    """Assign pieces to rows: longest first, each to the fullest row with room, else to a new one.
 
-    All pieces of one size are placed at once, so that the time grows with the number of different sizes.
+    All pieces of one size are placed at once, so the time grows with the number of different sizes.
 
     Args:
-        sizes: of the pieces, one at least, each 1 to `capacity`.
+        sizes: of the pieces, at least one, each 1 to ``capacity``.
         capacity: of a row.
 
     Returns:
@@ -79,7 +77,7 @@ def best_fit(sizes: Int[np.ndarray, " pieces"], capacity: int) -> Int32[np.ndarr
                 room = capacity
                 targets = np.arange(rows, rows + -(-len(pieces) // (capacity // size)), dtype=np.int32)
                 rows += len(targets)
-            # The fullest row that has room stays the fullest until it has none: it takes all it can.
+            # The fullest row with room stays the fullest until it has none, so it takes all it can.
             each = room // size
             placed = pieces[: each * len(targets)]
             row_of[placed] = np.repeat(targets, each)[: len(placed)]
@@ -100,7 +98,7 @@ def best_fit(sizes: Int[np.ndarray, " pieces"], capacity: int) -> Int32[np.ndarr
 def _pieces(
     file: TokenFile, length: int
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
-    """Where each piece of each document starts in the file, and its tokens: 2 to length + 1."""
+    """The start of each piece in the file, and its number of tokens, 2 to length + 1."""
     predicted = np.asarray(file.lengths, np.int64) - 1
     taken = predicted if file.header.shared_ends else predicted + 1
     counts = -(-predicted // length)

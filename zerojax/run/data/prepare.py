@@ -1,4 +1,4 @@
-"""From text sources to token files: once per run, by one process, a few documents in memory at a time."""
+"""Prepares token files from text sources, once per run, in one process, a few documents at a time."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from zerojax.run.data.dataset import (
 )
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.progress import TextProgress
-from zerojax.run.data.source import Source, open_source
+from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.data.tokens import TokenWriter
@@ -38,17 +38,16 @@ def _print(message: str) -> None:
 def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _print) -> None:
     """Write the token files of each source, and the tokenizer.
 
-    A folder that is prepared already is left alone, so a run that goes on sees the tokens that it
-    began with, even when a source has changed since. So are sources that are such folders.
+    A prepared folder is left alone, so a resumed run sees the tokens that it began with even if a source
+    has changed. So are sources that are prepared folders themselves.
 
     Args:
         settings: sources, tokenizer, split.
-        folder: where to; it appears only when it is complete.
-        say: told now and then how far it is, when it takes long.
+        folder: to write; it appears only when it is complete.
+        say: prints progress when it takes long.
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, or the folder was prepared with other
-            settings.
+        DataError: a source or the tokenizer cannot be used, or the folder was prepared with other settings.
     """
     draft = folder.with_name(folder.name + ".unfinished")
     drafts = part_folders(settings, draft)
@@ -78,7 +77,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
 
 
 def _write_splits(
-    source: Source, limit: int, tokenizer: Tokenizer, folder: Path, progress: TextProgress
+    source: TextSource, limit: int, tokenizer: Tokenizer, folder: Path, progress: TextProgress
 ) -> None:
     """Encode a source's documents into the token files of its two splits."""
     checksum = tokenizer_checksum(folder)
@@ -98,7 +97,7 @@ def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]
     try:
         return tokenizer.encode_batch([document.text for document in documents])
     except DataError:
-        for document in documents:  # whose is it?
+        for document in documents:  # find the one at fault, to name it
             try:
                 tokenizer.encode(document.text)
             except DataError as error:
@@ -119,7 +118,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _training_texts(sources: list[Source], limits: list[int], say: Callable[[str], None]) -> Iterator[bytes]:
+def _training_texts(
+    sources: list[TextSource], limits: list[int], say: Callable[[str], None]
+) -> Iterator[bytes]:
     progress = TextProgress("learning the vocabulary", say)
     for source, limit in zip(sources, limits, strict=True):
         for document in source.documents():

@@ -1,4 +1,4 @@
-"""Where text comes from: the name of a source to files, and files to documents."""
+"""Text sources: from a source's name to its files, and from files to documents."""
 
 import glob
 import sysconfig
@@ -10,28 +10,28 @@ from zerojax.run.data.formats import DataError, Document, cut_document, is_table
 from zerojax.validation.untrusted import parse_json
 
 _SNIFF_BYTES = 8192
-# What `datasets` leaves beside the arrow files of `save_to_disk`.
+# Written by ``datasets.save_to_disk`` beside the Arrow files.
 _SAVED_DATASET = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """The files of a text source, in a fixed order.
 
     Attributes:
-        files: sorted; each is a document, or a table of them.
-        column: which column of a table holds the text.
+        files: sorted; each is a document or a table of documents.
+        column: of a table, that holds the text.
     """
 
     files: tuple[Path, ...]
     column: str = "text"
 
     def documents(self) -> Iterator[Document]:
-        """All documents, in order; a lone file of plain text is cut into some 64.
+        """All documents, in order; a single file of plain text is cut into about 64.
 
         Raises:
-            DataError: damage, naming the file and the row.
+            DataError: a file is damaged; names it and the row.
         """
         if len(self.files) == 1 and not is_table(self.files[0]):
             yield from cut_document(self.files[0])
@@ -40,18 +40,18 @@ class Source:
             yield from read_documents(file, self.column)
 
 
-def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Source:
+def open_source(source: str, pattern: str = "**/*", column: str = "text") -> TextSource:
     """Find the files behind a source.
 
     Args:
-        source: "stdlib" for the Python standard library's own .py files without its tests; or the
-            path of a file or folder; or a glob. A folder that `datasets` saved is that dataset.
-        pattern: which files of a folder to take. Hidden files, and files with a NUL byte (which are
-            neither text nor tables), are never taken.
-        column: which column of JSON lines, Parquet and Arrow files holds the text.
+        source: "stdlib" for the .py files of Python's standard library without its tests; or the path of a
+            file or folder; or a glob. A folder saved by ``datasets`` is read as that dataset.
+        pattern: which files of a folder to take. Hidden files, and files with a NUL byte (neither text nor
+            tables), are never taken.
+        column: of JSON lines, Parquet and Arrow files, that holds the text.
 
     Raises:
-        DataError: nothing there, or no text in it.
+        DataError: nothing is there, or it holds no text.
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -64,7 +64,7 @@ def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Sou
             splits = sorted(child.name for child in path.iterdir() if (child / _SAVED_DATASET).is_file())
             raise DataError(f"data.source {source!r} holds the splits {splits}: name one, as {path}/SPLIT")
         if (path / _SAVED_DATASET).is_file():
-            return Source(_saved_files(path), column)
+            return TextSource(_saved_files(path), column)
         return _source(path, path.glob(pattern), f"{source}/{pattern}", column)
     if path.is_file():
         return _source(path.parent, [path], source, column)
@@ -74,13 +74,13 @@ def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Sou
     raise DataError(f"data.source {source!r}: no such file, folder or glob (from {Path.cwd()})")
 
 
-def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> Source:
+def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> TextSource:
     files = [path for path in paths if path.is_file() and _is_taken(path, root)]
     if not files:
         raise DataError(f"data.source {label!r}: no text file in it")
     if not any(path.stat().st_size for path in files):
         raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
-    return Source(tuple(sorted(files)), column)
+    return TextSource(tuple(sorted(files)), column)
 
 
 def _is_taken(path: Path, root: Path) -> bool:
@@ -96,7 +96,7 @@ def _is_taken(path: Path, root: Path) -> bool:
 
 
 def _saved_files(folder: Path) -> tuple[Path, ...]:
-    """The arrow files of a saved dataset; other arrow files beside them are caches."""
+    """The Arrow files of a saved dataset; other Arrow files beside them are caches."""
     path = folder / _SAVED_DATASET
     try:
         names = [entry["filename"] for entry in parse_json(path.read_text(encoding="utf-8"))["_data_files"]]

@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: decided by each document's own text."""
+"""The validation split: whether a document is held out depends on its own text."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ _END = 1 << 64
 
 
 def rank(text: bytes) -> int:
-    """A document's place in 0 .. 2^64 - 1, a hash of its text: that of a copy is the same."""
+    """A hash of a document's text in 0 .. 2^64 - 1; copies of a document have the same."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def validation_limit(texts: Iterable[bytes], fraction: float) -> int:
     """The rank below which documents are held out.
 
-    It is `fraction` of all ranks, so that no other document, and no file's name or place, decides
-    where a document goes: more data moves none across, and copies stay together. Only where that
-    leaves one side empty (a handful of documents) does the limit give way, by one document.
+    It is ``fraction`` of all ranks, so a document's split depends neither on other documents nor on file
+    names: adding data moves no document, and copies stay together. Only if one side would be empty (with a
+    handful of documents) is the limit moved, by one document.
 
     Args:
-        texts: documents; read until there is one on either side.
+        texts: documents; read until each side has one.
         fraction: of the documents to hold out, on average.
 
     Raises:
@@ -36,6 +36,6 @@ def validation_limit(texts: Iterable[bytes], fraction: float) -> int:
             return limit
     if least >= most:
         raise DataError(
-            f"a validation split needs two different documents, and there is {'one' if most >= 0 else 'none'}"
+            f"a validation split needs two different documents, but there is {'one' if most >= 0 else 'none'}"
         )
     return least + 1 if least >= limit else most

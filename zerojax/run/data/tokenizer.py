@@ -1,4 +1,4 @@
-"""Text to tokens: bytes, or a byte-level BPE from the `tokenizers` library."""
+"""Tokenizers: bytes, or a byte-level BPE of the ``tokenizers`` library."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from zerojax.validation.untrusted import parse_json, short
 
 END_OF_TEXT = "<|endoftext|>"
 SETTINGS = "tokenizer_config.json"
-"""Beside a tokenizer.json, as Hugging Face has it: says which tokens end and begin a text."""
+"""Beside a tokenizer.json, as in Hugging Face's folders: names the tokens that end and begin a text."""
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and sampling need of a tokenizer."""
+    """The interface that data preparation and sampling use."""
 
     vocab_size: int
     end_of_text: int
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
-        """Token ids of each text, in less time than one by one."""
+        """Token ids of each text, faster than one by one."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -37,27 +37,27 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Store it, for `load_tokenizer`."""
+        """Write it for ``load_tokenizer``."""
         ...
 
 
 class ByteTokenizer:
-    """One token a byte. Byte 0, which text never holds, ends a document."""
+    """One token per byte. Byte 0, which never occurs in text, ends a document."""
 
     vocab_size = 256
     end_of_text = 0
     begin_of_text = 0
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
-        """Token ids of a text: its bytes.
+        """The bytes of a text as token ids.
 
         Raises:
-            DataError: byte 0 is among them.
+            DataError: the text has a NUL byte.
         """
         if b"\0" in text:
             raise DataError(
-                "a NUL byte, which is the byte tokenizer's end of a document: clean the text, or use "
-                "another data.tokenizer"
+                "a NUL byte, which ends a document for the byte tokenizer: clean the text, or use another "
+                "data.tokenizer"
             )
         return np.frombuffer(text, np.uint8).astype(np.uint32)
 
@@ -70,11 +70,11 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token != self.end_of_text).decode(errors="replace")
 
     def save(self, path: Path) -> None:
-        """Nothing to store: a folder without a tokenizer.json holds bytes."""
+        """Writes nothing: a folder without a tokenizer.json holds bytes."""
 
 
 class BPETokenizer:
-    """A tokenizer in the `tokenizers` library's JSON format."""
+    """A tokenizer of the ``tokenizers`` library."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class BPETokenizer:
         """Wrap a tokenizer that has an end-of-text token.
 
         Args:
-            tokenizer: any.
+            tokenizer: of any model.
             end_of_text: the token that ends a text; None looks for one of the usual names.
-            begin_of_text: the token that a text begins with; None is the one that ended the text before.
+            begin_of_text: the token that begins a text; None for ``end_of_text``.
 
         Raises:
-            DataError: it has no such token.
+            DataError: the tokenizer has no such token.
         """
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
@@ -110,8 +110,8 @@ class BPETokenizer:
 
         Args:
             texts: documents; bytes that are not UTF-8 become U+FFFD.
-            vocab_size: tokens to learn, the 256 bytes and the end-of-text token included. A small
-                corpus may give fewer.
+            vocab_size: tokens, including the 256 bytes and the end-of-text token. A small corpus may give
+                fewer.
         """
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,17 +131,17 @@ class BPETokenizer:
         return np.asarray(encoding.ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
-        """Token ids of each text, by as many threads as there are cores."""
+        """Token ids of each text, computed on all cores."""
         decoded = [text.decode(errors="replace") for text in texts]
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON, and which tokens end and begin a text beside it."""
+        """Write the tokenizer as JSON, and beside it the names of the tokens that end and begin a text."""
         self._tokenizer.save(str(path))
         ids = {"eos_token": self.end_of_text, "bos_token": self.begin_of_text}
         settings = {role: self._tokenizer.id_to_token(number) for role, number in ids.items()}
@@ -149,10 +149,10 @@ class BPETokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json; where there is none, the tokens are bytes.
+    """Read a tokenizer.json; without one, the tokens are bytes.
 
-    A tokenizer_config.json beside it may name the tokens that end (`eos_token`) and begin (`bos_token`) a
-    text.
+    A tokenizer_config.json beside it may name the tokens that end (``eos_token``) and begin (``bos_token``)
+    a text.
 
     Raises:
         DataError: the file is not a tokenizer.
@@ -169,7 +169,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_inner(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json as the `tokenizers` library has it.
+    """Read a tokenizer.json with the ``tokenizers`` library.
 
     Raises:
         DataError: the file is not a tokenizer.
@@ -181,10 +181,10 @@ def read_inner(path: Path) -> tokenizers.Tokenizer:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file beside a tokenizer; empty where there is none.
+    """Read a JSON file beside a tokenizer; empty if there is none.
 
     Raises:
-        DataError: no JSON object.
+        DataError: it is not a JSON object.
     """
     try:
         settings = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -198,7 +198,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def special_token(settings: dict[str, Any], role: str) -> str | None:
-    """A special token by its role: a text, or a table with one, or none.
+    """The special token of a role, given as a string or as a table with "content"; None if there is none.
 
     Raises:
         DataError: it is something else.
@@ -207,5 +207,5 @@ def special_token(settings: dict[str, Any], role: str) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     if token is not None and not isinstance(token, str):
-        raise DataError(f"{role} = {short(token)} should be a text, or a table with a text for content")
+        raise DataError(f"{role} = {short(token)} should be a string, or a table whose content is a string")
     return token

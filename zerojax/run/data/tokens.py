@@ -1,10 +1,10 @@
-"""Token files: a flat array on disk, memory-mapped, with the documents' lengths and a JSON header beside it.
+"""Token files: a flat, memory-mapped array on disk, with the documents' lengths and a JSON header beside it.
 
-`train.bin` holds the tokens of all documents in a row, each between a token that begins a text and one that
-ends it. Where these are the same, as with bytes or GPT-2's tokenizer, two documents have one between them.
-`train.lengths` holds how many tokens each document has, both ends included, as uint32; both files are
-little-endian. `train.json` says how many there are, the dtype and the checksums, its own included. It is
-written last, so a folder without it is unfinished.
+``train.bin`` holds the tokens of all documents in a row, each between a token that begins a text and one
+that ends it; if these are the same, as for bytes or GPT-2's tokenizer, neighbouring documents share one.
+``train.lengths`` holds the number of tokens of each document, both ends included, as uint32. Both files are
+little-endian. ``train.json`` has the counts, the dtype and the checksums, including its own; it is written
+last, so a folder without it is unfinished.
 """
 
 import zlib
@@ -27,18 +27,18 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a token file.
+    """The header of a token file.
 
     Attributes:
-        tokens: how many there are.
+        tokens: their number.
         dtype: uint8, uint16 or uint32, the narrowest that holds the vocabulary.
         crc32: checksum of the .bin file.
         vocab_size: every token is below it.
-        documents: how many documents the tokens are of.
-        shared_ends: whether the end of a document is the beginning of the next.
+        documents: their number.
+        shared_ends: whether the token that ends a document also begins the next.
         lengths_crc32: checksum of the .lengths file.
-        text_bytes: bytes of text that they encode.
-        tokenizer_crc32: checksum of the tokenizer.json that made them; 0 where the tokens are bytes.
+        text_bytes: bytes of the encoded text.
+        tokenizer_crc32: checksum of the tokenizer.json that made them; 0 if the tokens are bytes.
         format: version of this layout.
     """
 
@@ -73,18 +73,18 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes a token file, document by document; the header follows when all went well."""
+    """Writes a token file, document by document, and its header at the end if there was no error."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, tokenizer_crc32: int = 0) -> None:
         """Open the files.
 
         Args:
-            path: of the .bin file; the others go beside it.
+            path: of the .bin file; the others are written beside it.
             tokenizer: its vocabulary decides the dtype.
             tokenizer_crc32: as in the header.
 
         Raises:
-            DataError: the disk refuses.
+            DataError: a file cannot be written.
         """
         self._path = path
         self._vocab_size = tokenizer.vocab_size
@@ -100,14 +100,13 @@ class TokenWriter:
             raise _unwritable(path, error) from error
 
     def __enter__(self) -> Self:
-        """Nothing more to do."""
         return self
 
     def add(self, tokens: UInt32[np.ndarray, " n"], text_bytes: int) -> None:
-        """Add a document: its tokens, without ends, and the bytes that they encode.
+        """Add a document: its tokens, without the two ends, and the number of bytes of its text.
 
         Raises:
-            DataError: the disk refuses.
+            DataError: the file cannot be written.
         """
         length = np.asarray(len(tokens) + 2, _DTYPES["uint32"]).tobytes()
         try:
@@ -129,10 +128,10 @@ class TokenWriter:
         self._tokens += len(tokens)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the files, and without an error write the header.
+        """Close the files, and write the header if there was no error.
 
         Raises:
-            DataError: there is no document, or the disk refuses.
+            DataError: there is no document, or the header cannot be written.
         """
         try:
             self._file.close()
@@ -162,10 +161,10 @@ def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
 
     Args:
         path: of the .bin file.
-        verify: read it all once and compare its checksums.
+        verify: read it all and compare checksums.
 
     Raises:
-        DataError: missing, unfinished or damaged; names the file and what is wrong with it.
+        DataError: the file is missing, unfinished or damaged; names it and the reason.
     """
     header = _read_header(path.with_suffix(".json"))
     lengths_path = path.with_suffix(".lengths")
@@ -185,10 +184,10 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
         raise DataError(f"{path}: {error.strerror or error}") from error
     if size != count * dtype.itemsize:
         raise DataError(
-            f"{path}: damaged: {size} bytes, where its header says {count} numbers of "
-            f"{dtype.itemsize}; delete its folder to prepare the data again"
+            f"{path}: damaged: {size} bytes, but its header says {count} numbers of {dtype.itemsize}; "
+            "delete its folder to prepare the data again"
         )
-    # A plain array over the mapping: slicing a memmap takes ten times as long.
+    # A plain array over the mapping: slicing a memmap is ten times slower.
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
@@ -209,7 +208,7 @@ def _read_header(path: Path) -> Header:
         data = load_checked(path.read_text(encoding="utf-8"))
         if data.get("format") != _FORMAT:
             raise DataError(
-                f"{path}: format {data.get('format')!r}: this version reads format {_FORMAT}; "
+                f"{path}: format {data.get('format')!r}, but this version reads format {_FORMAT}; "
                 "delete its folder to prepare the data again"
             )
         header = dacite.from_dict(Header, data, dacite.Config(strict=True))

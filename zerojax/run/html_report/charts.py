@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zerojax.formatting import size
+from zerojax.formatting import abbreviated
 
 # Inside the box: left for the labels of y, bottom for those of x.
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
@@ -94,7 +94,7 @@ def draw(
         width: of the box.
         height: of the box.
     """
-    label = label or short
+    label = label or abbreviated
     if log:
         series = [
             Series(s.name, s.steps, [v if v and v > 0 else None for v in s.values], s.look) for s in series
@@ -198,26 +198,6 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     apart = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * raw)
     first = math.ceil(low / apart - 1e-9)
     return [round(i * apart, 12) for i in range(first, math.floor(high / apart + 1e-9) + 1)]
-
-
-def short(value: float) -> str:
-    """A number in few characters: 12345 -> "12.3k", 0.00012 -> "1.2e-04"."""
-    if value and abs(value) < 1e-3:
-        return f"{value:.3g}"
-    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
-    return f"{value:.4g}"
-
-
-def short_bytes(value: float) -> str:
-    """A number of bytes in few characters."""
-    return size(value)
-
-
-def percent(value: float) -> str:
-    """A fraction as percent."""
-    return f"{value:.3g}%" if value == 0 else f"{100 * value:.3g}%"
 
 
 def _range(values: Sequence[float], *, log: bool, from_zero: bool) -> tuple[float, float]:

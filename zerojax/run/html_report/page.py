@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from zerojax.formatting import size
-from zerojax.run.html_report.charts import Chart, Series, draw, percent, short, short_bytes, smoothed
+from zerojax.formatting import abbreviated, percent, size
+from zerojax.run.html_report.charts import Chart, Series, draw, smoothed
 from zerojax.run.html_report.run_data import RunData
 
 
@@ -66,7 +66,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else "nats per token"
         facts.append(("validation loss", f"{loss:.4f}", remark))
     if (tokens := _typical(run, "tokens_per_second")) is not None:
-        facts.append(("tokens per second", short(tokens), "median step"))
+        facts.append(("tokens per second", abbreviated(tokens), "median step"))
     if (mfu := _typical(run, "mfu")) is not None:
         facts.append(("MFU", percent(mfu), "median step"))
     if (seconds := _typical(run, "step_seconds")) is not None:
@@ -136,7 +136,7 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
             "Memory",
             "in use, " + _memory_of(run).removeprefix("most, "),
             [Series("memory", *run.series("memory_bytes"))],
-            label=short_bytes,
+            label=size,
             from_zero=True,
         ),
     ]

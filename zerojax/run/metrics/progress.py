@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from zerojax.formatting import size
+from zerojax.formatting import abbreviated, size
 
 # Weight of the newest step in the smoothed step time, half of which comes from the last seven steps.
 _SMOOTHING = 0.1
@@ -87,7 +87,7 @@ class Progress:
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
         if "validation_loss" in values:
             parts.append(f"validation {values['validation_loss']:.4f}")
-        parts.append(f"{_short(values['tokens_per_second'])} tok/s")
+        parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
         if "mfu" in values:
             parts.append(f"mfu {values['mfu']:.1%}")
         if self._seconds:
@@ -99,10 +99,3 @@ class Progress:
         if values.get("skipped_total"):
             parts.append(f"skipped {values['skipped_total']:.0f}")
         return " | ".join(parts)
-
-
-def _short(number: float) -> str:
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.1f}{suffix}"
-    return f"{number:.0f}"
