@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 from jax.typing import DTypeLike
 
 from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.dtypes import dtype_name
 
@@ -103,21 +103,21 @@ class ZeroConfig:
         """Refuse what can't work.
 
         Raises:
-            ZeroError: naming the field, its value and the way out.
+            ConfigurationError: naming the field, its value and the way out.
         """
         self._take_names()
         check_numbers(self, "ZeroConfig.{}".format)
         for field, allowed in _CHOICES.items():
             if (value := getattr(self, field)) not in allowed:
-                raise ZeroError(f"ZeroConfig.{field}={value!r} is not one of {allowed}.")
+                raise ConfigurationError(f"ZeroConfig.{field}={value!r} is not one of {allowed}.")
         for field in ("accumulate", "chunks"):
             if getattr(self, field) < 1:
-                raise ZeroError(f"ZeroConfig.{field}={getattr(self, field)} must be at least 1.")
+                raise ConfigurationError(f"ZeroConfig.{field}={getattr(self, field)} must be at least 1.")
         if self.chunks > _MOST_CHUNKS:
-            raise ZeroError(f"ZeroConfig.chunks={self.chunks} must be at most {_MOST_CHUNKS}.")
+            raise ConfigurationError(f"ZeroConfig.chunks={self.chunks} must be at most {_MOST_CHUNKS}.")
         size = self.block_size
         if size & (size - 1) or not 64 <= size <= 2048:
-            raise ZeroError(f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048.")
+            raise ConfigurationError(f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048.")
         for _, floor in self.precise:
             _check_format("precise", floor)
         self._check_formats()
@@ -137,10 +137,10 @@ class ZeroConfig:
             **overrides: fields to set on top.
 
         Raises:
-            ZeroError: there is no preset of that name.
+            ConfigurationError: there is no preset of that name.
         """
         if name not in PRESETS:
-            raise ZeroError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}.")
+            raise ConfigurationError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}.")
         return cls(**{**PRESETS[name], **overrides})
 
     def replace(self, **changes: Any) -> Self:
@@ -203,69 +203,77 @@ class ZeroConfig:
 
     def _check_formats(self) -> None:
         if len(self.grads) != 2:
-            raise ZeroError(f"ZeroConfig.grads={self.grads!r} must name two formats: over local, over node.")
+            raise ConfigurationError(
+                f"ZeroConfig.grads={self.grads!r} must name two formats: over local, over node."
+            )
         named = {"weights": self.weights, "local_weights": self.local_weights}
         named |= {"grads[0] (local)": self.grads[0], "grads[1] (node)": self.grads[1]}
         for field, fmt in named.items():
             _check_format(field, fmt)
         if self.grads_hops == 1 and len(set(self.grad_formats)) > 1:
-            raise ZeroError(
+            raise ConfigurationError(
                 "ZeroConfig.grads_hops=1 sends gradients once, over both axes together: give the same "
                 f"format twice, not grads={self.grads!r}."
             )
 
     def _check_stage(self) -> None:
         if self.stage == 0 and (self.weights or self.local_weights):
-            raise ZeroError("stage 0 gathers no weights: leave weights and local_weights at None.")
+            raise ConfigurationError("stage 0 gathers no weights: leave weights and local_weights at None.")
         if self.stage == 0 and set(self.grad_formats) & set(QUANTIZED):
-            raise ZeroError(
+            raise ConfigurationError(
                 "stage 0 gives every device the whole sum, which has no owner to decode it: use "
                 '"fp32" or "bf16" gradients, or stage 1 and above.'
             )
         if self.hpz and self.stage < 3:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"hpz keeps a copy for the backward gather, and stage {self.stage} has no such gather: "
                 "use stage 3, or drop hpz."
             )
         if self.accumulate_order == "breadth" and self.stage < 3:
-            raise ZeroError(
+            raise ConfigurationError(
                 f'accumulate_order="breadth" gathers each unit once for all micro-batches, and stage '
                 f'{self.stage} gathers none: use stage 3, or "depth".'
             )
         if self.grad_sync == "step" and self.stage < 2:
-            raise ZeroError(f'stage {self.stage} always reduces once per step: leave grad_sync at "micro".')
+            raise ConfigurationError(
+                f'stage {self.stage} always reduces once per step: leave grad_sync at "micro".'
+            )
 
     def _check_delta(self) -> None:
         if self.weights_delta and not self.hpz:
-            raise ZeroError("weights_delta updates the secondary copy: it needs hpz=True.")
+            raise ConfigurationError("weights_delta updates the secondary copy: it needs hpz=True.")
         if self.weights_delta and self.weight_formats.local not in RAW:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"weights_delta adds to the secondary copy in place, which local_weights="
                 f'{self.local_weights!r} would round again at every step: use "bf16" or "fp32".'
             )
         if self.delta_resync < 0 or (self.delta_resync and not self.weights_delta):
-            raise ZeroError(
+            raise ConfigurationError(
                 f"delta_resync={self.delta_resync} must be 0 or more, and needs weights_delta=True."
             )
         if self.error_feedback and self.grad_sync != "step":
-            raise ZeroError(
+            raise ConfigurationError(
                 'error_feedback belongs to the optimizer step, not to a micro-batch: set grad_sync="step".'
             )
         if self.error_feedback and self.grads_hops == 1:
-            raise ZeroError("error_feedback sits on the node hop: it needs grads_hops=2.")
+            raise ConfigurationError("error_feedback sits on the node hop: it needs grads_hops=2.")
         if self.grad_sync == "step" and self.grads_hops == 1:
-            raise ZeroError('grad_sync="step" keeps sums between the two hops: it needs grads_hops=2.')
+            raise ConfigurationError(
+                'grad_sync="step" keeps sums between the two hops: it needs grads_hops=2.'
+            )
 
     def _check_no_op(self) -> None:
         quantized = set(QUANTIZED)
         if self.rotation and not quantized & set(self.grad_formats):
-            raise ZeroError("rotation helps quantized gradients only: set grads, or rotation=0.")
+            raise ConfigurationError("rotation helps quantized gradients only: set grads, or rotation=0.")
         if self.rounding == "stochastic" and not quantized & set(self.grad_formats):
-            raise ZeroError('rounding="stochastic" rounds gradients: set a quantized format in grads.')
+            raise ConfigurationError(
+                'rounding="stochastic" rounds gradients: set a quantized format in grads.'
+            )
         if self.error_feedback and self.grad_formats.node == "fp32":
-            raise ZeroError("error_feedback has nothing to feed back: the node hop is exact fp32.")
+            raise ConfigurationError("error_feedback has nothing to feed back: the node hop is exact fp32.")
         if self.chunks > 1 and self.grads_hops == 1:
-            raise ZeroError("chunks overlap the two gradient hops: grads_hops=1 has only one.")
+            raise ConfigurationError("chunks overlap the two gradient hops: grads_hops=1 has only one.")
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -297,11 +305,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def _format_name(given: Any) -> Any:
     """A wire format's name, where a dtype stands for one; anything else as it is."""
-    with suppress(ZeroError):
+    with suppress(ConfigurationError):
         return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
     return given
 
 
 def _check_format(field: str, fmt: str | None) -> None:
     if fmt is not None and fmt not in FORMATS:
-        raise ZeroError(f"ZeroConfig.{field}: {fmt!r} is not one of {', '.join(FORMATS)}.")
+        raise ConfigurationError(f"ZeroConfig.{field}: {fmt!r} is not one of {', '.join(FORMATS)}.")

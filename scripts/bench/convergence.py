@@ -328,7 +328,7 @@ def measure(state: zerojax.TrainState, validation: list[Batch]) -> dict[str, jax
 def with_weights_of(state: zerojax.TrainState, exact: zerojax.TrainState) -> zerojax.TrainState:
     """A run's weights as an exact run's, to evaluate them as they would be exported."""
     params = moved(state.params, state, exact)
-    return exact.replace(params=params, step=state.step, seed=state.seed, other=state.other)
+    return exact.replace(params=params, step=state.step, seed=state.seed, model_state=state.model_state)
 
 
 def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> Any:

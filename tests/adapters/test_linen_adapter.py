@@ -181,7 +181,7 @@ def test_a_loss_uses_the_model_as_it_would_use_the_module(loss, units):
     assert distance(masters(state), params) < 1e-5
     for path, x in jax.tree_util.tree_leaves_with_path(stats):
         name = "/".join(["batch_stats", *(part.key for part in path)])
-        np.testing.assert_allclose(state.other[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(state.model_state[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_units_gather_for_each_method_and_for_a_part_of_them():
@@ -214,7 +214,7 @@ def test_a_call_that_may_change_nothing_changes_nothing():
     before = create(frozen, (), Averaging(), stage=2)
     state, metrics = zerojax.train_step(before, BATCH)
     assert metrics["grad_norm"] > 0
-    for name, x in state.other.items():
+    for name, x in state.model_state.items():
         np.testing.assert_array_equal(x, float(name.endswith("var")))
 
 

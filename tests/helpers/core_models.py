@@ -52,7 +52,7 @@ class Case:
         """A state that begins with given weights: no model is initialised, which is half of what a test
         of ten steps compiles. For models without other state."""
         abstract = zerojax.TrainState.abstract(self.model, tx, self.loss, **self._rest(nodes, local, zero))
-        assert not abstract.other
+        assert not abstract.model_state
         state = zerojax.put_params(abstract, given)
         init = jax.jit(
             abstract.spec.tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state)

@@ -31,7 +31,7 @@ def filled(state: zerojax.TrainState, value: float) -> zerojax.TrainState:
     def fill(x: Any) -> jax.Array:
         return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
 
-    fields = ("step", "skipped_in_row", "seed", "params", "opt_state", "other")
+    fields = ("step", "skipped_in_row", "seed", "params", "opt_state", "model_state")
     values = {name: jax.tree.map(fill, getattr(state, name)) for name in fields}
     return state.replace(**values | {"skipped_in_row": values["skipped_in_row"] * 0})
 

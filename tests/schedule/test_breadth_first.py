@@ -129,9 +129,9 @@ def test_state_is_the_mean_over_micro_batches_as_it_is_over_devices(layer, units
     state, _ = zerojax.train_step(state, batch)
     one = made.create(optax.sgd(0.0), nodes=2, local=1)
     one, _ = zerojax.train_step(one, batch)
-    assert state.other.keys() == one.other.keys()
-    for name, value in state.other.items():
-        np.testing.assert_allclose(value, one.other[name], rtol=1e-5, err_msg=name)
+    assert state.model_state.keys() == one.model_state.keys()
+    for name, value in state.model_state.items():
+        np.testing.assert_allclose(value, one.model_state[name], rtol=1e-5, err_msg=name)
 
 
 def test_every_micro_batch_draws_its_own_random_bits():

@@ -82,7 +82,7 @@ def reference(kind: Any, loss: Any, linen_model: bool = False) -> tuple[float, d
 
     def whole(weights):
         adapter = start.spec.adapter
-        other = {name: x.addressable_data(0) for name, x in start.other.items()}
+        other = {name: x.addressable_data(0) for name, x in start.model_state.items()}
         model = adapter.whole(weights, other)
         call = (lambda x: model(x)) if isinstance(kind, linen.Module) else model
         value, x = jnp.float32(0), jnp.asarray(X)

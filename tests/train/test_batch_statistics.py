@@ -118,7 +118,9 @@ class Plain:
 
     def __init__(self, style: str, state: zerojax.TrainState):
         self.weights = jax.tree.map(jnp.asarray, masters(state))
-        self.other = {tuple(name.split("/")): jnp.array(x, copy=True) for name, x in state.other.items()}
+        self.other = {
+            tuple(name.split("/")): jnp.array(x, copy=True) for name, x in state.model_state.items()
+        }
         model = make(style, None)
         if isinstance(model, linen.Module):
             self._apply = functools.partial(self._linen, model)
@@ -172,7 +174,7 @@ class Plain:
         for path, x in self.other.items():
             if path[-1] in ("mean", "var"):
                 np.testing.assert_allclose(
-                    state.other["/".join(path)], x, rtol=1e-5, atol=1e-6, err_msg=str(path)
+                    state.model_state["/".join(path)], x, rtol=1e-5, atol=1e-6, err_msg=str(path)
                 )
 
 
@@ -292,7 +294,7 @@ def test_a_linen_model_begins_with_the_values_of_its_own_init():
     wanted = init({"params": params, "dropout": dropout}, batch["x"])
     jax.tree.map(np.testing.assert_array_equal, zerojax.gather_params(state), wanted["params"])
     for path, x in by_path(wanted["batch_stats"]).items():
-        np.testing.assert_array_equal(state.other["/".join(("batch_stats", *path))], x)
+        np.testing.assert_array_equal(state.model_state["/".join(("batch_stats", *path))], x)
 
 
 class FromAll(linen.Module):

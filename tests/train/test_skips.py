@@ -29,7 +29,7 @@ ROWS = 24
 
 def bits(state: zerojax.TrainState) -> Any:
     """Everything that a skipped step must leave alone."""
-    kept = (state.params, state.opt_state, state.other, state.residual, state.secondary)
+    kept = (state.params, state.opt_state, state.model_state, state.residual, state.secondary)
     return jax.tree.map(np.asarray, kept)
 
 
@@ -189,14 +189,14 @@ def test_what_is_no_parameter_is_not_taken_from_a_skipped_step(name, options):
     state = case.create(optax.sgd(0.1), nodes=2, local=2, **options)
     good = case.batches(ROWS, 3)
     state, _ = zerojax.train_step(state, good[0])
-    before = jax.tree.map(np.asarray, state.other)
+    before = jax.tree.map(np.asarray, state.model_state)
     bad_target = {**good[1], "y": np.full(ROWS, np.inf, np.float32)}
     for bad in (bad_target, with_bad_row(good[1], 3, np.nan)):
         state, metrics = zerojax.train_step(state, bad)
         assert metrics["skipped"] == 1
-        jax.tree.map(np.testing.assert_array_equal, before, state.other)
+        jax.tree.map(np.testing.assert_array_equal, before, state.model_state)
     state, _ = zerojax.train_step(state, good[2])
-    moved = [not np.array_equal(x, before[key]) for key, x in state.other.items()]
+    moved = [not np.array_equal(x, before[key]) for key, x in state.model_state.items()]
     assert len(moved) == 3
     assert all(moved)
 

@@ -157,7 +157,7 @@ def test_batch_statistics_are_means_over_devices_and_micro_batches_follow_each_o
             own(batch["x"][device * 4 + micro * 2 :][:2])
         each.append(nnx.to_pure_dict(nnx.state(own, nnx.BatchStat)))
     wanted = by_path(jax.tree.map(lambda *x: np.mean(x, 0), *each))
-    found = {tuple(name.split("/")): x for name, x in state.other.items()}
+    found = {tuple(name.split("/")): x for name, x in state.model_state.items()}
     assert found.keys() == wanted.keys()
     for path, x in wanted.items():
         np.testing.assert_allclose(found[path], x, rtol=1e-5, atol=1e-6)
@@ -176,7 +176,9 @@ def test_linen_batch_statistics():
     state, _ = zerojax.train_step(state, batch)
     hidden = batch["x"] @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]
     means = [0.2 * half.mean(0) for half in (hidden[:4], hidden[4:])]
-    np.testing.assert_allclose(state.other["batch_stats/BatchNorm_0/mean"], np.mean(means, 0), rtol=1e-5)
+    np.testing.assert_allclose(
+        state.model_state["batch_stats/BatchNorm_0/mean"], np.mean(means, 0), rtol=1e-5
+    )
 
 
 class Dropping(nnx.Module):

@@ -5,15 +5,15 @@ from typing import Any
 
 from flax import linen, nnx
 
-from zerojax.adapters.adapter import Adapter, Bound, LossFn, Other, Parameter, call_loss
+from zerojax.adapters.adapter import Adapter, Bound, LossFn, ModelState, Parameter, call_loss
 from zerojax.adapters.linen_adapter import LinenAdapter
 from zerojax.adapters.nnx_adapter import NNXAdapter
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import MeshShape
 
 Model = Callable[[nnx.Rngs], nnx.Module] | linen.Module
 
-__all__ = ["Adapter", "Bound", "LossFn", "Model", "Other", "Parameter", "adapt", "call_loss"]
+__all__ = ["Adapter", "Bound", "LossFn", "Model", "ModelState", "Parameter", "adapt", "call_loss"]
 
 
 def adapt(
@@ -29,17 +29,19 @@ def adapt(
         world: the mesh's extents.
 
     Raises:
-        ZeroError: neither kind of model; a Linen module without a sample batch, or the reverse.
+        ConfigurationError: neither kind of model; a Linen module without a sample batch, or the reverse.
     """
     if isinstance(model, linen.Module):
         if sample_batch is None:
-            raise ZeroError("a Linen module has no parameters before it is called: pass sample_batch=.")
+            raise ConfigurationError(
+                "a Linen module has no parameters before it is called: pass sample_batch=."
+            )
         return LinenAdapter(model, units, loss_fn, sample_batch, world)
     if isinstance(model, nnx.Module) or not callable(model):
-        raise ZeroError(
+        raise ConfigurationError(
             f"model is a {type(model).__name__}: pass a callable that takes nnx.Rngs and returns the "
             "nnx.Module (so that its parameters are born sharded), or a Linen module."
         )
     if sample_batch is not None:
-        raise ZeroError("sample_batch is for Linen modules: an NNX model knows its shapes.")
+        raise ConfigurationError("sample_batch is for Linen modules: an NNX model knows its shapes.")
     return NNXAdapter(model, units)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Num
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import Sharded
 from zerojax.sharding.param_tree import Path
 
 Weights = Mapping[Path, Num[Array, "..."] | Sharded]
-Other = dict[str, Any]
+ModelState = dict[str, Any]
 LossFn = Callable[..., Any]
 
 
@@ -52,7 +52,7 @@ class Bound(Protocol):
         """What the loss function is given."""
         ...
 
-    def other(self) -> Other:
+    def model_state(self) -> ModelState:
         """The non-parameter state as the pass left it."""
         ...
 
@@ -75,26 +75,26 @@ class Adapter(Protocol):
         ...
 
     @property
-    def abstract_other(self) -> Other:
+    def abstract_model_state(self) -> ModelState:
         """Shapes and dtypes of the non-parameter state, by name."""
         ...
 
-    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
+    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """Fresh parameters of natural shape, layers included, and other state. Traceable."""
         ...
 
-    def bind(self, weights: Weights, other: Other, *, train: bool, key: Array | None) -> Bound:
+    def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """Put weights in place: whole arrays for some, ``Sharded`` ones for those of units.
 
         Args:
             weights: per path.
-            other: non-parameter state.
+            model_state: non-parameter state.
             train: False asks the model for its evaluation mode, where it has one.
             key: makes the pass's random bits this device's own; None leaves them as they are.
         """
         ...
 
-    def whole(self, weights: Weights, other: Other) -> Any:
+    def whole(self, weights: Weights, model_state: ModelState) -> Any:
         """An ordinary model with these whole weights, in evaluation mode: nothing in it is zerojax's."""
         ...
 
@@ -123,7 +123,7 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
         The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
 
     Raises:
-        ZeroError: the loss is not a scalar, or aux is not a dict of scalars.
+        ConfigurationError: the loss is not a scalar, or aux is not a dict of scalars.
     """
     if takes_rngs(loss_fn):
         result = loss_fn(model, batch, nnx.Rngs(jax.random.key(0) if key is None else key))
@@ -133,12 +133,12 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
     loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not hasattr(loss, "shape") or loss.shape != ():
         found = f"shape {loss.shape}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
-        raise ZeroError(
+        raise ConfigurationError(
             f"loss_fn must return a scalar or (scalar, aux dict); it returned {found}. "
             "Take the mean over the batch."
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ZeroError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
+        raise ConfigurationError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
     if not isinstance(aux, Mapping) or any(jnp.shape(value) for value in aux.values()):
-        raise ZeroError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
+        raise ConfigurationError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
     return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}

@@ -17,8 +17,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num
 
-from zerojax.adapters.adapter import Bound, LossFn, Other, Parameter, Weights, call_loss
-from zerojax.errors import ZeroError
+from zerojax.adapters.adapter import Bound, LossFn, ModelState, Parameter, Weights, call_loss
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
@@ -100,16 +100,16 @@ class BoundLinen(_LinenModel):
         """``linen.Module.apply``, of the model's ``variables`` or any others: the model keeps its own.
 
         Raises:
-            ZeroError: parameters are asked for as mutable, or ``capture_intermediates`` in a model with
-                units, whose insides it would not see.
+            ConfigurationError: parameters are asked for as mutable, or ``capture_intermediates`` in a model
+                with units, whose insides it would not see.
         """
         if in_filter(kwargs.get("mutable", False), PARAMS):
-            raise ZeroError(
+            raise ConfigurationError(
                 "mutable has the parameters in it, which only the optimizer changes: name the other "
                 'collections, or all of them as flax.core.DenyList("params").'
             )
         if kwargs.get("capture_intermediates") and self._units:
-            raise ZeroError(
+            raise ConfigurationError(
                 "capture_intermediates does not see what happens within a unit: let the modules sow what "
                 'is wanted, and call the model with mutable=["intermediates"].'
             )
@@ -136,9 +136,9 @@ class _Pass:
     def __init__(self, model: BoundLinen) -> None:
         self.model = model
 
-    def other(self) -> Other:
+    def model_state(self) -> ModelState:
         """The state as the calls so far left it."""
-        return _other(self.model.variables)
+        return _model_state(self.model.variables)
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.updated``."""
@@ -183,7 +183,7 @@ class _Nothing(dict[str, Any]):
         self.name = name
 
     def __missing__(self, name: str) -> Any:
-        raise ZeroError(
+        raise ConfigurationError(
             f"model.variables[{self.name!r}][{name!r}] is read before the model was called, and a Linen "
             "module has no variables before: call the model first."
         )
@@ -213,7 +213,7 @@ class LinenAdapter:
             world: the mesh's extents, whose axes the model may name.
 
         Raises:
-            ZeroError: the loss never calls the model, or a unit class does not occur in it.
+            ConfigurationError: the loss never calls the model, or a unit class does not occur in it.
         """
         self._module = module
         self._units = units
@@ -223,13 +223,13 @@ class LinenAdapter:
             sample_batch,
         )
         self._axes = ((NODE, world.nodes), (LOCAL, world.local))
-        _, (weights, self.abstract_other) = self._trace(self._init, jax.random.key(0))
+        _, (weights, self.abstract_model_state) = self._trace(self._init, jax.random.key(0))
         if not weights:
-            raise ZeroError("loss_fn made no parameters: it must call the model it is given.")
+            raise ConfigurationError("loss_fn made no parameters: it must call the model it is given.")
         found = self._find_units(weights)
         for cls in units:
             if not any(cls in kinds for _, kinds in found.values()):
-                raise ZeroError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
+                raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
         self._paths = frozenset(found)
         self.parameters = tuple(_parameter(path, weight, found) for path, weight in weights.items())
 
@@ -238,7 +238,7 @@ class LinenAdapter:
         """See ``Adapter.updating``: none, since a Linen module cannot keep an updated copy."""
         return frozenset()
 
-    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
+    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
         jaxpr, shapes = self._trace(self._init, key)
         # No axis has a name here, so the forward pass, whose collectives need one, is eliminated.
@@ -246,13 +246,13 @@ class LinenAdapter:
         try:
             values = jaxpr_as_fun(initial)(key)
         except NameError as error:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"an initial value depends on a collective ({error}): values are made before they are "
                 "spread over the mesh, so make it of local ones."
             ) from error
         return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
-    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
+    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         params_key, dropout_key = jax.random.split(key)
         unbound = _Unbound(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
@@ -262,18 +262,20 @@ class LinenAdapter:
         floats = {path: w for path, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
         if len(floats) < len(weights):
             names = ["/".join(path) for path in weights.keys() - floats.keys()]
-            raise ZeroError(f"parameters {names} are not floating-point: keep them in another collection.")
-        return floats, _other(unbound.variables)
+            raise ConfigurationError(
+                f"parameters {names} are not floating-point: keep them in another collection."
+            )
+        return floats, _model_state(unbound.variables)
 
-    def bind(self, weights: Weights, other: Other, *, train: bool, key: Array | None) -> Bound:
+    def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``; a Linen module is told of evaluation by its own call's arguments."""
         del train
         key = jax.random.key(0) if key is None else key
-        return _Pass(BoundLinen(self._module, self._paths, _variables(weights, other), key))
+        return _Pass(BoundLinen(self._module, self._paths, _variables(weights, model_state), key))
 
-    def whole(self, weights: Weights, other: Other) -> Callable[..., Any]:
+    def whole(self, weights: Weights, model_state: ModelState) -> Callable[..., Any]:
         """See ``Adapter.whole``: the module's ``apply`` with its variables."""
-        return functools.partial(self._module.apply, _variables(weights, other))
+        return functools.partial(self._module.apply, _variables(weights, model_state))
 
     def _trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         """The jaxpr and shapes of what one device of the mesh computes; no device is touched."""
@@ -291,19 +293,19 @@ class LinenAdapter:
                 sliced = _flat(module.variables.get(PARAMS, {}))
                 stacks = {_stack(weights[(*module.path, *path)], x) for path, x in sliced.items()}
                 if len(stacks) > 1:
-                    raise ZeroError(
+                    raise ConfigurationError(
                         f"unit {'/'.join(module.path)!r}: some of its parameters are stacked and some "
                         "are not; scan them all over axis 0 (variable_axes={'params': 0})."
                     )
                 found[module.path] = (stacks.pop() if stacks else (), kinds)
             return run(*args, **kwargs)
 
-        def look(weights: Any, other: Any, batch: Any) -> Array:
-            model = BoundLinen(self._module, frozenset(), _variables(weights, other), jax.random.key(0))
+        def look(weights: Any, model_state: Any, batch: Any) -> Array:
+            model = BoundLinen(self._module, frozenset(), _variables(weights, model_state), jax.random.key(0))
             with linen.intercept_methods(intercept), master_weights(model, MasterWeights()):
                 return call_loss(self._loss_fn, model, batch, jax.random.key(0))[0]
 
-        self._trace(look, weights, self.abstract_other, self._batch)
+        self._trace(look, weights, self.abstract_model_state, self._batch)
         return found
 
 
@@ -311,13 +313,13 @@ def _flat(tree: Mapping[str, Any]) -> dict[Path, Any]:
     return dict(traverse_util.flatten_dict(tree))
 
 
-def _other(variables: Mapping[str, Any]) -> Other:
+def _model_state(variables: Mapping[str, Any]) -> ModelState:
     kept = {name: value for name, value in variables.items() if name not in {PARAMS, *_PASSING}}
     return {"/".join(path): value for path, value in _flat(kept).items()}
 
 
-def _variables(weights: Weights, other: Other) -> dict[str, Any]:
-    rest = traverse_util.unflatten_dict({tuple(name.split("/")): x for name, x in other.items()})
+def _variables(weights: Weights, model_state: ModelState) -> dict[str, Any]:
+    rest = traverse_util.unflatten_dict({tuple(name.split("/")): x for name, x in model_state.items()})
     return {PARAMS: traverse_util.unflatten_dict(dict(weights)), **rest}
 
 
@@ -327,7 +329,7 @@ def _stack(whole: Any, sliced: Any) -> Shape:
         return ()
     if whole.shape[1:] == sliced.shape:
         return whole.shape[:1]
-    raise ZeroError(
+    raise ConfigurationError(
         f"a unit's parameter of shape {sliced.shape} is scanned out of one of shape {whole.shape} along an "
         "axis other than 0: use variable_axes={'params': 0}."
     )

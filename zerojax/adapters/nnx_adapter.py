@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Num
 
-from zerojax.adapters.adapter import Bound, Other, Parameter, Weights
+from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
 from zerojax.adapters.stack import STATE, Stack
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.sharding.param_tree import Path
@@ -30,9 +30,9 @@ class BoundNNX:
     """An ``nnx.Module`` with its weights in place."""
 
     model: nnx.Module
-    keys: Other
+    keys: ModelState
 
-    def other(self) -> Other:
+    def model_state(self) -> ModelState:
         """The state as the pass left it, but with the random keys it began with."""
         return {**_named(nnx.state(self.model, STATE)), **self.keys}
 
@@ -57,12 +57,12 @@ class NNXAdapter:
             units: the module classes that gather their own weights.
 
         Raises:
-            ZeroError: the factory makes no ``nnx.Module``, or a unit class does not occur in it.
+            ConfigurationError: the factory makes no ``nnx.Module``, or a unit class does not occur in it.
         """
         self._factory = factory
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
         if not isinstance(abstract, nnx.Module):
-            raise ZeroError(
+            raise ConfigurationError(
                 f"model(rngs) returned a {type(abstract).__name__}, not an nnx.Module. Pass a callable "
                 "that takes nnx.Rngs and returns the model, or a Linen module with sample_batch=."
             )
@@ -72,42 +72,48 @@ class NNXAdapter:
             if not any(isinstance(module, cls) for _, module, _ in found.values()):
                 inside = any(isinstance(module, cls) for _, module in nnx.iter_modules(abstract))
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
-                raise ZeroError(f"ZeroConfig.units: {cls.__name__} {where}.")
+                raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
         self.updating = frozenset(name for name, _, stack in found.values() if stack)
         for _, module, _ in found.values():
             module.__class__ = _gathering_class(type(module))
-        self._graph, params, other = nnx.split(abstract, _is_weight, ...)
+        self._graph, params, model_state = nnx.split(abstract, _is_weight, ...)
         self._params = {_key(path): (path, variable) for path, variable in nnx.to_flat_state(params)}
-        self._other = {"/".join(_key(path)): (path, variable) for path, variable in nnx.to_flat_state(other)}
-        self.abstract_other: Other = {
-            name: variable.get_raw_value() for name, (_, variable) in self._other.items()
+        self._model_state = {
+            "/".join(_key(path)): (path, variable) for path, variable in nnx.to_flat_state(model_state)
+        }
+        self.abstract_model_state: ModelState = {
+            name: variable.get_raw_value() for name, (_, variable) in self._model_state.items()
         }
 
-    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], Other]:
+    def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
-        _, params, other = nnx.split(self._factory(nnx.Rngs(key)), _is_weight, ...)
+        _, params, model_state = nnx.split(self._factory(nnx.Rngs(key)), _is_weight, ...)
         weights = {_key(path): variable.get_value() for path, variable in nnx.to_flat_state(params)}
-        return weights, _named(other)
+        return weights, _named(model_state)
 
-    def bind(self, weights: Weights, other: Other, *, train: bool, key: Array | None) -> Bound:
+    def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``."""
-        keys = {name: other[name] for name, (_, var) in self._other.items() if isinstance(var, nnx.RngKey)}
+        keys = {
+            name: model_state[name]
+            for name, (_, var) in self._model_state.items()
+            if isinstance(var, nnx.RngKey)
+        }
         own = keys if key is None else {name: _own_key(value, key) for name, value in keys.items()}
-        model = self._merge(self._graph, weights, {**other, **own})
+        model = self._merge(self._graph, weights, {**model_state, **own})
         if not train:
             model.eval()
         return BoundNNX(model, keys)
 
-    def whole(self, weights: Weights, other: Other) -> nnx.Module:
+    def whole(self, weights: Weights, model_state: ModelState) -> nnx.Module:
         """See ``Adapter.whole``."""
-        model = self._merge(self._plain, weights, other)
+        model = self._merge(self._plain, weights, model_state)
         model.eval()
         return model
 
-    def _merge(self, graph: Any, weights: Weights, other: Other) -> nnx.Module:
+    def _merge(self, graph: Any, weights: Weights, model_state: ModelState) -> nnx.Module:
         params = [(path, var.replace(weights[name])) for name, (path, var) in self._params.items()]
-        rest = [(path, var.replace(other[name])) for name, (path, var) in self._other.items()]
+        rest = [(path, var.replace(model_state[name])) for name, (path, var) in self._model_state.items()]
         return nnx.merge(graph, nnx.from_flat_state(params), nnx.from_flat_state(rest))
 
 
@@ -115,7 +121,7 @@ def _key(path: tuple[Any, ...]) -> Path:
     return tuple(str(part) for part in path)
 
 
-def _named(state: nnx.State) -> Other:
+def _named(state: nnx.State) -> ModelState:
     return {"/".join(_key(path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jaxtyping import Array
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.unit import is_gathered
@@ -35,10 +35,10 @@ class Stack(nnx.Module):
             rngs: seeds them.
 
         Raises:
-            ZeroError: ``layers`` is less than 1.
+            ConfigurationError: ``layers`` is less than 1.
         """
         if layers < 1:
-            raise ZeroError(f"Stack: layers={layers} must be at least 1.")
+            raise ConfigurationError(f"Stack: layers={layers} must be at least 1.")
         self.layers = layers
 
         @nnx.split_rngs(splits=layers)

@@ -31,7 +31,7 @@ from jax.extend import core
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text, size
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
 from zerojax.train.state import TrainState
@@ -198,7 +198,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
         batch: as ``train_step`` takes it, or ShapeDtypeStructs of the global batch's shapes.
 
     Raises:
-        ZeroError: the loss has a collective that cannot be counted, such as one in a while loop.
+        ConfigurationError: the loss has a collective that cannot be counted, such as one in a while loop.
     """
     program = state.spec
     traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
@@ -242,7 +242,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
         elif name == "while":
             inner = place.inside(equation)
             if any(True for sub in core.jaxprs_in_params(equation.params) for _ in _walk(sub, inner)):
-                raise ZeroError(
+                raise ConfigurationError(
                     "a collective is in a while loop, whose number of iterations is unknown: use lax.scan "
                     "or lax.fori_loop with static bounds."
                 )
@@ -268,7 +268,7 @@ def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprColl
 def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[JaxprCollective]:
     name = equation.primitive.name
     if name not in _KNOWN or equation.params.get("axis_index_groups") is not None:
-        raise ZeroError(
+        raise ConfigurationError(
             f"the collective {name!r} over {axes} cannot be counted: only {', '.join(sorted(_KNOWN))} can, "
             "over whole mesh axes."
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 
 Norm = Literal["layer", "rms"]
@@ -162,7 +162,7 @@ _MOST_PARAMETERS = 10**15
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ZeroError(f"[model] {message}")
+        raise ConfigurationError(f"[model] {message}")
 
 
 def _block_matrices(c: GPTConfig) -> int:
@@ -198,9 +198,9 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     FLOPs utilisation is this times tokens per second over the peak of the chip.
 
     Raises:
-        ZeroError: if seq_len is below 1 or above config.max_seq_len.
+        ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
     """
     if not 1 <= seq_len <= config.max_seq_len:
-        raise ZeroError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
+        raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = config.layers * _block_matrices(config) + config.vocab_size * config.d_model
     return 6 * matrices + 12 * config.layers * config.attention_width * seq_len

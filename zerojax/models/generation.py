@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from zerojax.adapters.stack import Stack
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models.attention import RopeTable
 from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, Block, logits
@@ -41,11 +41,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ZeroError(f"temperature = {self.temperature}: 0 (greedy) or above")
+            raise ConfigurationError(f"temperature = {self.temperature}: 0 (greedy) or above")
         if self.top_k is not None and self.top_k < 1:
-            raise ZeroError(f"top_k = {self.top_k}: at least 1, or left out")
+            raise ConfigurationError(f"top_k = {self.top_k}: at least 1, or left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ZeroError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
+            raise ConfigurationError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
 
 
 def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampling) -> Int[Array, " batch"]:
@@ -92,13 +92,15 @@ def generate(
         int32 new tokens, without the prompt.
 
     Raises:
-        ZeroError: if the prompt is empty or not a matrix, or new_tokens is below 1.
+        ConfigurationError: if the prompt is empty or not a matrix, or new_tokens is below 1.
     """
     text = jnp.asarray(prompt, jnp.int32)
     if text.ndim != 2 or 0 in text.shape:
-        raise ZeroError(f"prompt has shape {text.shape}: (batch, prompt) with at least one token each")
+        raise ConfigurationError(
+            f"prompt has shape {text.shape}: (batch, prompt) with at least one token each"
+        )
     if new_tokens < 1:
-        raise ZeroError(f"new_tokens = {new_tokens}: at least 1")
+        raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
     context = model.config.max_seq_len
     graph, weights = nnx.split(model)
     end = text.shape[1] + new_tokens

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from zerojax.adapters.stack import Stack
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models.attention import (
     RopeTable,
     Segments,
@@ -230,12 +230,12 @@ class GPT(nnx.Module):
             rngs: source of dropout's random bits; None, like ``model.eval()``, turns dropout off.
 
         Raises:
-            ZeroError: if the sequence is longer than max_seq_len.
+            ConfigurationError: if the sequence is longer than max_seq_len.
         """
         c = self.config
         length = tokens.shape[1]
         if length > c.max_seq_len:
-            raise ZeroError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
+            raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
         positions = jnp.arange(length) if segments is None else segment_positions(segments)
         x, rope = self.embed_tokens(tokens, positions)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None

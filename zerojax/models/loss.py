@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models.gpt import GPT, logits
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
@@ -45,12 +45,12 @@ def cross_entropy(
         The mean over counted tokens (0 if there are none) and their number, both fp32.
 
     Raises:
-        ZeroError: if chunk is below 1 or the shapes do not fit together.
+        ConfigurationError: if chunk is below 1 or the shapes do not fit together.
     """
     if chunk < 1:
-        raise ZeroError(f"chunk = {chunk}: at least one token")
+        raise ConfigurationError(f"chunk = {chunk}: at least one token")
     if hidden.shape[:1] != labels.shape or hidden.shape[1:] != unembedding.shape[1:]:
-        raise ZeroError(
+        raise ConfigurationError(
             f"hidden {hidden.shape}, unembedding {unembedding.shape}, labels {labels.shape}: "
             "expected (tokens, d_model), (vocab, d_model), (tokens,)"
         )
@@ -195,16 +195,16 @@ def lm_loss(
         The mean loss in nats per token, and {"tokens": the number of counted tokens}.
 
     Raises:
-        ZeroError: if batch has no "tokens" of two or more columns, or "segments" of another shape.
+        ConfigurationError: if batch has no "tokens" of two or more columns, or "segments" of another shape.
     """
     tokens = batch.get("tokens")
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] < 2:
         shapes = {name: np.shape(value) for name, value in batch.items()}
-        raise ZeroError(f'a batch needs "tokens" of shape (batch, time + 1); this one has {shapes}')
+        raise ConfigurationError(f'a batch needs "tokens" of shape (batch, time + 1); this one has {shapes}')
     labels, segments = tokens[:, 1:], batch.get("segments")
     if segments is not None:
         if segments.shape != tokens.shape:
-            raise ZeroError(f'"segments" has shape {segments.shape}, but "tokens" {tokens.shape}')
+            raise ConfigurationError(f'"segments" has shape {segments.shape}, but "tokens" {tokens.shape}')
         labels = jnp.where(segments[:, 1:] == segments[:, :-1], labels, IGNORE)
         segments = segments[:, :-1]
     hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), segments=segments, rngs=rngs)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 Platform = Literal["auto", "cpu", "gpu"]
 
@@ -35,11 +35,11 @@ def share_devices(processes: int, each: int, platform: Platform = "auto") -> lis
         ConfigurationError: a count is below 1, or there are too few GPUs.
     """
     if processes < 1 or each < 1:
-        raise ZeroError(f"a job needs at least 1 process and 1 device, not {processes} and {each}")
+        raise ConfigurationError(f"a job needs at least 1 process and 1 device, not {processes} and {each}")
     gpus = [] if platform == "cpu" else visible_gpus()
     if platform == "gpu" or gpus:
         if len(gpus) < processes * each:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"{processes} x {each} GPUs were requested, and this machine has {len(gpus)}: request "
                 "fewer, or the platform cpu to emulate the devices"
             )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32, PyTree
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 
 class AverageState(NamedTuple):
@@ -42,10 +42,10 @@ def average_weights(decay: float) -> optax.GradientTransformation:
         A transform that leaves the updates as they are. It must come last in its chain.
 
     Raises:
-        ZeroError: `decay` is not in (0, 1).
+        ConfigurationError: `decay` is not in (0, 1).
     """
     if not 0 < decay < 1:
-        raise ZeroError(f"average_weights: decay={decay} must lie between 0 and 1.")
+        raise ConfigurationError(f"average_weights: decay={decay} must lie between 0 and 1.")
 
     def init(params: Any) -> AverageState:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
@@ -90,7 +90,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
     Two updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared.
 
     Raises:
-        ZeroError: naming the leaf on which they differ, or what the optimizer said of the flat tree.
+        ConfigurationError: naming the leaf on which they differ, or what the optimizer said of the flat tree.
     """
     rng = np.random.default_rng(0)
     natural: dict[Any, Any] = {}
@@ -115,14 +115,14 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         try:
             found = _two_updates(tx, flat(natural), [flat(g) for g in grads])
         except Exception as error:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} "
                 "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
                 "zerojax.scale_by_muon."
             ) from error
     for path, update in flat(wanted).items():
         if not np.allclose(update, found[path], rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise ZeroError(
+            raise ConfigurationError(
                 f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
                 "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do). Use "
                 "a transform that works element by element, or by norms of whole leaves; for Muon, "

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
 from zerojax.sharding.layout import ParamLayout
@@ -66,7 +66,7 @@ class Sharded:
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call: there is no whole weight to give."""
-        raise ZeroError(read_outside(self.leaf.name))
+        raise ConfigurationError(read_outside(self.leaf.name))
 
     def __repr__(self) -> str:
         """Its name alone: ``translated_errors`` looks for it in messages."""
@@ -118,16 +118,16 @@ def translated_errors() -> Iterator[None]:
     """Replace JAX's errors that are caused by units by messages that name the way out.
 
     Raises:
-        ZeroError: for such a TypeError or ValueError.
+        ConfigurationError: for such a TypeError or ValueError.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
         if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
-            raise ZeroError(read_outside(found[1])) from error
+            raise ConfigurationError(read_outside(found[1])) from error
         for text, words in _IN_WORDS.items():
             if text in str(error):
-                raise ZeroError(words) from error
+                raise ConfigurationError(words) from error
         raise
 
 
@@ -185,10 +185,10 @@ def refuse_mapped(weights: Any) -> None:
         weights: whether they are mapped: a pytree of bools.
 
     Raises:
-        ZeroError: one is.
+        ConfigurationError: one is.
     """
     if any(jax.tree.leaves(weights)):
-        raise ZeroError(
+        raise ConfigurationError(
             "a unit is mapped over its own weights (by jax.vmap in the model?), which micro-batches in "
             'breadth do not allow: set accumulate_order="depth".'
         )

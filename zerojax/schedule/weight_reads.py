@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import FORWARD_MODE, TAKEN, Sharded, read_outside
 from zerojax.sharding.param_tree import Path
 
@@ -45,7 +45,7 @@ def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> Non
         weights: arrays or ShapeDtypeStructs, perhaps in ``Sharded`` values.
 
     Raises:
-        ZeroError: something computes with a ``Sharded`` weight, or returns it; the message names it.
+        ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
     """
     traced = jax.make_jaxpr(loss)(weights)
     names: Names = []
@@ -53,7 +53,7 @@ def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> Non
         names += [weight.leaf.name if _is_sharded(weight) else None] * len(jax.tree.leaves(weight))
     for name in _follow(traced.jaxpr, names):
         if name is not None:
-            raise ZeroError(f"{read_outside(name)} It was returned by the loss function.")
+            raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
 
 
 def _is_sharded(weight: Any) -> bool:
@@ -86,7 +86,7 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
             results = [_follow(branch.jaxpr, given[1:]) for branch in params["branches"]]
             return [next(filter(None, names), None) for names in zip(*results, strict=True)]
         case "custom_lin":
-            raise ZeroError(FORWARD_MODE)
+            raise ConfigurationError(FORWARD_MODE)
         case name if name in _MOVES:
             return [next(filter(None, given))] * len(equation.outvars)
     inside = list(core.jaxprs_in_params(params))
@@ -94,7 +94,7 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
         return _follow(inside[0], given)
     weight = next(filter(None, given))
     where = source_info_util.summarize(equation.source_info)
-    raise ZeroError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
+    raise ConfigurationError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
 
 
 def _scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import Sharded
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import AXES, NODE
@@ -82,7 +82,7 @@ def weight_sum(
         An fp32 scalar, the same on all devices.
 
     Raises:
-        ZeroError: ``model`` is neither, or no parameter matches.
+        ConfigurationError: ``model`` is neither, or no parameter matches.
     """
     patterns = [paths.lower()] if isinstance(paths, str) else [path.lower() for path in paths]
 
@@ -102,7 +102,9 @@ def weight_sum(
         sums = {path: functools.partial(_sum_of_whole, function, x) for path, x in _whole_weights(model)}
     chosen = [add for path, add in sums.items() if matches(path)]
     if sums and not chosen:
-        raise ZeroError(f"weight_sum: no parameter matches {', '.join(patterns)}; there is {_some(sums)}.")
+        raise ConfigurationError(
+            f"weight_sum: no parameter matches {', '.join(patterns)}; there is {_some(sums)}."
+        )
     return jnp.asarray(sum(add() for add in chosen), jnp.float32)
 
 
@@ -114,14 +116,14 @@ def _some(paths: Iterable[Path]) -> str:
 def _whole_weights(model: Any) -> Iterator[tuple[Path, Array]]:
     """The floating-point parameters of an ordinary module."""
     if not isinstance(model, nnx.Module):
-        raise ZeroError(
+        raise ConfigurationError(
             f"weight_sum was given a {type(model).__name__}: pass the model that the loss function was "
             "given, or an nnx.Module."
         )
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = variable.get_raw_value()
         if isinstance(value, Sharded):
-            raise ZeroError(
+            raise ConfigurationError(
                 "weight_sum was given a part or a copy of the model whose weights are sharded: pass the "
                 "model that the loss function was given, and choose by paths=."
             )

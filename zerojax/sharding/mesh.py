@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 NODE = "node"
 LOCAL = "local"
@@ -58,11 +58,11 @@ def make_mesh(
         share resources between communicators.
 
     Raises:
-        ZeroError: the extents are not positive, or ask for more devices than there are.
+        ConfigurationError: the extents are not positive, or ask for more devices than there are.
     """
     for name, extent in (("nodes", nodes), ("local", local)):
         if extent is not None and extent < 1:
-            raise ZeroError(f"make_mesh: {name}={extent} must be at least 1.")
+            raise ConfigurationError(f"make_mesh: {name}={extent} must be at least 1.")
     available = list(jax.devices() if devices is None else devices)
     available.sort(key=lambda device: (device.process_index, device.id))
     processes = len({device.process_index for device in available})
@@ -77,12 +77,12 @@ def make_mesh(
             ", or emulate devices: zerojax's commands do with --mesh.emulate, a program of your own with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={each}"
         )
-        raise ZeroError(
+        raise ConfigurationError(
             f"make_mesh: nodes={nodes} x local={local} does not fit the {len(available)} devices at "
             f"hand. Ask for a smaller mesh, or start more processes{emulate if on_cpus(available) else ''}."
         )
     if wanted < len(available) and processes > 1:
-        raise ZeroError(
+        raise ConfigurationError(
             f"make_mesh: nodes={nodes} x local={local} leaves {len(available) - wanted} of "
             f"{len(available)} devices out, and with {processes} processes each must take part. "
             "Choose extents whose product is the number of devices."

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.adapters import Bound, Other, call_loss
+from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.unit import Sharded, materialise, translated_errors
@@ -37,7 +37,7 @@ from zerojax.train.spec import ParamGroup, TrainSpec
 
 Blocks = dict[Path, Num[Array, "..."]]
 Sums = dict[str, Array]
-Forward = Callable[..., tuple[Array, Sums, Other, Blocks]]
+Forward = Callable[..., tuple[Array, Sums, ModelState, Blocks]]
 TOKENS = "tokens"
 
 
@@ -156,14 +156,14 @@ def _masters(spec: TrainSpec, params: Blocks) -> Blocks:
 
 
 def accumulate(
-    spec: TrainSpec, weights: Weights, other: Other, batch: Any, seed: Seed
-) -> tuple[Blocks, Other, dict[str, Array], Blocks]:
+    spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
+) -> tuple[Blocks, ModelState, dict[str, Array], Blocks]:
     """Forward and backward over this device's micro-batches.
 
     Args:
         spec: what to run.
         weights: as ``sources`` returns.
-        other: non-parameter state.
+        model_state: non-parameter state.
         batch: this device's rows.
         seed: of this step.
 
@@ -176,11 +176,13 @@ def accumulate(
     sinks = spec.by_path(spec.strategy.zero_sink)
     batches = _micro_batches(batch, zero.accumulate)
     first = jax.tree.map(lambda x: x[0], batches)
-    _refuse_reads(spec, weights, sinks, other, first, seed)
+    _refuse_reads(spec, weights, sinks, model_state, first, seed)
 
-    def run(forward: Forward, other: Other, batch: Any, seed: Seed) -> tuple[Blocks, Other, Sums, Blocks]:
+    def run(
+        forward: Forward, model_state: ModelState, batch: Any, seed: Seed
+    ) -> tuple[Blocks, ModelState, Sums, Blocks]:
         def loss(sinks: Blocks) -> tuple[Array, Any]:
-            total, *rest = forward(spec, _place(spec, weights, sinks, seed), other, batch, seed)
+            total, *rest = forward(spec, _place(spec, weights, sinks, seed), model_state, batch, seed)
             return total, rest
 
         (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
@@ -189,27 +191,31 @@ def accumulate(
     updated: Blocks = {}
     if zero.passes == 1:
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
-        grads, other, sums, updated = run(forward, other, batch, mix(seed, 0))
+        grads, model_state, sums, updated = run(forward, model_state, batch, mix(seed, 0))
     else:
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
-            total, other = carry
+            total, model_state = carry
             batch, index = xs
-            grads, other, sums, _ = run(_forward, other, batch, mix(seed, index))
-            return (jax.tree.map(jnp.add, total, (grads, sums)), other), None
+            grads, model_state, sums, _ = run(_forward, model_state, batch, mix(seed, index))
+            return (jax.tree.map(jnp.add, total, (grads, sums)), model_state), None
 
-        _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), other, first, seed)
+        _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), model_state, first, seed)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
-        ((grads, sums), other), _ = lax.scan(body, (zeros, other), (batches, jnp.arange(zero.accumulate)))
-    return grads, _shared(other), _over_world(sums), updated
+        ((grads, sums), model_state), _ = lax.scan(
+            body, (zeros, model_state), (batches, jnp.arange(zero.accumulate))
+        )
+    return grads, _shared(model_state), _over_world(sums), updated
 
 
-def evaluate(spec: TrainSpec, weights: Weights, other: Other, batch: Any, seed: Seed) -> dict[str, Array]:
+def evaluate(
+    spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
+) -> dict[str, Array]:
     """Forward only: the sums over the world that ``accumulate`` returns."""
     sinks = spec.by_path(spec.strategy.zero_sink)
-    _refuse_reads(spec, weights, sinks, other, batch, seed, train=False)
+    _refuse_reads(spec, weights, sinks, model_state, batch, seed, train=False)
     placed = _place(spec, weights, sinks, seed)
-    _, sums, _, _ = _forward(spec, placed, other, batch, seed, train=False)
+    _, sums, _, _ = _forward(spec, placed, model_state, batch, seed, train=False)
     return _over_world(sums)
 
 
@@ -259,7 +265,7 @@ def _refuse_reads(
     spec: TrainSpec,
     weights: Weights,
     sinks: Blocks,
-    other: Other,
+    model_state: ModelState,
     batch: Any,
     seed: Seed,
     *,
@@ -269,28 +275,28 @@ def _refuse_reads(
 
     def loss(placed: dict[Path, Any]) -> Any:
         masters = _place(spec, weights, sinks, seed).masters
-        return _loss(spec, Placed(placed, masters), other, batch, seed, train=train)[1:]
+        return _loss(spec, Placed(placed, masters), model_state, batch, seed, train=train)[1:]
 
     refuse_reads(loss, jax.eval_shape(lambda: _place(spec, weights, sinks, seed).weights))
 
 
 def _loss(
-    spec: TrainSpec, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool
+    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool
 ) -> tuple[Bound, Array, dict[str, Array]]:
     """Run the loss function on one micro-batch; returns the model as it left it, the loss and aux."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
-    bound = spec.adapter.bind(placed.weights, other, train=train, key=key)
+    bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
     with master_weights(bound.model, placed.masters), translated_errors():
         value, aux = call_loss(spec.loss_fn, bound.model, batch, key)
     return bound, value, aux
 
 
 def _forward(
-    spec: TrainSpec, placed: Placed, other: Other, batch: Any, seed: Seed, *, train: bool = True
-) -> tuple[Array, Sums, Other, Blocks]:
+    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
+) -> tuple[Array, Sums, ModelState, Blocks]:
     """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
-    bound, value, aux = _loss(spec, placed, other, batch, seed, train=train)
+    bound, value, aux = _loss(spec, placed, model_state, batch, seed, train=train)
     count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
     total = value * count
     sums = {"loss": total, "count": count}
@@ -299,16 +305,16 @@ def _forward(
         sums[TOKENS] = count
     units = {path: weight for path, weight in placed.weights.items() if isinstance(weight, Sharded)}
     updated = {path: copy for path, copy in bound.updated().items() if units[path].copy is not None}
-    return total, jax.tree.map(lax.stop_gradient, sums), bound.other(), updated
+    return total, jax.tree.map(lax.stop_gradient, sums), bound.model_state(), updated
 
 
 def _forward_in_breadth(
-    spec: TrainSpec, placed: Placed, other: Other, batch: Any, seed: Seed
-) -> tuple[Array, Sums, Other, Blocks]:
+    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed
+) -> tuple[Array, Sums, ModelState, Blocks]:
     """``_forward`` for all micro-batches at once. They count as devices do: state is their mean."""
 
-    def forward(batch: Any, index: Array) -> tuple[Array, Sums, Other, Blocks]:
-        return _forward(spec, placed, other, batch, mix(seed, index))
+    def forward(batch: Any, index: Array) -> tuple[Array, Sums, ModelState, Blocks]:
+        return _forward(spec, placed, model_state, batch, mix(seed, index))
 
     micro = spec.zero.accumulate
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
@@ -346,10 +352,10 @@ def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed) -> Plac
     return Placed(placed, MasterWeights(spec.leaves, weights.masters, sinks, spec.strategy.sink))
 
 
-def _shared(other: Other) -> Other:
+def _shared(model_state: ModelState) -> ModelState:
     """State that devices computed from their own data (batch statistics) as its mean over the world."""
     with jax.named_scope("metrics"):
-        return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in other.items()}
+        return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in model_state.items()}
 
 
 def _over_world(sums: Sums) -> Sums:

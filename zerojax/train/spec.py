@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, LossFn, Model, adapt
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
@@ -139,22 +139,22 @@ def build(
     """Fit a model, an optimizer, a loss, a mesh and a config to each other; no device is touched.
 
     Raises:
-        ZeroError: they don't fit; the message says which and what to do.
+        ConfigurationError: they don't fit; the message says which and what to do.
     """
     if tuple(mesh.axis_names) != AXES:
-        raise ZeroError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
+        raise ConfigurationError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
     world = MeshShape.of(mesh)
     check_options(zero, world)
     adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
     if not adapter.parameters:
-        raise ZeroError("the model has no floating-point parameters to train.")
+        raise ConfigurationError("the model has no floating-point parameters to train.")
     leaves = tuple(
         make_layout(p.path, p.shape, p.dtype, p.stack, index=i, world=world, zero=zero)
         for i, p in enumerate(adapter.parameters)
     )
     units = [p.unit for p in adapter.parameters]
     if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
-        raise ZeroError(
+        raise ConfigurationError(
             'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
@@ -176,12 +176,12 @@ def check_options(zero: ZeroConfig, world: MeshShape) -> None:
     """Refuse options that do not go with a mesh, or with each other there.
 
     Raises:
-        ZeroError: naming the options.
+        ConfigurationError: naming the options.
     """
     if zero.error_feedback and world.nodes == 1:
-        raise ZeroError("error_feedback corrects the node hop, and a mesh of one node has none.")
+        raise ConfigurationError("error_feedback corrects the node hop, and a mesh of one node has none.")
     if zero.chunks > 1 and zero.node_hop_once:
-        raise ZeroError(
+        raise ConfigurationError(
             "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "
             "taken once per step: leave chunks at 1."
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 Losses = dict[str, Array]
 
@@ -36,12 +36,14 @@ class SpikeRule:
         """Refuse numbers that make no rule.
 
         Raises:
-            ZeroError: naming the number.
+            ConfigurationError: naming the number.
         """
         if not 0 < self.deviations < math.inf:
-            raise ZeroError(f"SpikeRule: deviations={self.deviations} must be a positive number.")
+            raise ConfigurationError(f"SpikeRule: deviations={self.deviations} must be a positive number.")
         if self.window < 2:
-            raise ZeroError(f"SpikeRule: window={self.window} must be 2 or more: one loss has no deviation.")
+            raise ConfigurationError(
+                f"SpikeRule: window={self.window} must be 2 or more: one loss has no deviation."
+            )
 
     def start(self) -> Losses:
         """What a state carries: "recent", fp32 ``[window]``, and "count", int32, of those that are filled."""

@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, UInt32
 
-from zerojax.adapters import LossFn, Model, Other
-from zerojax.errors import ZeroError
+from zerojax.adapters import LossFn, Model, ModelState
+from zerojax.errors import ConfigurationError
 from zerojax.optim.shard_check import Optimizer, optimizer_specs
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -33,7 +33,7 @@ from zerojax.zero_config import ZeroConfig
         "seed",
         "params",
         "opt_state",
-        "other",
+        "model_state",
         "secondary",
         "residual",
         "losses",
@@ -50,7 +50,7 @@ class TrainState:
         seed: all that is random in a run follows from it and from ``step``.
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
         opt_state: the optimizer's.
-        other: non-parameter state by name, replicated.
+        model_state: non-parameter state by name, replicated.
         secondary: with ``weights_delta``, the node-local copies, nested by path; else empty.
         residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
         losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
@@ -62,7 +62,7 @@ class TrainState:
     seed: UInt32[Array, ""]
     params: PyTree
     opt_state: PyTree
-    other: Other
+    model_state: ModelState
     secondary: PyTree
     residual: PyTree
     losses: Losses
@@ -95,7 +95,7 @@ class TrainState:
             spikes: also skip steps whose loss is a spike; by default none is.
 
         Raises:
-            ZeroError: something does not fit; before any device is touched.
+            ConfigurationError: something does not fit; before any device is touched.
         """
         state = cls.abstract(
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes
@@ -149,7 +149,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "seed": spec.abstract((), jnp.uint32),
         "params": params,
         "opt_state": opt_state,
-        "other": like(spec.adapter.abstract_other),
+        "model_state": like(spec.adapter.abstract_model_state),
         "secondary": by_leaf(spec.abstract_secondary, zero.weights_delta),
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
         "losses": like(jax.eval_shape(spec.spikes.start)) if spec.spikes else {},
@@ -187,7 +187,7 @@ def gather_params(state: TrainState) -> dict[str, Any]:
         A nested dict of numpy arrays, which share no memory with the state.
 
     Raises:
-        ZeroError: the state was donated, or is abstract.
+        ConfigurationError: the state was donated, or is abstract.
     """
     check_there(state)
     spec = state.spec
@@ -215,17 +215,17 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
         params: natural shapes, nested by path, as ``gather_params`` returns; on the host.
 
     Raises:
-        ZeroError: a path is missing, unknown, or of the wrong shape.
+        ConfigurationError: a path is missing, unknown, or of the wrong shape.
     """
     spec, given = state.spec, from_tree(params)
     known = {leaf.path: leaf for leaf in spec.leaves}
     if given.keys() != known.keys():
         odd = sorted("/".join(path) for path in given.keys() ^ known.keys())
-        raise ZeroError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
+        raise ConfigurationError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
     placed = {}
     for path, leaf in known.items():
         if np.shape(given[path]) != leaf.unsharded_shape:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.unsharded_shape}."
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
@@ -243,26 +243,26 @@ def gather_model(state: TrainState) -> Any:
         shares no memory with the state.
 
     Raises:
-        ZeroError: as ``gather_params``.
+        ConfigurationError: as ``gather_params``.
     """
     spec = state.spec
     weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
-    other = {name: copied(x.addressable_data(0)) for name, x in state.other.items()}
-    return spec.adapter.whole(weights, other)
+    model_state = {name: copied(x.addressable_data(0)) for name, x in state.model_state.items()}
+    return spec.adapter.whole(weights, model_state)
 
 
 def check_there(state: TrainState) -> None:
     """Refuse a state without values, which no compiled function could be given.
 
     Raises:
-        ZeroError: its arrays were donated to a step, or never made.
+        ConfigurationError: its arrays were donated to a step, or never made.
     """
     if isinstance(state.step, jax.ShapeDtypeStruct):
-        raise ZeroError(
+        raise ConfigurationError(
             "the state is abstract: make it by TrainState.create, or restore a checkpoint into it."
         )
     if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
-        raise ZeroError(
+        raise ConfigurationError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
             "go on with the state that train_step returned."
         )
@@ -274,17 +274,17 @@ def averaged(state: TrainState) -> TrainState:
     It shares its arrays with `state`, and is gone when a step is taken from that.
 
     Raises:
-        ZeroError: the optimizer keeps no average, or has made no update yet.
+        ConfigurationError: the optimizer keeps no average, or has made no update yet.
     """
     check_there(state)
     params = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
     if params is None:
-        raise ZeroError(
+        raise ConfigurationError(
             "there is no average of the weights: end the optimizer's chain with zerojax.average_weights, or "
             "set optimizer.ema_decay."
         )
     if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
-        raise ZeroError("the average of the weights is of no update yet: take a step first.")
+        raise ConfigurationError("the average of the weights is of no update yet: take a step first.")
     secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
     return state.replace(params=params, secondary=secondary)
 
@@ -300,12 +300,12 @@ def initializer(state: TrainState) -> Any:
     spec = state.spec
 
     def init(seed: Array) -> dict[str, Any]:
-        weights, other = spec.adapter.init(jax.random.key(seed))
+        weights, model_state = spec.adapter.init(jax.random.key(seed))
         stored = to_tree(
             {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in spec.leaves}
         )
         stored = jax.lax.with_sharding_constraint(stored, shardings_of(state.params))
-        return {"params": stored, **_first_values(state, seed, stored, other)}
+        return {"params": stored, **_first_values(state, seed, stored, model_state)}
 
     return jax.jit(init, out_shardings=_field_shardings(state))
 
@@ -321,15 +321,15 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:
         # The initial weights are never read, so that XLA leaves them out.
-        _, other = state.spec.adapter.init(jax.random.key(seed))
-        return _first_values(state, seed, stored, other)
+        _, model_state = state.spec.adapter.init(jax.random.key(seed))
+        return _first_values(state, seed, stored, model_state)
 
     fields = _field_shardings(state)
     del fields["params"]
     return state.replace(params=params, **jax.jit(init, out_shardings=fields)(np.uint32(seed), params))
 
 
-def _first_values(state: TrainState, seed: Array, stored: PyTree, other: Other) -> dict[str, Any]:
+def _first_values(state: TrainState, seed: Array, stored: PyTree, model_state: ModelState) -> dict[str, Any]:
     """Every field at step 0 but the parameters."""
     spec = state.spec
     return {
@@ -337,7 +337,7 @@ def _first_values(state: TrainState, seed: Array, stored: PyTree, other: Other) 
         "skipped_in_row": jnp.int32(0),
         "seed": seed.astype(jnp.uint32),
         "opt_state": spec.tx.init(stored),
-        "other": other,
+        "model_state": model_state,
         "secondary": secondary_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.residual),
         "losses": spec.spikes.start() if spec.spikes else {},

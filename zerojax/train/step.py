@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from zerojax.adapters import LossFn
 from zerojax.comm.xla_options import compiler_options
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
@@ -57,7 +57,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         would have been none.
 
     Raises:
-        ZeroError: the batch does not divide, or the state was donated before.
+        ConfigurationError: the batch does not divide, or the state was donated before.
     """
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
@@ -76,7 +76,7 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
             train=False)``. Each function is compiled once: don't make it anew for every call.
 
     Raises:
-        ZeroError: as ``train_step``.
+        ConfigurationError: as ``train_step``.
     """
     spec = state.spec
     placed = place(spec, batch, 1)
@@ -167,7 +167,7 @@ def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
 def _check_batch(batch: Any) -> None:
     leaves = jax.tree.leaves(batch)
     if leaves and not any(map(np.shape, leaves)):
-        raise ZeroError(
+        raise ConfigurationError(
             "the batch has scalars alone, which every device is given: no array in it has a leading axis to "
             "be spread."
         )
@@ -175,7 +175,7 @@ def _check_batch(batch: Any) -> None:
 
 def _check_rows(spec: TrainSpec, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
     if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
-        raise ZeroError(
+        raise ConfigurationError(
             f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
             f"devices x accumulate={accumulate}: its leading axis is the batch."
         )
@@ -229,7 +229,7 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
-        other=keep(after["other"], state.other),
+        model_state=keep(after["model_state"], state.model_state),
         secondary=after["secondary"],
         residual=keep(after["residual"], state.residual),
         losses=losses,
@@ -258,7 +258,9 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         if secondary:
             secondary = per_device.next_secondary(spec, masters, secondary, step, later=spec.updating)
         weights = per_device.sources(spec, masters, secondary, spec.updating)
-        grads, other, sums, updated = per_device.accumulate(spec, weights, shards["other"], batch, seed)
+        grads, model_state, sums, updated = per_device.accumulate(
+            spec, weights, shards["model_state"], batch, seed
+        )
         if secondary:
             secondary = per_device.last_secondary(spec, masters, secondary, updated)
         flat = flat_blocks(residual, spec.leaves) if residual else {}
@@ -267,9 +269,9 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
         fields = {"params": grads, "secondary": secondary, "residual": residual}
-        return {"other": other, **{name: to_tree(x) for name, x in fields.items()}}, metrics
+        return {"model_state": model_state, **{name: to_tree(x) for name, x in fields.items()}}, metrics
 
-    changed = ("params", "secondary", "residual", "other")
+    changed = ("params", "secondary", "residual", "model_state")
     return _on_devices(local, state, batch, out=changed)
 
 
@@ -283,7 +285,7 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
             # As the next training step will do, or the loss would be that of the weights one update ago.
             secondary = per_device.next_secondary(spec, masters, secondary, step)
         weights = per_device.sources(spec, masters, secondary)
-        sums = per_device.evaluate(spec, weights, shards["other"], batch, mix(shards["seed"], step))
+        sums = per_device.evaluate(spec, weights, shards["model_state"], batch, mix(shards["seed"], step))
         return {}, means(sums)[0]
 
     return _on_devices(local, state, batch, out=())[1]
@@ -305,7 +307,7 @@ def _on_devices(
         out: the fields that ``local`` returns.
     """
     spec, specs = state.spec, state_specs(state.spec)
-    given = ("params", "secondary", "residual", "other", "step", "seed")
+    given = ("params", "secondary", "residual", "model_state", "step", "seed")
     run = jax.shard_map(
         local,
         mesh=spec.mesh,

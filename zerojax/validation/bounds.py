@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,11 +26,11 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
         name: from a field to its name for users, such as "train.{}".format.
 
     Raises:
-        ZeroError: naming the field and its value.
+        ConfigurationError: naming the field and its value.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ZeroError(f"{name(field.name)} = {value} must be a finite number")
+            raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number")
         if isinstance(value, int) and abs(value) > LARGEST:
-            raise ZeroError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
+            raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")

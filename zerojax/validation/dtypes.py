@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 
@@ -21,7 +21,7 @@ def dtype_name(value: Any, option: str, allowed: Sequence[str]) -> str:
         allowed: numpy's names, such as "float32".
 
     Raises:
-        ZeroError: it is not an allowed dtype.
+        ConfigurationError: it is not an allowed dtype.
     """
     name = value
     if isinstance(value, str):
@@ -31,5 +31,5 @@ def dtype_name(value: Any, option: str, allowed: Sequence[str]) -> str:
         with suppress(TypeError, ValueError, SyntaxError):  # what numpy raises on anything else
             name = jnp.dtype(name).name
     if not isinstance(name, str) or name not in allowed:
-        raise ZeroError(f"{option}={value!r} is not one of {', '.join(map(repr, allowed))}.")
+        raise ConfigurationError(f"{option}={value!r} is not one of {', '.join(map(repr, allowed))}.")
     return name

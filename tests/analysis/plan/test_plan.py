@@ -110,7 +110,7 @@ def test_lasting_memory_is_what_the_state_holds():
         memory = plan_state(state).memory
         held = sum(
             x.dtype.itemsize * x.size * _copies(x) // len(x.sharding.device_set)
-            for x in jax.tree.leaves((state.params, state.opt_state, state.residual, state.other))
+            for x in jax.tree.leaves((state.params, state.opt_state, state.residual, state.model_state))
         )
         assert memory.lasting == held
 

@@ -5,7 +5,7 @@ The ``.txtpb`` files are GpuTargetConfigProto texts.
 
 from dataclasses import dataclass
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 MATMUL_EFFICIENCY = 0.61
 """Fraction of the peak that a step's matmuls and attention reach, recomputed ones counted; measured on H200.
@@ -70,10 +70,10 @@ def find_gpu(name: str) -> Gpu:
     """The GPU of a name.
 
     Raises:
-        ZeroError: the name is unknown; lists the known ones.
+        ConfigurationError: the name is unknown; lists the known ones.
     """
     if name not in GPUS:
-        raise ZeroError(
+        raise ConfigurationError(
             f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For another one take the nearest and "
             "correct it by --peak-tflops, --memory-gb, --memory-bandwidth and --local-bandwidth"
         )

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 
 from zerojax.analysis.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import make_layout
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
@@ -51,17 +51,25 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.local < 1:
-            raise ZeroError(f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}")
+            raise ConfigurationError(
+                f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}"
+            )
         if self.nodes * self.local > MOST_DEVICES:
-            raise ZeroError(f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs")
+            raise ConfigurationError(
+                f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs"
+            )
         if self.nodes > 1 and self.bandwidth <= 0:
-            raise ZeroError("the network between the nodes needs a rate: give --bandwidth, such as 100gbit")
+            raise ConfigurationError(
+                "the network between the nodes needs a rate: give --bandwidth, such as 100gbit"
+            )
         figures = (self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate)
         if not 0 < min(figures) <= max(*figures, self.bandwidth) < _ABSURD:
-            raise ZeroError(f"a GPU's FLOP/s, memory and rates must be above 0 and below {_ABSURD:g}")
+            raise ConfigurationError(
+                f"a GPU's FLOP/s, memory and rates must be above 0 and below {_ABSURD:g}"
+            )
         for name in ("efficiency", "memory_fraction"):
             if not 0 < getattr(self, name) <= 1:
-                raise ZeroError(f"{name.replace('_', '-')} {getattr(self, name)} must lie in (0, 1]")
+                raise ConfigurationError(f"{name.replace('_', '-')} {getattr(self, name)} must lie in (0, 1]")
 
     @property
     def world(self) -> MeshShape:
@@ -103,7 +111,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         zero: the other options; ``units`` are the program's.
 
     Raises:
-        ZeroError: the options do not fit the mesh.
+        ConfigurationError: the options do not fit the mesh.
     """
     check_options(zero, world)
     # A layout needs only the extents and names of a mesh, no devices.

@@ -106,7 +106,7 @@ def _weight_hops(
     spec: TrainSpec, group: ParamGroup, leaf: ParamLayout, send: Send
 ) -> Iterator[tuple[HopPlan, int]]:
     zero, strategy = spec.zero, spec.strategy
-    over_node, over_local = leaf.weights
+    over_node, over_local = leaf.weights.node, leaf.weights.local
     shard, secondary = leaf.shard, leaf.secondary
 
     def both(phase: str, times: float, *, node: bool) -> Iterator[tuple[HopPlan, int]]:
@@ -133,13 +133,13 @@ def _weight_hops(
 
 def _gathered_again(spec: TrainSpec, group: ParamGroup) -> float:
     """The fraction of a group that the backward pass gathers: a prefetching scan still has its last layer."""
-    prefetched = group.layers is not None and isinstance(spec.adapter, NNXAdapter)
-    return 1 - 1 / group.layers if prefetched and group.layers else 1
+    prefetched = bool(group.stack) and isinstance(spec.adapter, NNXAdapter)
+    return 1 - 1 / group.layers if prefetched else 1
 
 
 def _gradient_hops(spec: TrainSpec, leaf: ParamLayout, send: Send) -> Iterator[tuple[HopPlan, int]]:
     zero, strategy = spec.zero, spec.strategy
-    first, second = leaf.grads
+    first, second = leaf.grads.local, leaf.grads.node
     passes = 1 if strategy.sink == "full" else zero.passes
     if zero.grads_hops == 1:
         yield send("gradients", "node+local", second, times=passes, elements=leaf.shard)

@@ -118,7 +118,7 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
         "optimizer": _bytes(fields["opt_state"]),
         "secondary": _bytes(fields["secondary"]),
         "residual": _bytes(fields["residual"]),
-        "other": _bytes(fields["other"]),
+        "other": _bytes(fields["model_state"]),
     }
 
 
@@ -218,10 +218,6 @@ def _bytes(tree: Any) -> int:
         math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(tree)
     )
-
-
-def _layers(leaf: ParamLayout) -> int:
-    return leaf.layers
 
 
 def _sums_at_sink(spec: TrainSpec) -> int:

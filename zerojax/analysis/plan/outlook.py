@@ -9,7 +9,7 @@ from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, held_bytes, held_elsewhere, predict_memory
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
@@ -113,10 +113,10 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
         length: tokens of a sequence.
 
     Raises:
-        ZeroError: fewer than one sequence, or sequences longer than the model takes.
+        ConfigurationError: fewer than one sequence, or sequences longer than the model takes.
     """
     if sequences < 1:
-        raise ZeroError(f"sequences = {sequences}: at least one per device and micro-batch")
+        raise ConfigurationError(f"sequences = {sequences}: at least one per device and micro-batch")
     own, ways = spec.zero, dict(_ways(spec.zero))
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.table import Table
 
-from zerojax.sharding.wire_format import Codec
 from zerojax.train.spec import TrainSpec
 
 
@@ -91,7 +90,12 @@ def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
     kinds: dict[Any, int] = {}
     for group in spec.groups:
         leaves = tuple(
-            (_pattern(leaf.path), leaf.shape, _formats(leaf.weights), _formats(leaf.grads))
+            (
+                _pattern(leaf.path),
+                leaf.shape,
+                (leaf.weights.node.fmt, leaf.weights.local.fmt),
+                (leaf.grads.local.fmt, leaf.grads.node.fmt),
+            )
             for leaf in group.leaves
         )
         name = None if group.unit is None else _pattern(group.unit.split("/"))
@@ -111,10 +115,6 @@ def _by_kind(leaves: Sequence[Any], copies: int) -> Iterator[LeafPlan]:
 
 def _pattern(path: Sequence[str]) -> str:
     return "/".join("*" if part.isdigit() else part for part in path)
-
-
-def _formats(codecs: tuple[Codec, Codec]) -> tuple[str, str]:
-    return codecs[0].fmt, codecs[1].fmt
 
 
 def units_table(units: Sequence[UnitPlan], parameters: int) -> Table:

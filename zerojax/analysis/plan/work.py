@@ -88,7 +88,7 @@ def decoder_work(
         head: whether there are embedding, unembedding and loss, unlike in a bare stack of blocks.
 
     Raises:
-        ZeroError: the sequence is longer than the model takes.
+        ConfigurationError: the sequence is longer than the model takes.
     """
     c, tokens, flash = config, sequences * length, flash_attention(config, dtype)
     model_flops = tokens * flops_per_token(c, length)

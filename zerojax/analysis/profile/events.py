@@ -10,7 +10,7 @@ from typing import Any
 from jax.profiler import ProfileData
 
 from zerojax.analysis.profile.hlo_names import instructions
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 # The named scopes of comm/collectives.py, schedule/, optim/muon.py and train/step.py.
 HOPS = ("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum")
@@ -48,11 +48,11 @@ def trace_files(folder: Path) -> list[Path]:
     """The traces in a folder and below, oldest first.
 
     Raises:
-        ZeroError: there is none.
+        ConfigurationError: there is none.
     """
     found = sorted(folder.glob("**/*.xplane.pb"), key=lambda path: (path.parent.name, path.name))
     if not found:
-        raise ZeroError(f"{folder}: no trace (*.xplane.pb) here; zerojax train --profile makes one")
+        raise ConfigurationError(f"{folder}: no trace (*.xplane.pb) here; zerojax train --profile makes one")
     return found
 
 
@@ -63,14 +63,14 @@ def read_events(path: Path) -> list[Event]:
         path: of an ``.xplane.pb``.
 
     Raises:
-        ZeroError: it is not a trace.
+        ConfigurationError: it is not a trace.
     """
     try:
         raw = path.read_bytes()
         names = instructions(raw)
         profile: Any = ProfileData.from_serialized_xspace(raw)
     except (OSError, ValueError, IndexError, RuntimeError) as error:
-        raise ZeroError(f"{path} cannot be read as a trace: {error}") from error
+        raise ConfigurationError(f"{path} cannot be read as a trace: {error}") from error
     return events_of(profile, names)
 
 

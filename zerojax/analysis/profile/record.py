@@ -7,18 +7,18 @@ import jax
 
 from zerojax.analysis.profile.events import read_events, trace_files
 from zerojax.analysis.profile.ranges import write_ranges
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 
 
 def parse_steps(text: str) -> range:
     """The steps of "start:stop", both included: "10:12" is steps 10, 11 and 12.
 
     Raises:
-        ZeroError: it has another form, or is empty.
+        ConfigurationError: it has another form, or is empty.
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ZeroError(
+        raise ConfigurationError(
             f"--profile {text}: give two step numbers, start:stop, of 1 or more, as in --profile 10:12"
         )
     return range(int(first), int(last) + 1)
@@ -40,10 +40,10 @@ class StepProfile:
             planned: steps of the whole run.
 
         Raises:
-            ZeroError: the run will not take these steps.
+            ConfigurationError: the run will not take these steps.
         """
         if steps and not done < steps[0] <= steps[-1] <= planned:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"--profile {steps[0]}:{steps[-1]}: this run will take steps {done + 1} to {planned}"
             )
         self._folder = folder

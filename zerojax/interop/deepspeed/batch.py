@@ -1,6 +1,6 @@
 """DeepSpeed's arithmetic of batch sizes: train = micro x accumulation x world."""
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.deepspeed.reader import Reader
 from zerojax.run.config import TrainSection
 
@@ -20,15 +20,15 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
         given: the global batch, if the config does not give it.
 
     Raises:
-        ZeroError: the sizes contradict each other, or ``world`` is needed.
+        ConfigurationError: the sizes contradict each other, or ``world`` is needed.
     """
     train, micro, accumulate = (reader.take(name, int) for name in (TRAIN, MICRO, ACCUMULATE))
     values = {TRAIN: train, MICRO: micro, ACCUMULATE: accumulate, "--batch-size": given}
     for name, value in values.items():
         if value is not None and value < 1:
-            raise ZeroError(f"{name} = {value} must be at least 1")
+            raise ConfigurationError(f"{name} = {value} must be at least 1")
     if given is not None and train not in (None, given):
-        raise ZeroError(
+        raise ConfigurationError(
             f"{TRAIN} = {train} contradicts --batch-size {given}: drop the option or edit the config"
         )
     named = TRAIN if train is not None else "--batch-size"
@@ -38,17 +38,19 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
     if micro is None:
         return _default(reader, accumulate or 1, world)
     if not world:
-        raise ZeroError(
+        raise ConfigurationError(
             f"{MICRO} is the batch of one device: give --nodes and --gpus-per-node for their number"
         )
     if train is None:
         accumulate = accumulate or 1
         return micro * accumulate * world, accumulate
     if accumulate is None and train % (micro * world):
-        raise ZeroError(f"{named} = {train} does not divide into {MICRO} = {micro} on {world} devices")
+        raise ConfigurationError(
+            f"{named} = {train} does not divide into {MICRO} = {micro} on {world} devices"
+        )
     accumulate = accumulate or train // (micro * world)
     if train != micro * accumulate * world:
-        raise ZeroError(
+        raise ConfigurationError(
             f"{named} = {train} is not {MICRO} = {micro} x {ACCUMULATE} = {accumulate} x {world} devices"
         )
     return train, accumulate
@@ -58,7 +60,7 @@ def _without_micro(train: int, accumulate: int | None, world: int, named: str) -
     if train % ((accumulate or 1) * (world or 1)):
         steps = f" into {ACCUMULATE} = {accumulate}" if accumulate else ""
         devices = f" {'on' if steps else 'over'} {world} devices" if world else ""
-        raise ZeroError(f"{named} = {train} does not divide{steps}{devices}")
+        raise ConfigurationError(f"{named} = {train} does not divide{steps}{devices}")
     return train, accumulate or 1
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import printable, short
 
 AUTO = "auto"
@@ -33,7 +33,7 @@ class Reader:
             auto: the result for "auto".
 
         Raises:
-            ZeroError: it has another type.
+            ConfigurationError: it has another type.
         """
         value = self._look_up(path)
         self._tick_off(path)
@@ -48,7 +48,7 @@ class Reader:
         # In Python bool is a subclass of int; DeepSpeed's parser also takes "3" for a number, JSON does not.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(_WORDS.get(k, k.__name__) for k in kinds)
-            raise ZeroError(f"{path} = {short(value)} should be {wanted}")
+            raise ConfigurationError(f"{path} = {short(value)} should be {wanted}")
         return value
 
     def quote(self, path: str) -> str:

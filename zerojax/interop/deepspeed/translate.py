@@ -6,7 +6,7 @@ from typing import Any
 
 import tomli_w
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.deepspeed.batch import ACCUMULATE, MICRO, TRAIN, batch_of
 from zerojax.interop.deepspeed.reader import FILLED_IN, Reader
 from zerojax.interop.deepspeed.words import NOTES, OPTIMIZERS
@@ -99,13 +99,13 @@ class _Draft:
         """The translation, checked.
 
         Raises:
-            ZeroError: zerojax refuses a value; the message begins with the keys that it comes from.
+            ConfigurationError: zerojax refuses a value; the message begins with the keys that it comes from.
         """
         try:
             config = self.result.config()
             zero = config.zero.to_zero(accumulate=config.train.accumulate)
-        except ZeroError as error:
-            raise ZeroError(f"{self._quote_origins(str(error))}{error}") from error
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self._quote_origins(str(error))}{error}") from error
         settings: dict[str, Any] = {}
         for name, path in self.origins:
             section, key = name.split(".")
@@ -140,11 +140,11 @@ def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | No
         batch_size: the global batch, if the config leaves it to the script.
 
     Raises:
-        ZeroError: the config contradicts itself, or has values of wrong types or ranges, or its batch size
-            depends on the number of devices, which is unknown.
+        ConfigurationError: the config contradicts itself, or has values of wrong types or ranges, or its
+            batch size depends on the number of devices, which is unknown.
     """
     if not isinstance(data, dict):
-        raise ZeroError("a DeepSpeed config is a JSON object")
+        raise ConfigurationError("a DeepSpeed config is a JSON object")
     reader = Reader(data)
     draft = _Draft(reader)
     partition = reader.take(_HPZ, int, 1) or 1
@@ -177,7 +177,7 @@ def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
     grads = reader.take(f"{_ZERO}.zero_quantized_gradients", bool, False)
     draft.origins.append(("zero.stage", f"{_ZERO}.stage"))
     if stage < 3 and (weights or grads or hpz):
-        raise ZeroError(f"{_ZERO}: ZeRO++'s options need stage 3, not stage {stage}")
+        raise ConfigurationError(f"{_ZERO}: ZeRO++'s options need stage 3, not stage {stage}")
     if weights and grads and hpz:
         draft.set("zero", preset="zero++")
         return
@@ -196,7 +196,7 @@ def _precision(reader: Reader, draft: _Draft) -> None:
     paths = [f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")]
     *bf16, fp16 = (reader.take(path, bool, False) for path in paths)
     if any(bf16) and fp16:
-        raise ZeroError("bf16.enabled and fp16.enabled exclude each other")
+        raise ConfigurationError("bf16.enabled and fp16.enabled exclude each other")
     # "auto" leaves it to the Trainer: the file does not say whether its user asked for bf16 or fp16.
     if any(bf16) or fp16:
         draft.set("zero", compute_dtype="bfloat16")
@@ -255,7 +255,7 @@ def _betas(reader: Reader, draft: _Draft, name: str, at: str) -> None:
     draft.origins += [("optimizer.beta1", f"{at}.betas"), ("optimizer.beta2", f"{at}.betas")]
     if betas is not None:
         if len(betas) != 2 or any(type(beta) not in (int, float) for beta in betas):
-            raise ZeroError(f"{at}.betas = {short(betas)} should be two numbers")
+            raise ConfigurationError(f"{at}.betas = {short(betas)} should be two numbers")
         draft.set("optimizer", beta1=float(betas[0]), beta2=float(betas[1]))
     if momentum:
         draft.result.sections["optimizer"].pop("beta1", None)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import printable, short
 
@@ -69,31 +69,33 @@ class ConfigKeys:
         """The value of a key, checked to be of type ``kind``; null is the same as no key.
 
         Raises:
-            ZeroError: it is missing and has no default, or is of another type.
+            ConfigurationError: it is missing and has no default, or is of another type.
         """
         self._seen.add(name)
         value = self._values.get(name)
         if value is None:
             if default is _REQUIRED:
-                raise ZeroError(f"{self._origin}: {name} is missing")
+                raise ConfigurationError(f"{self._origin}: {name} is missing")
             return default
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ZeroError(f"{self._origin}: {name} = {short(value)} should be {kind.__name__}")
+            raise ConfigurationError(f"{self._origin}: {name} = {short(value)} should be {kind.__name__}")
         return value
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse a key whose value is not among the supported ones, the first of which is the default.
 
         Raises:
-            ZeroError: naming it.
+            ConfigurationError: naming it.
         """
         self._seen.add(name)
         value = self._values.get(name)
         if value is not None and value not in allowed:
             known = " or ".join(map(repr, allowed))
-            raise ZeroError(f"{self._origin}: {name} = {short(value)} is not supported, only {known}")
+            raise ConfigurationError(
+                f"{self._origin}: {name} = {short(value)} is not supported, only {known}"
+            )
 
     def only_training(self, *names: str) -> None:
         """Note non-zero keys that affect training but not the logits."""
@@ -110,11 +112,11 @@ class ConfigKeys:
         """Refuse the keys never read.
 
         Raises:
-            ZeroError: naming them.
+            ConfigurationError: naming them.
         """
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
-            raise ZeroError(f"{self._origin}: cannot import a model with unknown keys: {given}")
+            raise ConfigurationError(f"{self._origin}: cannot import a model with unknown keys: {given}")
 
 
 def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
@@ -126,9 +128,11 @@ def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
         wanted: field -> its only value, or a tuple of allowed ones.
 
     Raises:
-        ZeroError: naming the field.
+        ConfigurationError: naming the field.
     """
     for name, value in wanted.items():
         allowed = value if isinstance(value, tuple) else (value,)
         if (found := getattr(model, name)) not in allowed:
-            raise ZeroError(f"model.{name} = {found!r}, but {family} has {' or '.join(map(repr, allowed))}")
+            raise ConfigurationError(
+                f"model.{name} = {found!r}, but {family} has {' or '.join(map(repr, allowed))}"
+            )

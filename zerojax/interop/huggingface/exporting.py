@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
@@ -60,7 +60,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
             float32 for others.
 
     Raises:
-        ZeroError: no family fits this model, or the dtype is none of these.
+        ConfigurationError: no family fits this model, or the dtype is none of these.
     """
     wanted = None if dtype is None else dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))
     dtypes: dict[str, str] = {}
@@ -72,7 +72,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         values = read_config_json(imported)
         family, model, _ = read_model(values, str(imported / "config.json"))
         if config.model != model_section(model, config.model):
-            raise ZeroError(f"{imported} and {folder.config} describe different models")
+            raise ConfigurationError(f"{imported} and {folder.config} describe different models")
         dtypes = json.loads((imported / TENSORS).read_text(encoding="utf-8"))
         prefix = family.prefix_in(dtypes)
     named = wanted or "float32"
@@ -88,10 +88,10 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
     """Refuse a model that this format cannot quantize, before anything is written.
 
     Raises:
-        ZeroError: its layers are not ``torch.nn.Linear``, or do not divide into blocks.
+        ConfigurationError: its layers are not ``torch.nn.Linear``, or do not divide into blocks.
     """
     if not target.family.linear:
-        raise ZeroError(
+        raise ConfigurationError(
             f"--weights {how.format}: compressed-tensors cannot quantize the Conv1D layers of transformers' "
             f"{target.family.architecture}, only OPT and LLaMA models; leave --weights out"
         )
@@ -120,7 +120,7 @@ def export_model(
         largest_file: bytes of tensors per file.
 
     Raises:
-        ZeroError: ``out`` exists, or a weight is out of the dtype's range.
+        ConfigurationError: ``out`` exists, or a weight is out of the dtype's range.
     """
     draft = out.with_name(out.name + ".unfinished")
     quantized = set() if how is None else {t.name for t in how.tensors(state.spec, target.parts)}
@@ -154,12 +154,12 @@ def quantized_state(state: TrainState, target: Target, out: Path, how: WeightFor
 
 def _make_folder(out: Path, draft: Path) -> None:
     if out.exists():
-        raise ZeroError(f"{out} exists: choose another folder, or delete it yourself")
+        raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
     except OSError as error:
-        raise ZeroError(f"{draft}: cannot write: {error.strerror or error}") from error
+        raise ConfigurationError(f"{draft}: cannot write: {error.strerror or error}") from error
 
 
 def _write_settings(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import gpt2, llama, opt
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.mapping import TensorParts
@@ -85,23 +85,23 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
         The family, the model's shape, and a line for each key that is not imported.
 
     Raises:
-        ZeroError: an architecture, key or value is not supported; names it.
+        ConfigurationError: an architecture, key or value is not supported; names it.
     """
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
-        raise ZeroError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
+        raise ConfigurationError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
     keys = ConfigKeys(values, origin)
     for name in keys.take("architectures", list, []):
         if name not in (family.architecture, *(f"{stem}Model" for stem in ("GPT2", "OPT", "Llama"))):
-            raise ZeroError(
+            raise ConfigurationError(
                 f"{origin}: architectures = {short(name)} is not supported, only causal language models"
             )
     try:
         model = family.read(keys)
-    except ZeroError as error:
-        raise ZeroError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
     return family, model, keys.notes
 
@@ -110,15 +110,15 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
     """The family of a model, and its config.json.
 
     Raises:
-        ZeroError: it belongs to no family; says why, for each.
+        ConfigurationError: it belongs to no family; says why, for each.
     """
     reasons = []
     for family in FAMILIES.values():
         try:
             config = family.write(model)
-        except ZeroError as error:
+        except ConfigurationError as error:
             reasons.append(str(error))
             continue
         about = {"architectures": [family.architecture], "model_type": family.model_type}
         return family, about | config | {"initializer_range": model.init_std}
-    raise ZeroError(f"no Hugging Face family fits this model: {'; '.join(reasons)}")
+    raise ConfigurationError(f"no Hugging Face family fits this model: {'; '.join(reasons)}")

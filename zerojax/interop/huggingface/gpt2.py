@@ -22,7 +22,7 @@ def read(keys: ConfigKeys) -> GPTConfig:
     """The model of a config.json.
 
     Raises:
-        ZeroError: a value is not supported.
+        ConfigurationError: a value is not supported.
     """
     keys.only("activation_function", "gelu_new", *_ACTIVATIONS)
     keys.only("scale_attn_weights", True)
@@ -54,7 +54,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model.
 
     Raises:
-        ZeroError: GPT-2 does not have such models; names the field.
+        ConfigurationError: GPT-2 does not have such models; names the field.
     """
     refuse_others(
         model,

@@ -4,7 +4,7 @@ import json
 from contextlib import closing
 from dataclasses import replace
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import FREE, ModelFolder, model_section
@@ -35,11 +35,13 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
         The imported state: parameters without an optimizer, under exact ZeRO-3.
 
     Raises:
-        ZeroError: the config has another model, the folder holds a run already, or the files do not hold this
-            model.
+        ConfigurationError: the config has another model, the folder holds a run already, or the files do
+            not hold this model.
     """
     if config.model != model_section(source.model, config.model):
-        raise ZeroError(f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set")
+        raise ConfigurationError(
+            f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set"
+        )
     files = SafetensorFiles(source.folder)
     # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
@@ -62,7 +64,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
 def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
     """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     if folder.config.exists() or folder.checkpoints.exists():
-        raise ZeroError(f"{folder.path} holds a run already: choose another --run-dir")
+        raise ConfigurationError(f"{folder.path} holds a run already: choose another --run-dir")
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
     dtypes = {name: spec.dtype for name, spec in files.specs.items() if not source.family.is_buffer(name)}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
 from zerojax.interop.huggingface.mapping import TensorParts, embeddings, matrix, side_by_side, whole
 from zerojax.models import GPTConfig
@@ -19,13 +19,13 @@ def read(keys: ConfigKeys) -> GPTConfig:
     """The model of a config.json.
 
     Raises:
-        ZeroError: a value is not supported.
+        ConfigurationError: a value is not supported.
     """
     keys.only("hidden_act", "silu", "swish")
     keys.only("pretraining_tp", 1)
     biases = keys.take("attention_bias", bool, False)
     if biases != keys.take("mlp_bias", bool, False):
-        raise ZeroError("attention_bias and mlp_bias are supported together or not at all")
+        raise ConfigurationError("attention_bias and mlp_bias are supported together or not at all")
     keys.only_training("attention_dropout")
     width, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     head_width = keys.take("head_dim", int, None)
@@ -74,7 +74,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model, as transformers 4 and 5 both read it.
 
     Raises:
-        ZeroError: LLaMA does not have such models; names the field.
+        ConfigurationError: LLaMA does not have such models; names the field.
     """
     refuse_others(model, "LLaMA", positions="rope", norm="rms", mlp="swiglu")
     scaling: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, PyTree, Shaped
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
@@ -34,22 +34,24 @@ def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family,
     """Compare the tensors of the files with those of the model, by headers alone.
 
     Raises:
-        ZeroError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
+        ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
     """
     needed = {tensor.name: tensor for leaf in train_spec.leaves for tensor in tensors_of(leaf, parts)}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
-                raise ZeroError(f"the files lack {name}")
+                raise ConfigurationError(f"the files lack {name}")
             continue
         spec = files.specs[name]
         if spec.shape != tensor.shape:
-            raise ZeroError(f"{name} has shape {spec.shape}, but {tensor.shape} by the config")
+            raise ConfigurationError(f"{name} has shape {spec.shape}, but {tensor.shape} by the config")
         if spec.dtype not in FLOATS:
-            raise ZeroError(f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}")
+            raise ConfigurationError(
+                f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
+            )
     unknown = [name for name in files.specs if name not in needed and not family.is_buffer(name)]
     if unknown:
-        raise ZeroError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
+        raise ConfigurationError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
 
 
 def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTree:
@@ -62,7 +64,7 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTr
         fp32 arrays as in ``TrainState.params``, nested by path.
 
     Raises:
-        ZeroError: the second copy of a tied matrix differs from the first.
+        ConfigurationError: the second copy of a tied matrix differs from the first.
     """
     placed = {}
     for leaf in train_spec.leaves:
@@ -109,7 +111,9 @@ def _flat_part(
             continue
         values = _read_rows(tensor, slice(first, last), files).astype(np.float32)
         if not tensor.part.required and not np.array_equal(values, rows[:, tensor.part.columns]):
-            raise ZeroError(f"{tensor.name} differs from the token embedding, although the config ties them")
+            raise ConfigurationError(
+                f"{tensor.name} differs from the token embedding, although the config ties them"
+            )
         rows[:, tensor.part.columns] = values
     flat[: end - start] = rows.reshape(-1)[start - first * width : end - first * width]
     return flat

@@ -17,7 +17,7 @@ def read(keys: ConfigKeys) -> GPTConfig:
     """The model of a config.json.
 
     Raises:
-        ZeroError: a value is not supported.
+        ConfigurationError: a value is not supported.
     """
     width = keys.take("hidden_size", int)
     keys.only("word_embed_proj_dim", width)
@@ -44,7 +44,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
     """The config.json of a model.
 
     Raises:
-        ZeroError: OPT does not have such models; names the field.
+        ConfigurationError: OPT does not have such models; names the field.
     """
     refuse_others(
         model,

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32, Shaped, UInt8
 
 import pallas_kernels
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
 from zerojax.train.spec import TrainSpec
@@ -65,13 +65,13 @@ class WeightFormat:
         """Refuse a tensor that does not divide into blocks.
 
         Raises:
-            ZeroError: naming it and the way out.
+            ConfigurationError: naming it and the way out.
         """
         height, width = self.block_shape
         outputs, inputs = tensor.shape
         if outputs % height or inputs % width:
             extent = inputs if self.along == "input" else outputs
-            raise ZeroError(
+            raise ConfigurationError(
                 f"{tensor.name} has {extent} {self.along}s, which do not divide into blocks of {self.block}: "
                 "choose another --block-size, or blocks --along the other way"
             )
@@ -96,14 +96,16 @@ class WeightFormat:
         """The tensors of a file that encode one tensor.
 
         Raises:
-            ZeroError: a weight is not finite.
+            ConfigurationError: a weight is not finite.
         """
         rows = values if self.along == "input" else values.T
         payload = np.asarray(pallas_kernels.encode(np.ascontiguousarray(rows), self.format, block=self.block))
         size = rows.shape[1] * self.bits // 8
         scales = np.ascontiguousarray(payload[:, size:]).view(ml_dtypes.bfloat16)
         if not np.isfinite(scales.astype(np.float32)).all():
-            raise ZeroError(f"{name} holds numbers that are not finite, or too large for {self.format}")
+            raise ConfigurationError(
+                f"{name} holds numbers that are not finite, or too large for {self.format}"
+            )
         codes = _unpack(payload[:, :size], self.bits)
         if self.along == "output":
             codes, scales = codes.T, scales.T

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import parse_json, short
 
 INDEX = "model.safetensors.index.json"
@@ -68,7 +68,7 @@ class SafetensorFiles:
             folder: holds model.safetensors, or several files and model.safetensors.index.json.
 
         Raises:
-            ZeroError: there are none, one is damaged, or index and files disagree.
+            ConfigurationError: there are none, one is damaged, or index and files disagree.
         """
         self._arrays: dict[str, np.ndarray] = {}
         self.specs: dict[str, TensorSpec] = {}
@@ -78,11 +78,11 @@ class SafetensorFiles:
             for name, (spec, start) in _read_header(path).items():
                 if listed and listed.get(name) != file:
                     where = f"in {listed[name]}" if name in listed else "nowhere"
-                    raise ZeroError(f"{path} has {short(name)}, which {INDEX} lists {where}")
+                    raise ConfigurationError(f"{path} has {short(name)}, which {INDEX} lists {where}")
                 self.specs[name] = spec
                 self._arrays[name] = _mapped(path, spec, start)
         if absent := sorted(listed.keys() - self.specs.keys()):
-            raise ZeroError(
+            raise ConfigurationError(
                 f"{folder / INDEX} lists {short(absent[0])}, which {listed[absent[0]]} does not have"
             )
 
@@ -107,9 +107,9 @@ def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
             header = parse_json(file.read(length).decode())
         return _check_header(header, 8 + length, size)
     except OSError as error:
-        raise ZeroError(f"{path}: {error.strerror or error}") from error
+        raise ConfigurationError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ZeroError(f"{path}: not a whole safetensors file: {error}") from error
+        raise ConfigurationError(f"{path}: not a whole safetensors file: {error}") from error
 
 
 def _check_header(header: Any, begin: int, size: int) -> dict[str, tuple[TensorSpec, int]]:
@@ -172,24 +172,24 @@ def _listed(folder: Path) -> dict[str, str]:
     """The index's map from tensor to file; empty if there is a single file.
 
     Raises:
-        ZeroError: there are no files, or the index is invalid or leads out of the folder.
+        ConfigurationError: there are no files, or the index is invalid or leads out of the folder.
     """
     index = folder / INDEX
     if index.is_file():
         try:
             return _check_index(parse_json(index.read_text(encoding="utf-8")))
         except OSError as error:
-            raise ZeroError(f"{index}: {error.strerror or error}") from error
+            raise ConfigurationError(f"{index}: {error.strerror or error}") from error
         except ValueError as error:
-            raise ZeroError(f"{index}: not an index of safetensors files: {error}") from error
+            raise ConfigurationError(f"{index}: not an index of safetensors files: {error}") from error
     if (folder / SINGLE).is_file():
         return {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ZeroError(
+        raise ConfigurationError(
             f"{folder} has PyTorch pickles, which run code when read: save the model again by transformers' "
             "save_pretrained, which writes safetensors"
         )
-    raise ZeroError(f"{folder} has no {SINGLE} and no {INDEX}")
+    raise ConfigurationError(f"{folder} has no {SINGLE} and no {INDEX}")
 
 
 def _check_index(values: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.sharding.layout import ParamLayout, unflatten
@@ -68,12 +68,12 @@ def cast(name: str, values: Float32[np.ndarray, "..."], dtype: str) -> np.ndarra
     """Values in a file's dtype, rounded to nearest.
 
     Raises:
-        ZeroError: a finite value is out of float16's range.
+        ConfigurationError: a finite value is out of float16's range.
     """
     with np.errstate(over="ignore"):
         out = values.astype(DTYPES[dtype])
     if dtype == "F16" and np.isinf(out).any() and not np.isinf(values).any():
-        raise ZeroError(
+        raise ConfigurationError(
             f"{name} holds {np.abs(values).max():.3g}, too large for float16: use --dtype bfloat16"
         )
     return out

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
 from zerojax.models import GPTConfig
@@ -37,13 +37,14 @@ class ModelFolder:
         """Read the config.json and the tokenizer.
 
         Raises:
-            ZeroError: there is no model, or one that zerojax does not support; names what is unsupported.
+            ConfigurationError: there is no model, or one that zerojax does not support; names what is
+                unsupported.
         """
         values = read_config_json(folder)
         family, model, notes = read_model(values, str(folder / "config.json"))
         tokenizer = read_tokenizer(folder, values)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
-            raise ZeroError(
+            raise ConfigurationError(
                 f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds only "
                 f"{model.vocab_size}"
             )
@@ -54,19 +55,19 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The config.json of a folder.
 
     Raises:
-        ZeroError: there is none, or it is not a JSON object.
+        ConfigurationError: there is none, or it is not a JSON object.
     """
     path = folder / "config.json"
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ZeroError(
+        raise ConfigurationError(
             f"{path}: {error.strerror or error}; a Hugging Face model's folder has one"
         ) from error
     except ValueError as error:
-        raise ZeroError(f"{path}: not JSON: {error}") from error
+        raise ConfigurationError(f"{path}: not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ZeroError(f"{path}: not a JSON object")
+        raise ConfigurationError(f"{path}: not a JSON object")
     return values
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -75,14 +75,16 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
             residuals of this mesh start at zero.
 
     Raises:
-        ZeroError: the tree lacks a parameter or an optimizer state of this program.
+        ConfigurationError: the tree lacks a parameter or an optimizer state of this program.
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
     lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
     if lacking:
-        raise ZeroError(f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer")
+        raise ConfigurationError(
+            f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer"
+        )
     stored = {
         name: given[name] if leaf is None else _convert(state.spec, leaf, given[name], x)
         for name, (leaf, x) in entries.items()
@@ -132,7 +134,7 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
     for (path, x), layout in zip(moments, layouts, strict=True):
         name = _optimizer_name(path)
         entries[name] = (layout if isinstance(layout, ParamLayout) else None, x)
-    entries |= {f"other/{name}": (None, x) for name, x in state.other.items()}
+    entries |= {f"other/{name}": (None, x) for name, x in state.model_state.items()}
     for path, x in from_tree(state.residual).items():
         entries["/".join(("residual", *path))] = (None, x)
     entries |= {f"losses/{name}": (None, x) for name, x in state.losses.items()}
@@ -169,7 +171,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         **{name: stored[f"counters/{name}"] for name in _COUNTERS},
         params=fill("params", state.params),
         opt_state=fill("optimizer", state.opt_state),
-        other=fill("other", state.other),
+        model_state=fill("other", state.model_state),
         secondary=fill("secondary", state.secondary),
         residual=fill("residual", state.residual),
         losses=fill("losses", state.losses),

@@ -14,7 +14,7 @@ from typing import Any
 
 import dacite
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 MANIFEST = "seal.json"
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 22
 _THREADS = min(8, os.cpu_count() or 1)
 
 
-class DamagedError(ZeroError):
+class DamagedError(ConfigurationError):
     """A checkpoint differs from what was saved; the message says how."""
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints.canonical import REINITIALISED, abstract_canonical, from_canonical, with_weights
 from zerojax.train.state import TrainState
 
@@ -24,8 +24,8 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
             no average.
 
     Raises:
-        ZeroError: the checkpoint has no average, or is of another model or optimizer; names the first
-            differences.
+        ConfigurationError: the checkpoint has no average, or is of another model or optimizer; names the
+            first differences.
     """
     saved = _saved(path)
     wanted = {
@@ -36,7 +36,7 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
     if not average:
         return from_canonical(state, _load(path, wanted, saved))
     if "average" not in saved:
-        raise ZeroError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
+        raise ConfigurationError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
     wanted["average"] = {"params": wanted.pop("params"), "count": state.step}
     tree = _load(path, wanted, saved)
@@ -51,7 +51,7 @@ def restore_weights(path: Path, state: TrainState) -> TrainState:
         state: filled; keeps its optimizer state, step and seed.
 
     Raises:
-        ZeroError: the checkpoint is of another model; names the first differences.
+        ConfigurationError: the checkpoint is of another model; names the first differences.
     """
     wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind in ("params", "other")}
     return with_weights(state, _load(path, wanted, _saved(path)))
@@ -65,7 +65,7 @@ def _saved(path: Path) -> dict[str, Any]:
 def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     for kind, tree in wanted.items():
         if differences := _differences(tree, saved.get(kind)):
-            raise ZeroError(f"{path} does not fit this run: {kind}: {'; '.join(differences[:3])}")
+            raise ConfigurationError(f"{path} does not fit this run: {kind}: {'; '.join(differences[:3])}")
 
     # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
     # others, and Python warns about them.
@@ -82,7 +82,7 @@ def _reading[T](path: Path, read: Callable[[], T]) -> T:
         return read()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        raise ZeroError(f"{path} cannot be read: {reason}") from error
+        raise ConfigurationError(f"{path} cannot be read: {reason}") from error
 
 
 def _differences(wanted: Any, saved: Any) -> list[str]:

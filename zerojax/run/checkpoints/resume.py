@@ -50,7 +50,8 @@ def resume(
         None if there is no checkpoint yet: then make a state by ``TrainState.create``.
 
     Raises:
-        ZeroError: all checkpoints are damaged, or the newest valid one is of another model or optimizer.
+        ConfigurationError: all checkpoints are damaged, or the newest valid one is of another model or
+            optimizer.
     """
     path = Path(folder)
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manifest, verify
 
@@ -30,7 +30,7 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
         checksums: read every byte of the checkpoints compared.
 
     Raises:
-        ZeroError: there are checkpoints, but all are damaged; names each.
+        ConfigurationError: there are checkpoints, but all are damaged; names each.
     """
     found: dict[int, str] = {}
     for step in reversed(step_dirs.steps(folder)):
@@ -41,7 +41,9 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
             found[step] = str(error)
     if found:
         each = "; ".join(damage_line(folder, step, why) for step, why in found.items())
-        raise ZeroError(f"no checkpoint can be used: {each}. Restore one, or move them away to start over")
+        raise ConfigurationError(
+            f"no checkpoint can be used: {each}. Restore one, or move them away to start over"
+        )
     return Choice(None, {})
 
 
@@ -62,20 +64,20 @@ def find(run_or_checkpoint: Path) -> Path:
     """The valid checkpoint at a path, or the newest one of the run at that path.
 
     Raises:
-        ZeroError: there is none, or it is damaged.
+        ConfigurationError: there is none, or it is damaged.
     """
     path = run_or_checkpoint
     if (path / "checkpoints").is_dir():
         path /= "checkpoints"
         if (step := newest_valid(path).step) is None:
-            raise ZeroError(f"{path}: there is no checkpoint yet")
+            raise ConfigurationError(f"{path}: there is no checkpoint yet")
         return path / str(step)
     if not path.is_dir():
-        raise ZeroError(f"{path} is neither a run's folder nor a checkpoint")
+        raise ConfigurationError(f"{path} is neither a run's folder nor a checkpoint")
     try:
         verify(path)
     except DamagedError as error:
-        raise ZeroError(f"{path} is not a checkpoint, or is damaged: {error}") from error
+        raise ConfigurationError(f"{path} is not a checkpoint, or is damaged: {error}") from error
     return path
 
 

@@ -84,7 +84,7 @@ class Checkpoints:
 
         Raises:
             RunError: this or the previous save failed, perhaps on a full disk; older ones are intact.
-            ZeroError: the state was donated.
+            ConfigurationError: the state was donated.
         """
         check_there(state)
         if step == self._last:

@@ -2,8 +2,8 @@
 
 Each class is one table of the TOML file and one group of command-line options (``--train.steps 5``);
 ``zerojax train --help`` prints the text of ``Attributes``. Values that are wrong on any machine raise a
-``ZeroError`` here that names the option, before devices are initialised; what depends on the devices (does
-the batch divide?) is checked later.
+``ConfigurationError`` here that names the option, before devices are initialised; what depends on the
+devices (does the batch divide?) is checked later.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pallas_kernels import Format
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.models.config import GPTConfig
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
 from zerojax.validation.dtypes import dtype_name
@@ -25,7 +25,7 @@ WireFormat = Literal["compute", Format]
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ZeroError(message)
+        raise ConfigurationError(message)
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class ZeroSection:
         """The library's `ZeroConfig`: the preset, overridden by what is set here and `settings`.
 
         Raises:
-            ZeroError: an unknown preset, or options that contradict each other.
+            ConfigurationError: an unknown preset, or options that contradict each other.
         """
         given = {
             f.name: value

@@ -12,12 +12,12 @@ from typing import Any
 import dacite
 import tomli_w
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.run.config.sections import RunConfig
 from zerojax.validation.untrusted import parse_toml, printable, short
 
 
-class ConfigError(ZeroError):
+class ConfigError(ConfigurationError):
     """A settings file cannot be used; the message names the file, the key and the way out."""
 
 

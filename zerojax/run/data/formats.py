@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zerojax.errors import ZeroError
+from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import short
 
 LONGEST_LINE = 1 << 28
@@ -28,7 +28,7 @@ _COMPRESSED = (".gz", ".zst")
 _COLUMNAR = (".parquet", ".arrow")
 
 
-class DataError(ZeroError):
+class DataError(ConfigurationError):
     """A text source or a token file cannot be used; the message names it and the way out."""
 
 
