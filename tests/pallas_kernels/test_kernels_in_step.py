@@ -27,6 +27,8 @@ pytestmark = [
     [
         ["tests/pallas_kernels/test_lowering.py"],
         ["tests/train/test_compiled_step.py", "-m", "slow", "-k", "zero++"],
+        # The kernels have no derivative, and nothing may ask them for one.
+        ["tests/schedule/test_derived_losses.py", "-k", "quantized"],
     ],
 )
 def test_with_the_cuda_plugin(request, what):

@@ -144,11 +144,12 @@ def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
         assert np.linalg.norm(mine - theirs) < 2e-4 * scale, leaf.name
 
 
-def test_quantized_gradients_of_a_penalty_are_near():
+@pytest.mark.parametrize(("kind", "units"), [(Stacked, ()), (Listed, (Block,))])
+def test_quantized_gradients_of_a_penalty_are_near(kind, units):
     """zero++ sends second derivatives by the same hops: int4's error, not a missing part."""
-    _, grads = reference(Stacked, gradient_penalty)
-    zero = zerojax.ZeroConfig.preset("zero++", compute_dtype="float32").__dict__
-    state = create(Stacked, gradient_penalty, (2, 4), **zero)
+    _, grads = reference(kind, gradient_penalty)
+    zero = zerojax.ZeroConfig.preset("zero++", compute_dtype="float32", units=units).__dict__
+    state = create(kind, gradient_penalty, (2, 4), **zero)
     found = from_tree(step.gradients(state, X))
     mine = np.concatenate([np.ravel(from_stored(found[x.path], x)) for x in state.spec.leaves])
     theirs = np.concatenate([grads[x.path].ravel() for x in state.spec.leaves])

@@ -221,8 +221,17 @@ def _to_whole_fwd(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) 
     return _to_whole(comm, secondary, sinks, seed), seed
 
 
+def _delivered(comm: UnitComm, grads: Values, seed: Seed) -> Values:
+    """Gradients at the sinks. They are not differentiated again: kernels that encode have no derivative.
+
+    Nothing is lost by that. A loss that has a gradient in it takes it with respect to activations, and the
+    gradients of the weights that arise on the way are discarded.
+    """
+    return comm.to_sink(lax.stop_gradient(grads), seed)
+
+
 def _to_whole_bwd(comm: UnitComm, seed: Seed, grads: Values) -> Any:
-    return None, comm.to_sink(grads, seed), None
+    return None, _delivered(comm, grads, seed), None
 
 
 _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
@@ -240,7 +249,7 @@ def call_gathered(comm: UnitComm, body: Body, sources: Values, sinks: Values, se
 def _call_fwd(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: Seed, inputs: Any) -> Any:
     strategy = comm.strategy
     held, inputs = lax.optimization_barrier((taken(sources), inputs))
-    started = comm.to_secondary(strategy.source, held)
+    started = comm.to_secondary(strategy.source, lax.stop_gradient(held))
     # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
     kept = sources if strategy.source == strategy.keep else started
     vjp: Any
@@ -256,11 +265,11 @@ def _call_bwd(comm: UnitComm, body: Body, residuals: Any, cotangent: Any) -> Any
     kept, seed = taken((kept, seed))
     # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    secondary = comm.to_secondary(comm.strategy.keep, kept)
+    secondary = comm.to_secondary(comm.strategy.keep, lax.stop_gradient(kept))
     # Where the loss has a gradient of its own in it, this gather has a gradient, too.
     whole = _to_whole(comm, secondary, sinks, mix(seed, 1))
     grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
-    return None, comm.to_sink(grads, seed), None, inputs
+    return None, _delivered(comm, grads, seed), None, inputs
 
 
 call_gathered.defvjp(_call_fwd, _call_bwd)
