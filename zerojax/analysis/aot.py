@@ -18,7 +18,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -142,7 +142,7 @@ def _register_compiler() -> None:
 
 
 @contextmanager
-def cudnn_assumed() -> Iterator[None]:
+def cudnn_assumed() -> Generator[None]:
     """Lower cuDNN's flash attention for described GPUs, Hopper or newer, on a machine that has none.
 
     JAX checks the local machine for cuDNN and a GPU before it lowers the kernel, although the compiled
@@ -171,7 +171,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def _environment(name: str, value: str) -> Generator[None]:
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,7 +1,7 @@
 """Set-up of emulated devices and of the job's processes, before JAX initialises its devices."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ def joined_cluster(
     cluster: ClusterSection,
     job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
-) -> Iterator[Peers | None]:
+) -> Generator[Peers | None]:
     """Emulate devices if the settings say so, and join the other processes if there are any.
 
     Arguments and errors as for ``emulate_devices`` and ``zerojax.distributed.joined``.

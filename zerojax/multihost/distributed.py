@@ -6,7 +6,7 @@ import resource
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def joined(
     join_timeout: float = 300.0,
     peer_timeout: float = 60.0,
     report: Callable[[BaseException], tuple[int, str]] = show_traceback,
-) -> Iterator[peers.Peers | None]:
+) -> Generator[peers.Peers | None]:
     """Join a job for the duration of a ``with`` block; enter it before anything uses a device.
 
     The job is described by the first of: the arguments; ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID`` and
@@ -185,7 +185,7 @@ def _only_this_host(host: str | None) -> bool:
 
 
 @contextmanager
-def _private_folder() -> Iterator[Path]:
+def _private_folder() -> Generator[Path]:
     """A temporary folder for Unix sockets, with a short path, that only the user can open.
 
     Raises:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -227,7 +227,7 @@ class _Job:
             logger.warning(line)
 
     @contextmanager
-    def _forward_signals(self) -> Iterator[None]:
+    def _forward_signals(self) -> Generator[None]:
         """Forward SIGTERM and SIGINT; only the main thread can handle signals."""
         if threading.current_thread() is not threading.main_thread():
             yield

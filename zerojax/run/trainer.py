@@ -4,7 +4,7 @@ import errno
 import functools
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,7 +316,7 @@ class Trainer:
 
 
 @contextmanager
-def disk_errors_explained(folder: RunFolder) -> Iterator[None]:
+def disk_errors_explained(folder: RunFolder) -> Generator[None]:
     """Turn an error of the disk into a one-line message.
 
     Raises:
@@ -334,7 +334,7 @@ def disk_errors_explained(folder: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def divergence_explained(trainer: Trainer) -> Iterator[None]:
+def divergence_explained(trainer: Trainer) -> Generator[None]:
     """Add to the error of a diverged run which checkpoint to go back to, and how.
 
     Raises:

@@ -12,7 +12,7 @@ themselves how they are mapped: units run for one micro-batch after another (``m
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any
 
@@ -126,7 +126,7 @@ def all_batched(values: Any, mapped: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _set(mapping: bool) -> Iterator[None]:
+def _set(mapping: bool) -> Generator[None]:
     before = _mapping.set(mapping)
     try:
         yield

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,7 @@ _IN_WORDS = {
 
 
 @contextlib.contextmanager
-def translated_errors() -> Iterator[None]:
+def translated_errors() -> Generator[None]:
     """Replace JAX's errors that are caused by units by messages that name the way out.
 
     Raises:

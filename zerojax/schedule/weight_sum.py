@@ -8,7 +8,7 @@ one scalar crosses the mesh; in the backward pass each element's gradient is com
 import contextlib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +51,7 @@ _of_loss: ContextVar[tuple[Any, MasterWeights] | None] = ContextVar("weights of 
 
 
 @contextlib.contextmanager
-def master_weights(model: Any, weights: MasterWeights) -> Iterator[None]:
+def master_weights(model: Any, weights: MasterWeights) -> Generator[None]:
     """Let ``weight_sum(model)`` find the master weights of a model, within this context."""
     token = _of_loss.set((model, weights))
     try:

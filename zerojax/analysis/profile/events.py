@@ -13,8 +13,10 @@ from zerojax.analysis.profile.hlo_names import instructions
 from zerojax.errors import ConfigurationError
 
 # The named scopes of comm/collectives.py, schedule/, optim/muon.py and train/step.py.
-HOPS = ("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum")
-HOPS += ("reduce_local", "reduce_node", "orthogonalise")
+HOPS = (
+    *("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum"),
+    *("reduce_local", "reduce_node", "orthogonalise"),
+)
 SCOPES = (*HOPS, "encode_gradients", "optimizer", "layer")
 _COLLECTIVE = re.compile(
     r"(ragged[-_])?(all|reduce|collective)[-_](gather|reduce|to[-_]all|scatter|permute|broadcast)"

@@ -161,7 +161,7 @@ def join(place: Place, facts: Mapping[str, str], *, join_timeout: float, peer_ti
         coordinator = Coordinator(place, facts, join_timeout, peer_timeout)
     peers = Peers(place, join_timeout, peer_timeout)
     try:
-        peers._join(coordinator, place, facts)
+        peers._join(coordinator, place, facts)  # pyright: ignore[reportPrivateUsage]  (its own factory)
         return peers
     except BaseException:
         peers.close()

@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,14 +225,14 @@ def _no_text(place: str, column: str, kind: str) -> DataError:
 def _pyarrow(path: Path) -> ModuleType:
     try:
         import pyarrow
-        import pyarrow.ipc
+        import pyarrow.ipc  # pyright: ignore[reportUnusedImport]  (an attribute from then on)
     except ImportError as error:
         raise DataError(f"{path}: this format needs pyarrow: pip install 'zerojax[data]'") from error
     return pyarrow
 
 
 @contextmanager
-def _readable(path: Path, arrow: ModuleType | None = None) -> Iterator[None]:
+def _readable(path: Path, arrow: ModuleType | None = None) -> Generator[None]:
     """Turn what readers raise on a damaged or unreadable file into a ``DataError``."""
     damage = (EOFError, zlib.error) if arrow is None else (EOFError, arrow.ArrowException)
     try:

@@ -78,7 +78,7 @@ def unavailable() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces and their links need root (sudo, or a privileged container)"
     try:
-        import pyroute2  # noqa: F401  (a probe)
+        import pyroute2  # noqa: F401  # pyright: ignore[reportUnusedImport]  (a probe)
     except ImportError:
         return "pyroute2 is not installed: pip install 'zerojax[cluster]'"
     try:
