@@ -33,7 +33,7 @@ def test_a_node_sends_what_the_report_says(preset, nodes, local, width, settings
     output = io.BytesIO()
     try:
         measured = cluster.measure_bytes(
-            "tests.wire.wire_models:train",
+            "tests.helpers.wire_models:train",
             {"preset": preset, "steps": STEPS, "width": width, **settings},
             nodes=nodes, devices_per_node=local, timeout=240, output=output,
         )  # fmt: skip

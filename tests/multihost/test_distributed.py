@@ -132,8 +132,8 @@ def test_an_invalid_value_of_zerojax_insecure(monkeypatch):
         join("10.1.2.3:99", 0, 2)
 
 
-def test_no_folder_for_sockets(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+def test_no_folder_for_sockets(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
     with pytest.raises(JobError, match=r"No such file or directory.*set TMPDIR to another place"):
         join("127.0.0.1:99", 0, 2)
 
