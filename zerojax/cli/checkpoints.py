@@ -21,7 +21,7 @@ from zerojax.run.run_lock import RunLock
 
 @dataclass(frozen=True)
 class Options:
-    """List the checkpoints of a run and check each against its seal; uses no device.
+    """List the checkpoints of a run and check each against its manifest; uses no device.
 
     Exits with code 1 if one is damaged.
 
@@ -82,17 +82,17 @@ def _damage(path: Path, *, checksums: bool) -> str | None:
 
 
 def _facts(path: Path) -> tuple[str, str, str, str]:
-    """Time of saving, size, metrics, and mesh and preset of its run; "?" if the seal cannot be read."""
+    """Time of saving, size, metrics, and mesh and preset of its run; "?" if the manifest cannot be read."""
     try:
-        seal: Manifest = read_manifest(path)
+        manifest: Manifest = read_manifest(path)
     except DamagedError:
         return "?", size(sum(p.stat().st_size for p in path.rglob("*") if p.is_file())), "", "?"
-    record = seal.record
+    record = manifest.record
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
     nodes, local = record.mesh
     preset = record.config.get("zero", {}).get("preset", "?")
-    saved = datetime.fromtimestamp(seal.saved_at).astimezone()
-    return f"{saved:%Y-%m-%d %H:%M:%S}", size(seal.size), metrics, f"{nodes} x {local}, {preset}"
+    saved = datetime.fromtimestamp(manifest.saved_at).astimezone()
+    return f"{saved:%Y-%m-%d %H:%M:%S}", size(manifest.size), metrics, f"{nodes} x {local}, {preset}"
 
 
 def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:

@@ -121,18 +121,18 @@ def abstract_model(config: RunConfig) -> zerojax.TrainState:
 
 
 def resumed_state(
-    setup: RunSetup, folder: RunFolder, seal: checkpoints.Manifest
+    setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest
 ) -> tuple[zerojax.TrainState, str]:
     """The state of a run that resumes from a checkpoint, and a line about it for the user.
 
     Raises:
         ConfigurationError: the settings have become those of another run.
     """
-    before = config_from_dict(seal.record.config)
+    before = config_from_dict(manifest.record.config)
     changes = check_same_run(before, setup.config, folder)
-    changes += rate_changes(before, setup.config, seal.step - seal.record.skipped)
-    state = checkpoints.restore(folder.checkpoints / str(seal.step), setup.abstract_state())
-    return state, "; ".join([f"resuming from step {seal.step}", *changes])
+    changes += rate_changes(before, setup.config, manifest.step - manifest.record.skipped)
+    state = checkpoints.restore(folder.checkpoints / str(manifest.step), setup.abstract_state())
+    return state, "; ".join([f"resuming from step {manifest.step}", *changes])
 
 
 def new_state(
@@ -191,7 +191,7 @@ def choose_checkpoint(
     Newer checkpoints that are damaged are moved aside, so that their steps can be saved again.
 
     Returns:
-        Its seal, or None to start anew; and a line for each damaged one.
+        Its manifest, or None to start anew; and a line for each damaged one.
 
     Raises:
         ConfigurationError: ``resume`` does not fit the checkpoints, or all of them are damaged.

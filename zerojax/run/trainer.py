@@ -126,18 +126,18 @@ class Trainer:
             unlocked = run_on_process_zero(lock.take)
             data = prepare_data(config, folder)
             batches, validation = make_batches(config, data)
-            seal, notes = choose_checkpoint(config, folder, resume)
+            manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
                 notes.append(unlocked)
-            if seal is not None and seal.record.position:
-                state, note = resumed_state(setup, folder, seal)
-                batches.set_state(seal.record.position)
+            if manifest is not None and manifest.record.position:
+                state, note = resumed_state(setup, folder, manifest)
+                batches.set_state(manifest.record.position)
                 notes.append(note)
             else:  # a checkpoint without a position holds imported weights: no step was taken
-                state, lines = new_state(setup, folder, seal, init_from)
+                state, lines = new_state(setup, folder, manifest, init_from)
                 notes += lines
-            record = Record() if seal is None else seal.record
-            step = 0 if seal is None else seal.step
+            record = Record() if manifest is None else manifest.record
+            step = 0 if manifest is None else manifest.step
             if is_first():
                 folder.write_config(config)
             reserve_host_memory(state)
@@ -152,7 +152,7 @@ class Trainer:
                 checkpoints=Checkpoints(
                     folder.checkpoints,
                     Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-                    start=None if seal is None else step,
+                    start=None if manifest is None else step,
                     say=log.say,
                 ),
                 clock=TrainingClock(record.seconds, minutes=saving.minutes),
