@@ -138,14 +138,22 @@ def test_chance_needs_more_runs_than_variants_and_seeds():
     assert paired.Chance.of([RUNS[0], RUNS[2]]) is None
 
 
-def test_page_has_the_measured_table():
+@pytest.mark.parametrize(
+    ("measured", "rows", "columns"),
+    [("quality-124m-2x1", 8, (1, 2, 3, 4, 6)), ("quality-2x1", 7, (1, 2, 4))],
+)
+def test_page_has_the_measured_table(measured, rows, columns):
+    """Seeds, loss, spread, difference and bytes of every variant; of the smaller model less."""
     root = FOLDER.parents[1]
-    runs = json.loads((root / "docs" / "measured" / "quality-2x1.json").read_text())["runs"]
+    runs = json.loads((root / "docs" / "measured" / f"{measured}.json").read_text())["runs"]
     page = (root / "docs" / "quality.md").read_text()
-    cells = [row.split(" | ")[1:6] for row in paired.table(runs, "zero3")[2:] if row.startswith("| ")]
-    assert len(cells) == 7
-    for row in cells:
-        assert " | ".join(row) in page
+    lines = [
+        row.removesuffix(" |").split(" | ") for row in paired.table(runs, "zero3")[2:] if row[:2] == "| "
+    ]
+    assert len(lines) == rows
+    for cells in lines:
+        assert " | ".join(cells[column] for column in columns) in page
+        assert abs(float(cells[5].removesuffix("%"))) < 0.005
 
 
 def test_picture_of_runs_without_a_pair(tmp_path):
