@@ -3,7 +3,7 @@
 
     scripts/acceptance/mutants.py --check       # do the lists still fit the code? runs no test
     scripts/acceptance/mutants.py --jobs 2      # all; results of an interrupted run are kept
-    scripts/acceptance/mutants.py --only pipeline belt --fresh
+    scripts/acceptance/mutants.py --only prefetch_scan gradient_queue --fresh
 
 Each list in `scripts/acceptance/mutants/` names a source file, the tests that should notice a change of it,
 cheapest first (pytest's arguments, one run per line), and the mutants: a text that occurs exactly once in the

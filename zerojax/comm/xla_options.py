@@ -23,7 +23,7 @@ GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
     # Costs of collectives from the chip's bandwidth, which the default guess underestimates.
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
-    # The pipeline carries one layer's weights from iteration to iteration. Two buffers that take turns
+    # The scan carries one layer's weights from iteration to iteration. Two buffers that take turns
     # save a copy of each layer, forward and backward.
     "xla_gpu_enable_while_loop_double_buffering": True,
     # What a loop stacks, layer by layer, starts as memory that nobody has written, for every slot will be.

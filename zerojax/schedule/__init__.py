@@ -1,1 +1,1 @@
-"""When weights are gathered and gradients reduced: the ZeRO stage, units, the prefetching scan."""
+"""When weights are gathered and gradients reduced: units, the prefetching scan, breadth-first order."""
