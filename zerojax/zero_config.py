@@ -19,6 +19,9 @@ from zerojax.validation.dtypes import dtype_name
 
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64
+_FP8_MULTIPLE = 16
+"""Sizes of the matrices that cuBLASLt multiplies in fp8."""
+FP8_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
 
 Remat = Literal["full", "attention", "none"]
 Rounding = Literal["nearest", "stochastic"]
@@ -76,6 +79,13 @@ class ZeroConfig:
             shell pattern, neither its weight nor its gradient travels in fewer bits than ``format``.
             Vectors and scalars always travel in the compute format. By default embeddings: a rare
             token's gradient, in one block with a frequent one's, would round to zero in four bits.
+        matmul_dtype: "compute", or "fp8": matmuls of units with their weights are computed in 8-bit floating
+            point, forward and backward, and the weights that ``fp8`` names are gathered as what such a matmul
+            reads: over ``local``, and over ``node`` as well, unless differences or fewer than 8 bits are sent
+            there (``zerojax.matmul.fp8``). Needs stage 3.
+        fp8: shell patterns of paths: with ``matmul_dtype="fp8"`` the weights to use it for, among the
+            two-dimensional ones of units whose sizes are multiples of 16. The last pattern that matches
+            decides; one that begins with "!" leaves the weight out.
     """
 
     stage: int = 3
@@ -98,6 +108,8 @@ class ZeroConfig:
     error_feedback: bool = False
     chunks: int = 1
     precise: tuple[tuple[str, str], ...] = (("*embed*", "int8"),)
+    matmul_dtype: Literal["compute", "fp8"] = "compute"
+    fp8: tuple[str, ...] = FP8_WEIGHTS
 
     def __post_init__(self) -> None:
         """Refuse what can't work.
@@ -123,6 +135,7 @@ class ZeroConfig:
         self._check_formats()
         self._check_stage()
         self._check_delta()
+        self._check_fp8()
         self._check_no_op()
 
     @classmethod
@@ -187,6 +200,30 @@ class ZeroConfig:
         floors = [floor for pattern, floor in self.precise if fnmatch.fnmatch(path.lower(), pattern)]
         return max([wanted, *floors], key=BITS.__getitem__)
 
+    def without_fp8(self, path: str, shape: tuple[int, ...], unit: str | None) -> str | None:
+        """Why a weight's matmuls are not computed in fp8; None if they are.
+
+        Args:
+            path: the leaf's path, joined by "/".
+            shape: of one layer's leaf.
+            unit: the name of its unit, if it has one.
+        """
+        if self.matmul_dtype != "fp8":
+            return 'matmul_dtype is "compute"'
+        if unit is None:
+            return "in no unit"
+        if len(shape) != 2:
+            return "not two-dimensional"
+        if any(size % _FP8_MULTIPLE for size in shape):
+            return f"sizes are no multiples of {_FP8_MULTIPLE}"
+        deciding = ""
+        for pattern in self.fp8:
+            if fnmatch.fnmatch(path.lower(), pattern.removeprefix("!")):
+                deciding = pattern
+        if not deciding:
+            return "no pattern of fp8 matches"
+        return f"left out by {deciding!r}" if deciding.startswith("!") else None
+
     def _take_names(self) -> None:
         """Put the one name of each dtype in the place of what was given."""
         names: dict[str, Any] = {
@@ -197,6 +234,7 @@ class ZeroConfig:
             "local_weights": _format_name(self.local_weights),
             "grads": tuple(map(_format_name, self.grads)),
             "precise": tuple((pattern, _format_name(floor)) for pattern, floor in self.precise),
+            "fp8": tuple(self.fp8),
         }
         for field, value in names.items():
             object.__setattr__(self, field, value)  # frozen for everybody else
@@ -262,6 +300,24 @@ class ZeroConfig:
                 'grad_sync="step" keeps sums between the two hops: it needs grads_hops=2.'
             )
 
+    def _check_fp8(self) -> None:
+        if self.matmul_dtype != "fp8":
+            if self.fp8 != FP8_WEIGHTS:
+                raise ConfigurationError(
+                    'ZeroConfig.fp8 names weights of fp8 matmuls: set matmul_dtype="fp8", or leave it out.'
+                )
+            return
+        if self.stage != 3:
+            raise ConfigurationError(
+                f'matmul_dtype="fp8" multiplies with weights as they are gathered for a unit, and stage '
+                f"{self.stage} gathers none: use stage 3."
+            )
+        if self.local_weights is not None:
+            raise ConfigurationError(
+                f"local_weights={self.local_weights!r} is the format over local of weights that are decoded "
+                'there: leave it out with matmul_dtype="fp8", which sends what matmuls read.'
+            )
+
     def _check_no_op(self) -> None:
         quantized = set(QUANTIZED)
         if self.rotation and not quantized & set(self.grad_formats):
@@ -284,6 +340,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "grad_sync": ("micro", "step"),
     "rounding": ("nearest", "stochastic"),
     "rotation": (0, 32),
+    "matmul_dtype": ("compute", "fp8"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,8 @@
             scripts/bench/train_fsdp2.py --peers fsdp2 hsdp hsdp-x8'
 
 Settings are the documented best: blocks compiled, bf16 parameters and reductions over fp32 masters,
-fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed.
+fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed. The peers with fp8 need
+torchao: "tensorwise" gathers weights in fp8, which "rowwise" cannot.
 """
 
 # pyright: reportMissingImports=false
@@ -43,6 +44,8 @@ PEERS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "hsdp": {"hsdp": True},
     "hsdp-x8": {"hsdp": True, "micro_batches": 8},
+    "fsdp2-fp8": {"fp8": "tensorwise"},
+    "fsdp2-fp8-rowwise": {"fp8": "rowwise"},
 }
 
 
@@ -65,12 +68,13 @@ def build(
     *,
     hsdp: bool = False,
     micro_batches: int = 1,
+    fp8: str | None = None,
 ) -> Peer:
     """A peer's sharded model, its optimizer and its step."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (world // local, local) if hsdp else (world,)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "local")[-len(shape) :])
-    model = shard(options, device, mesh)
+    model = shard(options, device, mesh, fp8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     batch = make_batch(options, device, micro_batches, torch.bfloat16)
 
@@ -85,13 +89,15 @@ def build(
             loss.backward()
             total += loss.detach()
         optimizer.step()
+        if fp8 == "tensorwise":
+            precompute_scales(model)
         return total
 
     parameters = sum(weight.numel() for weight in model.parameters())
     return Peer(name, micro_batches, step, partial(gradient_norm, model), parameters)
 
 
-def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> Any:
+def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, fp8: str | None) -> Any:
     """The stack, each block checkpointed if asked for, compiled, and sharded, in this order.
 
     So FSDP's hooks stay outside of the compiled code, which has no graph breaks and is shared by all blocks.
@@ -103,6 +109,8 @@ def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -
     blocks = []
     for _ in range(options.layers):
         block = make_block(options, device)
+        if fp8 is not None:
+            convert(block, fp8)
         if options.checkpoint:
             block = checkpoint_wrapper(block, preserve_rng_state=False)
         blocks.append(fully_shard(torch.compile(block, fullgraph=True), mesh=mesh, mp_policy=policy))
@@ -112,6 +120,24 @@ def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -
         for block in model.blocks:
             block.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return model
+
+
+def convert(block: torch.nn.Module, recipe: str) -> None:
+    """Turn a block's linear layers into torchao's, in place."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(block, config=config)
+
+
+def precompute_scales(model: torch.nn.Module) -> None:
+    """All weights' scales in one reduction, as torchao advises after each step."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def gradient_norm(model: torch.nn.Module) -> float:

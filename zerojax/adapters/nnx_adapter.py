@@ -20,6 +20,7 @@ from jaxtyping import Array, Num
 from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
 from zerojax.adapters.stack import STATE, Stack
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import array_of
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.sharding.param_tree import Path
@@ -40,7 +41,7 @@ class BoundNNX:
         """See ``Bound.updated``."""
         found = ((_key(path), var.get_raw_value()) for path, var in nnx.to_flat_state(nnx.state(self.model)))
         return {
-            path: weight.source
+            path: array_of(weight.source)
             for path, weight in found
             if isinstance(weight, Sharded) and weight.strategy.source == "secondary"
         }

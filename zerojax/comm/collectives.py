@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Num
 
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
+from zerojax.matmul.operand import Codes, Scaled, array_of
 from zerojax.sharding.layout import ParamLayout, flatten, unflatten
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.strategy import Level, ShardingStrategy
@@ -77,7 +78,7 @@ class UnitComm:
         (SDP4Bit, section 3.1).
 
         Args:
-            shards: ``[shard]``, the owner's fp32 block.
+            shards: ``[shard]``, the owner's fp32 block; ``Scaled``, where it is an operand of fp8 products.
             copies: ``[nodes, shard]``, delta's copy so far in its raw local format; or None.
 
         Returns:
@@ -87,10 +88,12 @@ class UnitComm:
             if self.world.nodes == 1:
                 return self._in_local_format(shards)
             if copies is None:
-                return tuple(leaf.weights.node.encode(x[None])[0] for x, leaf in self._each(shards))
+                return tuple(leaf.weights.node.encode(_scaled(x)[None])[0] for x, leaf in self._each(shards))
             row = lax.axis_index(NODE)
             return tuple(
-                leaf.weights.node.encode_delta(x[None], lax.dynamic_index_in_dim(copy, row))[0]
+                leaf.weights.node.encode_delta(
+                    _scaled(x)[None], _widened(lax.dynamic_index_in_dim(copy, row), leaf)
+                )[0]
                 for x, copy, leaf in self._each(shards, copies)
             )
 
@@ -125,7 +128,10 @@ class UnitComm:
         with jax.named_scope(_node_scope(copies)):
             if copies is None:
                 return tuple(_in_local_format(x, leaf) for x, leaf in self._each(rows))
-            return tuple(leaf.weights.node.decode_add(x, copy) for x, copy, leaf in self._each(rows, copies))
+            return tuple(
+                leaf.weights.local.encode(leaf.weights.node.decode_add(x, _widened(copy, leaf)))
+                for x, copy, leaf in self._each(rows, copies)
+            )
 
     def gather_node(self, shards: Values, copies: Values | None = None) -> Values:
         """All-gather primary shards over ``node`` into secondary partitions: the three above in turn.
@@ -150,19 +156,18 @@ class UnitComm:
             secondary: ``[nodes, m]``, as ``gather_node`` returns.
 
         Returns:
-            One layer of unsharded shape, without padding.
+            One layer of unsharded shape, without padding; ``Codes``, where it is an operand of fp8 products.
         """
         arrived = secondary
         if self.world.local > 1:
             arrived = gather_together([rows.reshape(-1) for rows in secondary], LOCAL)
         return tuple(
-            unflatten(_decode_blocks(blocks, leaf, self.strategy.weight_dtype(leaf)), leaf)
-            for blocks, leaf in self._each(arrived)
+            _operand(blocks, leaf, self.strategy.weight_dtype(leaf)) for blocks, leaf in self._each(arrived)
         )
 
     def to_secondary(self, level: Level, values: Values) -> Values:
         """From a level, the source's or the kept one, to secondary partitions: the node hop, or nothing."""
-        return self.gather_node(values) if level == "primary" else values
+        return self.gather_node(values) if level == "primary" else tuple(map(array_of, values))
 
     def to_whole(self, secondary: Values) -> Values:
         """From secondary partitions to whole parameters; those that are whole already stay as they are."""
@@ -180,7 +185,8 @@ class UnitComm:
         """Encode gradients for their first hop.
 
         Args:
-            grads: one layer of unsharded shape, this device's contribution.
+            grads: one layer of unsharded shape, this device's contribution: a cotangent of ``gather_local``'s
+                result.
             seed: salts stochastic rounding.
 
         Returns:
@@ -188,6 +194,7 @@ class UnitComm:
             one row, as it came.
         """
         axes, chunks = self.axes, self.strategy.reduction.chunks
+        grads = tuple(map(array_of, grads))
         if not axes:
             return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
         if len(axes) == 2:
@@ -327,7 +334,7 @@ class UnitComm:
         return zip(*values, self.leaves, strict=True)
 
     def _in_local_format(self, shards: Values) -> Values:
-        return tuple(leaf.weights.local.encode(x[None])[0] for x, leaf in self._each(shards))
+        return tuple(leaf.weights.local.encode(_scaled(x)[None])[0] for x, leaf in self._each(shards))
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
@@ -349,10 +356,22 @@ def _in_local_format(rows: Rows, leaf: ParamLayout) -> Rows:
     return local.encode(node.decode(rows, leaf.shard, jnp.dtype(jnp.float32)))
 
 
-def _decode_blocks(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Num[Array, " padded"]:
+def _scaled(shard: Any) -> Float[Array, " shard"]:
+    return shard.scaled() if isinstance(shard, Scaled) else shard
+
+
+def _widened(rows: Rows, leaf: ParamLayout) -> Rows:
+    """Rows of delta's copy as numbers: codes are none that kernels could add to."""
+    return leaf.weights.local.decode(rows, leaf.shard, jnp.dtype(jnp.bfloat16)) if leaf.fp8 else rows
+
+
+def _operand(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Any:
+    """The whole weight that the matmuls read."""
+    if leaf.fp8:
+        return Codes.of(unflatten(blocks, leaf), dtype)
     codec = leaf.weights.local
     rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
-    return codec.decode(rows, leaf.shard, dtype).reshape(-1)
+    return unflatten(codec.decode(rows, leaf.shard, dtype).reshape(-1), leaf)
 
 
 def _decode_each(rows: Rows, leaf: ParamLayout) -> Float[Array, "rows n"]:

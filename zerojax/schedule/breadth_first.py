@@ -103,13 +103,15 @@ def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Calla
             held = vjp.replace(args_res=[weights, *join(own, common)])
             of_weights, *of_args = held(with_float0(cotangent, of_one))
             of_own, of_common, _ = partition(tuple(of_args), flags)
-            return jax.tree.map(jnp.add, sums, (of_weights, inexact(of_common))), inexact(of_own)
+            return jax.tree.map(jnp.add, sums, (inexact(of_weights), inexact(of_common))), inexact(of_own)
 
-        floats = [x for x in common if jnp.issubdtype(x.dtype, jnp.inexact)]
-        zeros = jax.tree.map(_zero_sum, (weights, floats))
+        floats = [_floats(weights), _floats(common)]
+        zeros = jax.tree.map(_zero_sum, tuple(floats))
         sums, of_each = lax.scan(one, zeros, (each, vjps, inexact(cotangents)))
-        of_weights, of_common = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, (weights, floats))
-        return of_weights, *join(with_float0(of_each, each), with_float0(of_common, common))
+        of_weights, of_common = jax.tree.map(lambda x, like: x.astype(like.dtype), list(sums), floats)
+        return with_float0(of_weights, weights), *join(
+            with_float0(of_each, each), with_float0(of_common, common)
+        )
 
     run.defvjp(forward, backward)
     return run
@@ -132,6 +134,10 @@ def _set(mapping: bool) -> Generator[None]:
         yield
     finally:
         _mapping.reset(before)
+
+
+def _floats(values: Any) -> list[Array]:
+    return partition(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))[0]
 
 
 def _zero_sum(like: Array) -> Array:

@@ -31,6 +31,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from zerojax.comm.collectives import UnitComm, Values
+from zerojax.matmul.operand import with_values
 from zerojax.schedule.breadth_first import (
     all_batched,
     broadcast_unbatched,
@@ -39,9 +40,18 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, partition, with_float0
-from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
-from zerojax.schedule.unit import Body, Sharded, call_gathered, refuse_mapped, take_apart, taken
+from zerojax.schedule.unit import (
+    Body,
+    Sharded,
+    as_layer,
+    call_gathered,
+    on_operands,
+    refuse_mapped,
+    scales_of,
+    take_apart,
+    taken,
+)
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.wire_format import Seed
 
@@ -63,7 +73,14 @@ def scan_units(
         as the gathers brought them up to date, stacked, else None.
     """
     comm, (sources, sinks, seeds), copies = take_apart(taken(list(weights)))
-    body = jax.named_scope("layer")(rematerialised(body, comm.strategy.remat))
+    on_whole = on_operands(body, comm.leaves)
+
+    def one(whole: Values, x: Any, own: Any, shared: Any) -> tuple[Any, Any]:
+        scales, state = own
+        x, state = on_whole(whole, scales, x, state, shared)
+        return x, (scales, state)
+
+    body = as_layer(one, comm.strategy)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
         """Every layer for all micro-batches, one after another; each layer's state has them, too."""
@@ -83,7 +100,8 @@ def scan_units(
         )
 
     run = with_batching_rule(in_breadth, functools.partial(_scan, comm, _Layer(body)))
-    return run(sources, sinks, seeds, copies, x, state, shared)
+    x, (_, state), copies = run(sources, sinks, seeds, copies, x, (scales_of(weights), state), shared)
+    return x, state, copies
 
 
 class _Layer:
@@ -142,7 +160,8 @@ def _one_by_one(
     """
     if fresh is not None:
         strategy = dataclasses.replace(comm.strategy, source="secondary")
-        comm, sources = dataclasses.replace(comm, strategy=strategy), fresh
+        comm = dataclasses.replace(comm, strategy=strategy)
+        sources = tuple(with_values(source, copy) for source, copy in zip(sources, fresh, strict=True))
     sources = lax.stop_gradient(sources)  # gradients go to the sinks, and kernels that encode have none
 
     def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
@@ -216,7 +235,7 @@ def _forward(
     Returns the activations, the stacked state, the copies, and what the backward pass needs: of all layers
     but the last, stacked, and of the last.
     """
-    strategy, last = comm.strategy, sources[0].shape[0] - 1
+    strategy, last = comm.strategy, comm.leaves[0].layers - 1
     weights = WeightPrefetcher(comm, strategy.source, sources, end=last, step=1)
     keep = copies is None and strategy.source != strategy.keep
 
@@ -365,7 +384,7 @@ def _backward(
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
     no_state = jax.tree.map(_zeros, after)
-    strategy, last = comm.strategy, sources[0].shape[0] - 1
+    strategy, last = comm.strategy, comm.leaves[0].layers - 1
     kept = sources if strategy.source == strategy.keep else copies
     weights = WeightPrefetcher(comm, strategy.keep, kept, end=0, step=-1)
     queue = GradientQueue(comm, seeds, last)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from zerojax.matmul.fp8 import SCALE
 from zerojax.zero_config import Remat
 
 # Operations whose results are kept under "none". All others fuse into their readers: keeping a result would
@@ -28,7 +29,7 @@ _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 def rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Wrap ``body`` so that its vjp keeps what the policy says; of its weights, nothing but themselves."""
     policies = {
-        "full": jax.checkpoint_policies.nothing_saveable,
+        "full": _is_scale,
         "attention": _is_attention,
         "none": _is_expensive,
     }
@@ -36,8 +37,13 @@ def rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
 
 
+def _is_scale(_: Any, *__: Any, **params: Any) -> bool:
+    """Scalars that would cost a pass over activations."""
+    return params.get("name") == SCALE
+
+
 def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
-    return params.get("name") == "attention" or "dot_product_attention" in primitive.name
+    return params.get("name") in ("attention", SCALE) or "dot_product_attention" in primitive.name
 
 
 def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -21,6 +21,8 @@ from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import Fp8Operand, Scaled, with_values
+from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
 from zerojax.sharding.layout import ParamLayout
@@ -43,7 +45,7 @@ class Sharded:
     """One parameter as a unit receives it: a value of the model's tree, sliced by scans like any other.
 
     Attributes:
-        source: the weight at the strategy's source level.
+        source: the weight at the strategy's source level; ``Scaled``, where it is an operand of fp8 products.
         sink: zeros at the sink's level; the gradient is the cotangent of this.
         seed: salts stochastic rounding; of every layer, where the leaf is stacked.
         leaf: its layout.
@@ -52,7 +54,7 @@ class Sharded:
             weight is from then on.
     """
 
-    source: Num[Array, "..."]
+    source: Num[Array, "..."] | Scaled
     sink: Num[Array, "..."]
     seed: Seed
     leaf: ParamLayout
@@ -62,7 +64,7 @@ class Sharded:
     def updated(self, copy: Num[Array, "..."]) -> "Sharded":
         """The same weight, from now on found in its secondary copy."""
         strategy = dataclasses.replace(self.strategy, source="secondary")
-        return dataclasses.replace(self, source=copy, copy=None, strategy=strategy)
+        return dataclasses.replace(self, source=with_values(self.source, copy), copy=None, strategy=strategy)
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call: there is no whole weight to give."""
@@ -161,7 +163,9 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         their sinks.
     """
     comm, (sources, sinks, seed), _ = take_apart(weights)
-    body = jax.named_scope("layer")(rematerialised(body, comm.strategy.remat))
+    run = on_operands(body, comm.leaves)
+    body = as_layer(lambda whole, inputs: run(whole, *inputs), comm.strategy)
+    inputs = (scales_of(weights), inputs)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
         """For all micro-batches, one after another."""
@@ -176,6 +180,39 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
 
     run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, body))
     return run(sources, sinks, seed, inputs)
+
+
+def on_operands(body: Body, leaves: Sequence[ParamLayout]) -> Body:
+    """``body(weights, *args)`` as a function of what ``UnitComm.to_whole`` returns.
+
+    Args:
+        body: a pure function of whole weights; it may close over nothing that is traced.
+        leaves: the unit's parameters.
+
+    Returns:
+        The same of ``(whole, scales, *args)``, with the scales that ``scales_of`` finds.
+    """
+    run = at_matmuls(body)
+
+    def with_scales(whole: Values, scales: Sequence[Array], *args: Any) -> Any:
+        each = iter(scales)
+        weights = [
+            Fp8Operand(*x, next(each), leaf.name) if leaf.fp8 else x
+            for x, leaf in zip(whole, leaves, strict=True)
+        ]
+        return run(tuple(weights), *args)
+
+    return with_scales
+
+
+def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
+    """``body`` under the name that profiles show, rematerialised as the strategy says."""
+    return jax.named_scope("layer")(rematerialised(body, strategy.remat))
+
+
+def scales_of(weights: Sequence[Sharded]) -> list[Array]:
+    """The scales of those that are operands of fp8 products."""
+    return [taken(weight.source.scale) for weight in weights if isinstance(weight.source, Scaled)]
 
 
 def refuse_mapped(weights: Any) -> None:

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
+from pallas_kernels import BITS
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
-from zerojax.sharding.wire_format import Codec
+from zerojax.sharding.wire_format import E4M3, Codec
 from zerojax.zero_config import PerHop, Rounding, ZeroConfig
 
 OWNED = (LOCAL, NODE)
@@ -59,6 +60,11 @@ class ParamLayout:
     grads: PerHop[Codec]
     rotation: int
     index: int
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it is gathered as the operand of fp8 products."""
+        return self.weights.local.fmt == E4M3
 
     @property
     def name(self) -> str:
@@ -118,8 +124,13 @@ def make_layout(
     index: int,
     world: MeshShape,
     zero: ZeroConfig,
+    fp8: bool = False,
 ) -> ParamLayout:
-    """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide)."""
+    """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide).
+
+    A weight of ``fp8`` products crosses ``local`` as what they read, and ``node`` as well, unless differences
+    or fewer bits are sent there.
+    """
     name, rank = "/".join(path), len(shape)
 
     def codecs(formats: PerHop[str], rounding: Rounding = "nearest") -> PerHop[Codec]:
@@ -128,6 +139,10 @@ def make_layout(
         )
 
     weights, grads = codecs(zero.weight_formats), codecs(zero.grad_formats, zero.rounding)
+    if fp8:
+        operand = Codec(E4M3, zero.block_size)
+        fewer = zero.weights_delta or BITS[weights.node.fmt] < 8
+        weights = PerHop(node=weights.node if fewer else operand, local=operand)
     quantized = not all(codec.raw for codec in (*weights, *grads))
     unit = zero.chunks * (zero.block_size if quantized else 1)
     shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))

@@ -1,7 +1,8 @@
 """A wire format: what rows of numbers look like while they cross a mesh axis.
 
 "fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and scales
-after them, made by ``pallas_kernels``. Everything here works on rows: a row is what one peer gets.
+after them, made by ``pallas_kernels``; "e4m3" as the bytes that fp8 products read (``zerojax.matmul.fp8``),
+whose scale everyone has. Everything here works on rows: a row is what one peer gets.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, UInt32
 
 import pallas_kernels
-from zerojax.zero_config import RAW, Rounding
+from zerojax.matmul import fp8
+from zerojax.zero_config import Rounding
 
-_RAW_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+E4M3 = "e4m3"
+_RAW_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, E4M3: jnp.uint8}
 Seed = UInt32[Array, ""]
 
 
@@ -35,7 +38,8 @@ class Codec:
     """One wire format with its settings.
 
     Attributes:
-        fmt: "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2".
+        fmt: "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; or "e4m3", of numbers that are multiplied
+            by their scale.
         block: elements that share a scale (unused by the raw formats).
         rounding: "nearest" or "stochastic".
     """
@@ -46,8 +50,8 @@ class Codec:
 
     @property
     def raw(self) -> bool:
-        """Whether the format is a plain dtype, with nothing to encode."""
-        return self.fmt in RAW
+        """Whether the format is a plain dtype, without scales of its own."""
+        return self.fmt in _RAW_DTYPE
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -66,6 +70,8 @@ class Codec:
         self, x: Float[Array, "rows n"], *, seed: Seed | None = None, rotation: int = 0
     ) -> Num[Array, "rows m"]:
         """Rows as they travel. ``seed`` is read by stochastic rounding alone."""
+        if self.fmt == E4M3:
+            return x if x.dtype == self.dtype else fp8.encode(x)
         if self.raw:
             return x.astype(self.dtype)
         return pallas_kernels.encode(
@@ -74,6 +80,8 @@ class Codec:
 
     def decode(self, payload: Num[Array, "rows m"], n: int, dtype: jnp.dtype) -> Float[Array, "rows n"]:
         """What ``encode`` put in, as ``dtype`` (still rotated, if it was)."""
+        if self.fmt == E4M3:
+            return fp8.decode(payload, dtype)
         if self.raw:
             return payload.astype(dtype)
         return pallas_kernels.decode(payload, self.fmt, n, block=self.block, dtype=dtype)

@@ -15,7 +15,8 @@ result is the mean over all tokens of the world, however they are spread.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,8 @@ from jaxtyping import Array, Num
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
+from zerojax.matmul import fp8
+from zerojax.matmul.operand import Scaled, array_of, with_values
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.unit import Sharded, materialise, translated_errors
 from zerojax.schedule.weight_reads import refuse_reads
@@ -80,6 +83,53 @@ def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
     }
 
 
+def with_scales(spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any]) -> tuple[Blocks, Blocks]:
+    """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
+
+    Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
+
+    Args:
+        spec: what to run.
+        params: master weights, flat blocks.
+        secondary: delta's copies as the state has them; or empty.
+
+    Returns:
+        The master weights, some ``Scaled``; and the copies alone, in codes of the same scales.
+    """
+    chosen = [leaf for leaf in spec.leaves if leaf.fp8]
+    codes = {path: array_of(copy) for path, copy in secondary.items()}
+    if not chosen:
+        return params, codes
+    own = [jnp.max(jnp.abs(params[leaf.path]), axis=-1).reshape(-1) for leaf in chosen]
+    with jax.named_scope("scales"):
+        peaks = lax.pmax(jnp.concatenate(own), AXES)
+    ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
+    scaled = dict(params)
+    for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
+        peak = peak.reshape(leaf.stack)
+        scale = fp8.scale_for(peak, fp8.E4M3)
+        if leaf.path in codes:
+            before = secondary[leaf.path].scale
+            scale = jnp.where((scale >= before) & (scale <= 4 * before), before, scale)
+            codes[leaf.path] = _rescaled(codes[leaf.path], before, scale)
+        scaled[leaf.path] = Scaled(params[leaf.path], scale)
+    return scaled, codes
+
+
+def _rescaled(codes: Array, before: Array, scale: Array) -> Array:
+    """A copy's codes after a change of scale."""
+
+    def change() -> Array:
+        return fp8.encode(fp8.decode(codes, jnp.float32), (scale / before)[..., None])
+
+    return lax.cond(jnp.any(scale != before), change, lambda: codes)
+
+
+def stored_secondary(params: Blocks, secondary: Blocks) -> dict[Path, Any]:
+    """Delta's copies as the state has them: codes with the scales that ``with_scales`` gave the weights."""
+    return {path: with_values(params[path], copy) for path, copy in secondary.items()}
+
+
 def first_secondary(spec: TrainSpec, params: Blocks) -> Blocks:
     """Delta's secondary copies, sent whole: flat blocks in, flat blocks out."""
     return _by_group(spec, lambda comm, _, shards: _flat(comm.gather_exact(shards)), params)
@@ -129,7 +179,7 @@ def sources(
             for leaf in spec.leaves
         }
         later = [leaf.path for group in updating for leaf in group.leaves]
-        found = rows | {path: params[path] for path in later}
+        found = stored_secondary(params, rows) | {path: params[path] for path in later}
         return Weights(found, {path: rows[path] for path in later}, masters)
     if spec.zero.stage == 0:
         whole = {
@@ -147,7 +197,7 @@ def sources(
 def _masters(spec: TrainSpec, params: Blocks) -> Blocks:
     """What this device owns of the master weights, which at stage 0 every device has whole."""
     if spec.zero.stage > 0:
-        return params
+        return {path: array_of(x) for path, x in params.items()}
     own = {}
     for leaf in spec.leaves:
         first = lax.axis_index(OWNED) * leaf.shard
@@ -408,8 +458,10 @@ def _over_layers(
         return jax.tree.map(put, replaced, layer(index, (*own, now))), None
 
     indices = jnp.arange(group.layers)
-    one = jax.eval_shape(lambda all_: layer(indices[0], jax.tree.map(lambda x: x[0], all_)), values)
-    if jax.tree.map(lambda x: (x.shape, x.dtype), one) == tuple((x.shape[1:], x.dtype) for x in last):
+    first = functools.partial(jax.tree.map, lambda x: x[0])
+    one = jax.eval_shape(lambda all_: (layer(indices[0], first(all_)), first(all_[-1])), values)
+    result, replaced = jax.tree.map(lambda x: (x.shape, x.dtype), one)
+    if result == replaced:
         return lax.scan(in_place, last, (indices, tuple(given)))[0]
     return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
 

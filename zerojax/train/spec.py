@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import Scaled
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
@@ -80,14 +81,16 @@ class TrainSpec:
         """How a parameter, its gradient and its moments are stored: at stage 0 by everyone."""
         return leaf.spec(OWNED if self.zero.stage > 0 else ())
 
-    def secondary_spec(self, leaf: ParamLayout) -> PartitionSpec:
-        """How delta's secondary copy is stored: once per node, spread over its devices."""
-        return leaf.spec((LOCAL,))
+    def secondary_spec(self, leaf: ParamLayout) -> Any:
+        """How delta's secondary copy is stored: spread over each node's devices; everyone has its scale."""
+        copy = leaf.spec((LOCAL,))
+        return Scaled(copy, _EVERYONE) if leaf.fp8 else copy
 
-    def abstract_secondary(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
-        """Delta's secondary copy of a parameter, as stored."""
-        dtype = leaf.weights.local.dtype
-        return self.abstract((*leaf.stack, leaf.padded), dtype, self.secondary_spec(leaf))
+    def abstract_secondary(self, leaf: ParamLayout) -> Any:
+        """Delta's secondary copy of a parameter, as stored: ``Scaled`` codes, where fp8 products read it."""
+        dtype, spec = leaf.weights.local.dtype, leaf.spec((LOCAL,))
+        copy = self.abstract((*leaf.stack, leaf.padded), dtype, spec)
+        return Scaled(copy, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else copy
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The error-feedback residual of a parameter: every device its own."""
@@ -149,9 +152,23 @@ def build(
     if not adapter.parameters:
         raise ConfigurationError("the model has no floating-point parameters to train.")
     leaves = tuple(
-        make_layout(p.path, p.shape, p.dtype, p.stack, index=i, world=world, zero=zero)
+        make_layout(
+            p.path,
+            p.shape,
+            p.dtype,
+            p.stack,
+            index=i,
+            world=world,
+            zero=zero,
+            fp8=zero.without_fp8("/".join(p.path), p.shape, p.unit) is None,
+        )
         for i, p in enumerate(adapter.parameters)
     )
+    if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in leaves):
+        raise ConfigurationError(
+            'matmul_dtype="fp8", and no weight is computed with in it: it takes two-dimensional weights of '
+            f"units with sizes that are multiples of 16, which ZeroConfig.fp8={zero.fp8} matches."
+        )
     units = [p.unit for p in adapter.parameters]
     if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
         raise ConfigurationError(

@@ -18,8 +18,8 @@ from zerojax.adapters import LossFn, Model, ModelState
 from zerojax.errors import ConfigurationError
 from zerojax.optim.shard_check import Optimizer, optimizer_specs
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
-from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.per_device import first_secondary, flat_blocks
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.per_device import Blocks, first_secondary, flat_blocks, stored_secondary, with_scales
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.zero_config import ZeroConfig
@@ -51,7 +51,8 @@ class TrainState:
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
         opt_state: the optimizer's.
         model_state: non-parameter state by name, replicated.
-        secondary: with ``weights_delta``, the node-local copies, nested by path; else empty.
+        secondary: with ``weights_delta``, the node-local copies, nested by path, those of fp8 products in
+            ``Scaled`` codes; else empty.
         residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
         losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
         spec: what never changes.
@@ -169,8 +170,13 @@ def shardings_of(tree: PyTree) -> PyTree:
 def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
     """Delta's secondary copies, made whole from master weights: at birth, and after a change of mesh."""
     shard_map = functools.partial(jax.shard_map, mesh=spec.mesh, check_vma=False)
+
+    def copies(blocks: Blocks) -> dict[Path, Any]:
+        scaled, _ = with_scales(spec, flat_blocks(blocks, spec.leaves), {})
+        return stored_secondary(scaled, first_secondary(spec, scaled))
+
     make = shard_map(
-        lambda blocks: first_secondary(spec, flat_blocks(blocks, spec.leaves)),
+        copies,
         in_specs=(spec.by_path(spec.param_spec),),
         out_specs=spec.by_path(spec.secondary_spec),
     )

@@ -254,7 +254,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
             from_tree(shards[name]) for name in ("params", "secondary", "residual")
         )
         step, seed = shards["step"], mix(shards["seed"], shards["step"])
-        masters = flat_blocks(blocks, spec.leaves)
+        masters, secondary = per_device.with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
         if secondary:
             secondary = per_device.next_secondary(spec, masters, secondary, step, later=spec.updating)
         weights = per_device.sources(spec, masters, secondary, spec.updating)
@@ -263,6 +263,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         )
         if secondary:
             secondary = per_device.last_secondary(spec, masters, secondary, updated)
+            secondary = per_device.stored_secondary(masters, secondary)
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = means(sums)
@@ -280,7 +281,8 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
-        secondary, step = from_tree(shards["secondary"]), shards["step"]
+        masters, secondary = per_device.with_scales(spec, masters, from_tree(shards["secondary"]))
+        step = shards["step"]
         if secondary:
             # As the next training step will do, or the loss would be that of the weights one update ago.
             secondary = per_device.next_secondary(spec, masters, secondary, step)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -79,6 +80,8 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    if not all(name in given for name in entries if name.startswith("secondary/")):
+        tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # of other formats
     reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
     lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
     if lacking:
@@ -128,7 +131,11 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
     }
     for field in ("params", "secondary"):
         for path, x in from_tree(getattr(state, field)).items():
-            entries["/".join((field, *path))] = (leaves[path], x)
+            name = "/".join((field, *path))
+            if isinstance(x, Scaled):
+                entries |= {f"{name}/values": (leaves[path], x.values), f"{name}/scale": (None, x.scale)}
+            else:
+                entries[name] = (leaves[path], x)
     layouts = jax.tree.leaves(_layouts(state))
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     for (path, x), layout in zip(moments, layouts, strict=True):

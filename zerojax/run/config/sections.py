@@ -263,6 +263,8 @@ class ZeroSection:
         chunks: Pieces that the gradient hops are cut into, so that the two overlap.
         precise: Pairs of a path pattern and a wire format: weights and gradients whose path matches
             are never sent in fewer bits.
+        matmul_dtype: "fp8" computes the matmuls of blocks in 8-bit floating point; "compute" does not.
+        fp8: Path patterns of the weights to compute with in fp8; "!" leaves one out, the last match decides.
     """
 
     preset: str = "zero3"
@@ -284,6 +286,8 @@ class ZeroSection:
     error_feedback: bool | None = None
     chunks: int | None = None
     precise: tuple[tuple[str, WireFormat], ...] | None = None
+    matmul_dtype: Literal["compute", "fp8"] | None = None
+    fp8: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is not None:

@@ -1,0 +1,124 @@
+"""8-bit floating point with one scale per tensor: codes, scales, and the products of a layer with a weight.
+
+Weights and activations are e4m3 (4 bits of exponent, largest value 448), gradients of activations e5m2
+(5 bits, 57344), as in Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3. A tensor is
+multiplied by a scale that takes its largest magnitude close to the largest value. Scales are powers of two:
+they round nothing, and a weight that does not change keeps its code while others do.
+
+On a GPU with fp8 units XLA turns each product here into one cuBLASLt call (``__cublas$lt$matmul$f8``).
+Elsewhere the same codes are multiplied in the dtype of the activations: the result differs in the order of
+sums alone.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num, UInt8
+
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
+SCALE = "zerojax: scale of fp8 activations"
+"""The name under which rematerialisation keeps the scales of activations (``zerojax.schedule.remat``)."""
+
+
+def scale_for(peak: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """The largest power of two that takes ``peak`` to at most the largest value of an fp8 dtype.
+
+    Args:
+        peak: largest magnitudes, fp32. Where one is 0, infinite or NaN, the scale is 1.
+        dtype: ``E4M3`` or ``E5M2``.
+
+    Returns:
+        fp32, at most 2^100, so that its inverse is a normal number.
+    """
+    fraction, exponent = np.frexp(float(jnp.finfo(dtype).max))
+    own, power = jnp.frexp(peak.astype(jnp.float32))
+    power = int(exponent) - power - (own > np.float32(fraction))
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -100, 100))
+    return jnp.where((peak > 0) & jnp.isfinite(peak), scale, 1)
+
+
+def encode(x: Float[Array, "..."], scale: Any = 1) -> UInt8[Array, "..."]:
+    """The e4m3 codes of ``x * scale``, as bytes; what lies beyond 448 becomes 448, NaN stays NaN."""
+    top = float(jnp.finfo(E4M3).max)
+    scaled = jnp.clip(x.astype(jnp.float32) * scale, -top, top)
+    return lax.bitcast_convert_type(scaled.astype(E4M3), jnp.uint8)
+
+
+def decode(codes: UInt8[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """What ``encode`` put in, still multiplied by the scale; exact in bf16 and wider."""
+    return lax.bitcast_convert_type(codes, E4M3).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def product(
+    x: Num[Array, "tokens k"],
+    codes: UInt8[Array, "k n"],
+    scale: Float[Array, ""],
+    gradient: Num[Array, "k n"],
+    dtype: DTypeLike,
+) -> Num[Array, "tokens n"]:
+    """``x`` times a weight, both in e4m3, summed in fp32.
+
+    The backward pass multiplies the cotangent, in e5m2, with the weight and with ``x`` in the same codes. The
+    gradient of the weight is summed without the chip's fast accumulation, which loses several percent of it.
+
+    Args:
+        x: activations.
+        codes: of the weight, made with ``scale``; they have no gradient.
+        scale: of the weight.
+        gradient: never read: its cotangent is the weight's gradient, and has its dtype.
+        dtype: of the result.
+    """
+    return _forward(x, codes, scale, gradient, dtype)[0]
+
+
+def _forward(x: Any, codes: Any, scale: Any, gradient: Any, dtype: Any) -> tuple[Array, Any]:
+    own, own_scale = _narrow(x, E4M3)
+    weight = lax.bitcast_convert_type(codes, E4M3)
+    # An array of no elements remembers the dtypes of the arguments.
+    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), gradient.dtype))
+    return _dot((own, own_scale), (weight, scale), (1, 0), dtype), (own, own_scale, codes, scale, like)
+
+
+def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+    own, own_scale, codes, scale, (like_x, like_gradient) = residuals
+    weight = lax.bitcast_convert_type(codes, E4M3)
+    arrived, arrived_scale = _narrow(cotangent, E5M2)
+    # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, from bf16
+    # and at a third of the speed, instead of the bytes.
+    own, arrived = lax.optimization_barrier((own, arrived))
+    arrived = (arrived, arrived_scale)
+    of_x = _dot(arrived, (weight, scale), (1, 1), dtype).astype(like_x.dtype)
+    of_weight = _dot((own, own_scale), arrived, (0, 0), dtype, precision=lax.Precision.HIGHEST)
+    no_codes = np.zeros(codes.shape, jax.dtypes.float0)
+    return of_x, no_codes, jnp.zeros_like(scale), of_weight.astype(like_gradient.dtype)
+
+
+product.defvjp(_forward, _backward)
+
+
+def _narrow(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """An array in an fp8 dtype with the scale that its own largest magnitude asks for."""
+    peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    scale = checkpoint_name(scale_for(peak, dtype), SCALE)
+    return (x * scale.astype(x.dtype)).astype(dtype), scale
+
+
+def _dot(
+    a: tuple[Array, Array],
+    b: tuple[Array, Array],
+    contract: tuple[int, int],
+    dtype: DTypeLike,
+    **options: Any,
+) -> Array:
+    """The product of two scaled matrices: XLA's pattern for fp8 calls, a widened and unscaled operand each."""
+    wide = [x.astype(dtype) * (1 / scale).astype(dtype) for x, scale in (a, b)]
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(*wide, axes, preferred_element_type=dtype, **options)

@@ -1,0 +1,93 @@
+"""A weight in the form in which a product reads it, and how it is told from an array."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num, UInt8
+
+
+class Scaled(NamedTuple):
+    """A weight in memory, and the scale of its fp8 codes.
+
+    Attributes:
+        values: fp32 master values, not multiplied by the scale; or codes, made with it.
+        scale: fp32, one per layer where the weight is stacked.
+    """
+
+    values: Num[Array, "..."]
+    scale: Float[Array, "..."]
+
+    def scaled(self) -> Num[Array, "..."]:
+        """Master values times the scale; codes as they are."""
+        return self.values if self.values.dtype == jnp.uint8 else self.values * self.scale
+
+
+class Codes(NamedTuple):
+    """A gathered weight in fp8.
+
+    Attributes:
+        codes: of natural shape.
+        gradient: zeros that nothing reads, whose cotangent is the weight's gradient: codes, being integers,
+            have none.
+    """
+
+    codes: UInt8[Array, "..."]
+    gradient: Num[Array, "..."]
+
+    @staticmethod
+    def of(codes: UInt8[Array, "..."], dtype: DTypeLike) -> "Codes":
+        """With a gradient of that dtype."""
+        return Codes(codes, jnp.zeros(codes.shape, dtype))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "gradient", "scale"], meta_fields=["name"]
+)
+@dataclass(frozen=True)
+class Fp8Operand:
+    """A weight, or what transposes, reshapes and slices made of it, on its way to an fp8 product.
+
+    Attributes:
+        codes: e4m3, as bytes.
+        gradient: as of ``Codes``.
+        scale: of the whole weight.
+        name: of the weight.
+    """
+
+    codes: UInt8[Array, "..."]
+    gradient: Num[Array, "..."]
+    scale: Float[Array, ""]
+    name: str
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """The array that the model believes it has."""
+        return jax.ShapeDtypeStruct(self.gradient.shape, self.gradient.dtype)
+
+    def moved(self, move: Any) -> Any:
+        """The operands (one or a list) that a function makes, which only moves elements."""
+        codes, gradient = move(self.codes), move(self.gradient)
+        if isinstance(codes, list | tuple):
+            pairs = zip(codes, gradient, strict=True)
+            return [Fp8Operand(code, own, self.scale, self.name) for code, own in pairs]
+        return Fp8Operand(codes, gradient, self.scale, self.name)
+
+    def astype(self, dtype: DTypeLike) -> "Fp8Operand":
+        """The same weight to a model that computes in another dtype."""
+        return Fp8Operand(self.codes, self.gradient.astype(dtype), self.scale, self.name)
+
+
+def with_values(source: Any, values: Num[Array, "..."]) -> Any:
+    """Other values in a source's place, with its scale if it has one."""
+    return source._replace(values=values) if isinstance(source, Scaled) else values
+
+
+def array_of(value: Any) -> Any:
+    """A source without its scale; the gradient in the cotangent of ``Codes``; any array as it is."""
+    return (
+        value.values if isinstance(value, Scaled) else value.gradient if isinstance(value, Codes) else value
+    )
