@@ -50,12 +50,15 @@ class Bound(Protocol):
     @property
     def model(self) -> Any:
         """The model that the loss function gets."""
+        ...
 
     def model_state(self) -> ModelState:
         """The non-parameter state after the pass."""
+        ...
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """Delta's copies that the pass updated, by path."""
+        ...
 
 
 class Adapter(Protocol):
@@ -64,17 +67,21 @@ class Adapter(Protocol):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Every floating-point parameter once, in the model's order."""
+        ...
 
     @property
     def updating(self) -> frozenset[str]:
         """Names of the units that update delta's copies when called (``Sharded.copy``)."""
+        ...
 
     @property
     def abstract_model_state(self) -> ModelState:
         """Shapes and dtypes of the non-parameter state, by name."""
+        ...
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """Initial parameters of unsharded shape, layers included, and other state; can be traced."""
+        ...
 
     def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """Put weights into the model.
@@ -85,9 +92,11 @@ class Adapter(Protocol):
             train: False selects the model's evaluation mode, if it has one.
             key: gives the pass random bits of this device's own; None keeps the model's.
         """
+        ...
 
     def whole(self, weights: Weights, model_state: ModelState) -> Any:
         """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
+        ...
 
 
 def takes_rngs(loss_fn: LossFn) -> bool:

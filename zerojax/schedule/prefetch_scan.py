@@ -263,7 +263,8 @@ def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) ->
 
     function = functools.partial(_backward, comm, after)
     sums, of_x, of_shared = _with_derivatives_of(plain, function)(kept, cotangent, args)
-    return (_ScanArgs(None, sums, None, None, of_x, None, with_float0(of_shared, args.shared)),)
+    none: Any = None
+    return (_ScanArgs(none, sums, none, none, of_x, none, with_float0(of_shared, args.shared)),)
 
 
 class _BackwardCarry(NamedTuple):
