@@ -1,7 +1,6 @@
 """The interface between a model of either Flax API and the rest of zerojax."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,11 +36,6 @@ class Parameter:
     dtype: str
     stack: tuple[int, ...]
     unit: str | None
-
-    @property
-    def count(self) -> int:
-        """Elements, of all layers."""
-        return math.prod((*self.stack, *self.shape))
 
 
 class Bound(Protocol):

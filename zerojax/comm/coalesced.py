@@ -63,10 +63,8 @@ def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alon
     Parts of ``alone`` bytes or more are not joined. Parts of one dtype are joined as they are, others as
     bytes. Barriers keep the compiler from moving an encoding or a cast to the other side of the wire.
     """
-    arrived: list[Array | None] = [None] * len(parts)
     joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
-    for i in set(range(len(parts))) - set(joined):
-        arrived[i] = _across(parts[i], collective)
+    arrived = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
     if joined:
         small = [parts[i] for i in joined]
         dtype = small[0].dtype
@@ -78,7 +76,7 @@ def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alon
             piece = lax.slice_in_dim(wire, start, start + part.shape[-1], axis=-1)
             start += part.shape[-1]
             arrived[i] = from_bytes(piece, parts[i].dtype) if dtype == jnp.uint8 else piece
-    return [part for part in arrived if part is not None]
+    return [arrived[i] for i in range(len(parts))]
 
 
 def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:

@@ -127,10 +127,7 @@ class UnitComm:
             return tuple(leaf.weights.node.decode_add(x, copy) for x, copy, leaf in self._each(rows, copies))
 
     def gather_node(self, shards: Values, copies: Values | None = None) -> Values:
-        """All-gather primary shards over ``node`` into secondary partitions: the three methods above.
-
-        With ``copies`` it returns delta's copies, updated.
-        """
+        """All-gather primary shards over ``node`` into secondary partitions, or into new delta copies."""
         payloads = self.encode_weights(shards, copies)
         arrived = self.cross_nodes(payloads, delta=copies is not None, own_stream=False)
         return self.decode_weights(arrived, copies)
