@@ -47,7 +47,7 @@ def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = F
         axis: to exchange over.
         own_stream: whether hops between nodes get a stream of their own, so that they and hops within a
             node do not wait for each other. XLA then runs no two collectives of the same devices at once, so
-            large parts are joined as well, at the cost of a copy.
+            with several nodes large parts are joined as well, at the cost of a copy.
     """
 
     def exchange(wire: Array) -> Array:
