@@ -45,7 +45,7 @@ def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
 
 
 def backend_report() -> dict[str, str]:
-    """What runs on each platform, in words; informational only."""
+    """The implementation on each platform, in words; informational only."""
     reference = "jax.numpy reference, compiled by XLA"
     pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
     if _triton_module() is None:

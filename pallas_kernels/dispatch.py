@@ -58,18 +58,18 @@ def _check_rotation(n: int, rotation: int) -> None:
         raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}")
 
 
-def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> jax.Array | None:
-    """The seed if this encoder draws random bits, else None."""
+def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> tuple[str, jax.Array | None]:
+    """The rounding and the seed, which is None unless this encoder draws random bits."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}")
     if rounding == "nearest" or fmt not in QUANTIZED:
-        return None
+        return "nearest", None
     if seed is None:
         raise ValueError("stochastic rounding needs a seed: pass a uint32 scalar array")
     seed = jnp.asarray(seed)
     if seed.shape != () or seed.dtype != jnp.uint32:
         raise TypeError(f"seed is {seed.dtype}{list(seed.shape)}: expected a uint32 scalar")
-    return seed
+    return rounding, seed
 
 
 @partial(jax.jit, static_argnames=("fmt", "block", "rounding", "rotation"))
@@ -102,9 +102,7 @@ def encode(
     _check_float("x", x)
     check_block(fmt, x.shape[1], block)
     _check_rotation(x.shape[1], rotation)
-    seed = _check_rounding(fmt, rounding, seed)
-    if seed is None:
-        rounding = "nearest"
+    rounding, seed = _check_rounding(fmt, rounding, seed)
     static = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     return _dispatch("encode", x, seed, **static)
 
@@ -130,9 +128,7 @@ def encode_delta(
     if base.shape != w.shape:
         raise ValueError(f"base has shape {base.shape}, w has {w.shape}: they must agree")
     check_block(fmt, w.shape[1], block)
-    seed = _check_rounding(fmt, rounding, seed)
-    if seed is None:
-        rounding = "nearest"
+    rounding, seed = _check_rounding(fmt, rounding, seed)
     return _dispatch("encode_delta", w, base, seed, fmt=fmt, block=block, rounding=rounding)
 
 
@@ -157,13 +153,8 @@ def encode_reordered(
 
     Args:
         g: [local * nodes * chunks * q], any floating-point dtype, q a multiple of ``block``.
-        fmt: as for ``encode``.
-        local: first dimension of the view.
-        nodes: second dimension.
-        chunks: third dimension.
-        block: as for ``encode``.
-        rounding: as for ``encode``.
-        rotation: as for ``encode``.
+        fmt, block, rounding, rotation: as for ``encode``.
+        local, nodes, chunks: the first three dimensions of the view.
         seed: as for ``encode``; the random bits of an element depend on its position in g.
 
     Returns:
@@ -182,9 +173,7 @@ def encode_reordered(
     q = g.size // pieces
     check_block(fmt, q, block)
     _check_rotation(q, rotation)
-    seed = _check_rounding(fmt, rounding, seed)
-    if seed is None:
-        rounding = "nearest"
+    rounding, seed = _check_rounding(fmt, rounding, seed)
     static = {"fmt": fmt, "local": local, "nodes": nodes, "chunks": chunks, "block": block}
     return _dispatch("encode_reordered", g, seed, rounding=rounding, rotation=rotation, **static)
 
@@ -234,9 +223,8 @@ def decode_sum(
 
     Args:
         payload: one row per peer.
-        fmt: as for ``decode``.
+        fmt, block: as for ``decode``.
         n: elements of a row.
-        block: as for ``decode``.
         rotation: of the encoded rows; it is undone after the sum.
         scale: a Python number to multiply the result by, 1/peers for a mean.
 
@@ -272,9 +260,7 @@ def decode_sum_encode(
         fmt_out: that of the next hop.
         rows_out: rows of the sum, as the next hop sends it.
         n: elements of each row.
-        block: as for ``encode``.
-        rounding: as for ``encode``. A rotation remains: only the last ``decode_sum`` undoes it.
-        seed: as for ``encode``.
+        block, rounding, seed: as for ``encode``. A rotation remains: only the last ``decode_sum`` undoes it.
 
     Returns:
         uint8[rows_out, nbytes(fmt_out, n, block)].
@@ -284,8 +270,6 @@ def decode_sum_encode(
     """
     _check_payload(payload, nbytes(fmt_in, rows_out * n, block))
     check_block(fmt_out, n, block)
-    seed = _check_rounding(fmt_out, rounding, seed)
-    if seed is None:
-        rounding = "nearest"
+    rounding, seed = _check_rounding(fmt_out, rounding, seed)
     static = {"fmt_in": fmt_in, "fmt_out": fmt_out, "rows_out": rows_out, "n": n, "block": block}
     return _dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)

@@ -9,7 +9,18 @@ from environment import ROOT
 
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
-    *("errors", "log", "versions", "formatting", "validation", "zero_config", "sharding", "comm", "schedule"),
+    *(
+        "errors",
+        "log",
+        "versions",
+        "formatting",
+        "validation",
+        "zero_config",
+        "matmul",
+        "sharding",
+        "comm",
+        "schedule",
+    ),
     *("adapters", "optim", "train", "models", "analysis", "multihost", "run", "interop", "testing", "cli"),
 )
 

@@ -39,8 +39,8 @@ class ZeroConfig:
     """How a model is sharded over the mesh and what crosses each axis.
 
     Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; None is the format of
-    ``compute_dtype``, which sends exactly what the model computes with. "float32" and ``jnp.bfloat16`` and
-    the like name the first two as well.
+    ``compute_dtype``, which sends exactly what the model computes with. "float32", ``jnp.bfloat16`` and
+    the like are other names of the first two.
 
     Attributes:
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
@@ -48,9 +48,9 @@ class ZeroConfig:
         units: module classes whose weights are gathered just before use and dropped after
             (``zerojax.Stack`` needs no mention). Without any, the whole model is one unit.
         compute_dtype: bfloat16 or float32, as a name ("bfloat16", "bf16") or a dtype (``jnp.bfloat16``); kept
-            as the long name. What the gathered weights are in: master weights and optimizer state are
+            as the long name. The dtype of the gathered weights: master weights and optimizer state are
             always fp32.
-        remat: what a unit's backward pass computes again: "full" everything, "attention" all but the
+        remat: what a unit's backward pass recomputes: "full" everything, "attention" all but the
             attention's output, "none" only what fuses into its readers (element-wise operations, row
             sums, casts, layout changes): results of matmuls and kernels are kept.
         accumulate: micro-batches per optimizer step.
@@ -112,7 +112,7 @@ class ZeroConfig:
     fp8: tuple[str, ...] = FP8_WEIGHTS
 
     def __post_init__(self) -> None:
-        """Refuse what can't work.
+        """Refuse options that cannot work.
 
         Raises:
             ConfigurationError: naming the field, its value and the way out.
@@ -157,7 +157,7 @@ class ZeroConfig:
         return cls(**{**PRESETS[name], **overrides})
 
     def replace(self, **changes: Any) -> Self:
-        """The same options but for ``changes``, checked again."""
+        """A copy with ``changes``, checked again."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -179,7 +179,7 @@ class ZeroConfig:
 
     @property
     def passes(self) -> int:
-        """How often the units are run in a step, forward and backward, for one micro-batch or for all."""
+        """Forward and backward passes per step: one for each micro-batch, or one for all in breadth."""
         return 1 if self.accumulate_order == "breadth" else self.accumulate
 
     @property
@@ -188,7 +188,7 @@ class ZeroConfig:
         return self.error_feedback or (self.grad_sync == "step" and self.passes > 1)
 
     def wire_format_of(self, path: str, rank: int, wanted: str) -> str:
-        """The format in which a leaf's weight or gradient travels where the config says ``wanted``.
+        """The wire format of a leaf's weight or gradient for which the config gives ``wanted``.
 
         Args:
             path: the leaf's path, joined by "/".
@@ -225,7 +225,7 @@ class ZeroConfig:
         return f"left out by {deciding!r}" if deciding.startswith("!") else None
 
     def _take_names(self) -> None:
-        """Put the one name of each dtype in the place of what was given."""
+        """Replace dtypes and aliases by their canonical names."""
         names: dict[str, Any] = {
             "compute_dtype": dtype_name(
                 self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
@@ -361,7 +361,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _format_name(given: Any) -> Any:
-    """A wire format's name, where a dtype stands for one; anything else as it is."""
+    """A wire format's name from the name or a dtype; other values are returned unchanged."""
     with suppress(ConfigurationError):
         return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
     return given

@@ -1,11 +1,5 @@
 """Sums over peers: ``reference.decode_sum`` in Triton."""
 
-# Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
-# it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false, reportMissingImports=false
-# ruff: noqa: RUF005, SIM108
-
 import triton
 import triton.language as tl
 

@@ -3,9 +3,6 @@
 The only module that uses jax-triton; importable only if that is installed.
 """
 
-# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# (Triton and jax-triton have no types.)
-
 import inspect
 from functools import partial
 from typing import Any
@@ -228,15 +225,9 @@ def decode_sum(
     """See ``pallas_kernels.decode_sum``."""
     if not _has_kernel(fmt=fmt, n=n) or payload.shape[0] > _MOST_PEERS:
         return reference.decode_sum(payload, fmt=fmt, n=n, block=block, rotation=rotation, scale=scale)
-    factor = np.float32(scale) * (reference.ROTATION_NORM if rotation else np.float32(1))
+    factor = float(np.float32(scale) * (reference.ROTATION_NORM if rotation else np.float32(1)))
     out = jax.ShapeDtypeStruct((n,), jnp.float32)
-    options: dict[str, Any] = {
-        "rows": 1,
-        "n": n,
-        "block": block,
-        "rotation": rotation,
-        "factor": float(factor),
-    }
+    options: dict[str, Any] = {"rows": 1, "n": n, "block": block, "rotation": rotation, "factor": factor}
     return _sum(payload, None, out, fmt=fmt, fmt_out="sum", rounding="nearest", **options)
 
 

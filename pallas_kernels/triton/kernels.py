@@ -7,12 +7,6 @@ share a block, and threads exchange only the maximum of a block.
 Compiled without fused multiply-add contraction; every fused multiply-add is explicit.
 """
 
-# Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
-# it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false, reportMissingImports=false
-# ruff: noqa: RUF005
-
 import triton
 import triton.language as tl
 

@@ -4,12 +4,6 @@ They are held as K tensors ("lanes") of T numbers, for T threads: lane k has the
 Neighbours become lanes, and lanes neighbours, within a thread, without a change of layout.
 """
 
-# Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
-# it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false, reportMissingImports=false
-# ruff: noqa: RUF005
-
 import triton
 import triton.language as tl
 

@@ -1,10 +1,5 @@
 """Instructions on the bytes and halves of 32-bit words that Triton lacks."""
 
-# Triton's language only looks like Python: its tuples grow in unrolled loops, which pyright cannot follow,
-# it has no conditional expressions on tensors, and it is installed on GPU machines alone.
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false, reportMissingImports=false
-
 import triton
 import triton.language as tl
 

@@ -26,69 +26,49 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
+COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+LLAMA = COMMON | {
+    "max_position_embeddings": 64,
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 # name -> (config, dtype, largest file): every family, and everything that an importer can get wrong.
 MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
     "gpt2": (
-        transformers.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=32,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_inner=40,
-            bos_token_id=0,
-            eos_token_id=0,
-        ),
+        transformers.GPT2Config(**COMMON, n_positions=32, n_embd=16, n_layer=2, n_head=2, n_inner=40),
         torch.float32,
         "1GB",
     ),
     "opt": (
         transformers.OPTConfig(
-            vocab_size=VOCABULARY,
+            **COMMON,
             max_position_embeddings=32,
             hidden_size=24,
             word_embed_proj_dim=24,
             num_hidden_layers=2,
             num_attention_heads=4,
             ffn_dim=48,
-            bos_token_id=0,
-            eos_token_id=0,
             pad_token_id=1,
         ),
         torch.float16,
         "1GB",
     ),
     "llama2": (
-        transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-            hidden_size=16,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            rms_norm_eps=1e-6,
-            bos_token_id=0,
-            eos_token_id=0,
-        ),
+        transformers.LlamaConfig(**LLAMA, rms_norm_eps=1e-6),
         torch.float32,
         "8KB",
     ),
     "llama3": (
         transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-            hidden_size=16,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **LLAMA,
             head_dim=8,
             rms_norm_eps=1e-5,
             rope_parameters={"rope_theta": 500000.0, **LLAMA3_ROPE},
             tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
         ),
         torch.bfloat16,
         "1GB",

@@ -179,7 +179,7 @@ def run_tests(tree: Path, tests: str, compiled: Path, limit: float | None = None
 
 
 def end(session: int) -> None:
-    """Kill what is left of a session."""
+    """Kill the remaining processes of a session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
 

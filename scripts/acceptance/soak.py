@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Kill a run again and again, and see whether it ends as if nothing had happened.
+"""Kill a run repeatedly, and check that it ends like an uninterrupted one.
 
     scripts/acceptance/soak.py --kills 30 --processes 3
 
@@ -128,7 +128,7 @@ def _is_alive(process: int) -> bool:
 
 
 def differences(one: Path, other: Path, steps: int) -> list[str]:
-    """Where two finished runs are not the same, in lines."""
+    """The differences between two finished runs, one per line."""
     found = []
     a, b = (read_metrics(folder / "metrics.jsonl") for folder in (one, other))
     if [line["step"] for line in b] != list(range(1, steps + 1)):

@@ -97,7 +97,7 @@ class Options(on_config.Options):
 
 
 def main() -> None:
-    """Read the command line and do what it asks for."""
+    """Run the command line."""
     begun = time.monotonic()
     try:
         run(on_config.parse(Options, "convergence", sys.argv[1:]), begun)
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run(options: Options, begun: float) -> None:
-    """Train what is missing, print the table, draw the picture.
+    """Train the missing runs, print the table and draw the picture.
 
     Raises:
         ZeroError: a variant that is not there, settings that contradict each other, a file of other runs.
@@ -176,7 +176,7 @@ def with_variant(config: RunConfig, name: str) -> RunConfig:
 
 
 def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> tuple[RunConfig, dict[str, Any]]:
-    """Collect this machine's text if asked to, and write tokens; what is there already stays.
+    """Collect this machine's text if asked to, and write tokens; existing files stay.
 
     Returns:
         The settings with the text as their source, and what it is, as `machine_text.collect` says; of text
@@ -257,7 +257,7 @@ class Results:
 
 
 def difference(before: Any, now: Any, path: str = "") -> str:
-    """Where two trees of settings differ, and how."""
+    """The differences between two trees of settings, in words."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return f"{path[1:]} was {before!r} and is {now!r}"
     keys = [key for key in before | now if before.get(key) != now.get(key)]
@@ -268,7 +268,7 @@ class Trainee:
     """A variant, compiled once for all seeds."""
 
     def __init__(self, config: RunConfig, name: str, threads: Executor) -> None:
-        """Lower what a run of it needs, and have it compiled by ``threads``."""
+        """Lower the programs of a run, and compile them in ``threads``."""
         self.name = name
         self.config = with_variant(config, name)
         self.state = RunSetup.of(self.config).abstract_state()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the wire formats do to the gradients of a trained GPT, beside what theory gives.
+"""Measure the errors of the wire formats on the gradients of a trained GPT, beside their theoretical values.
 
     scripts/bench/gradient_errors.py runs/gpt-tiny --out docs/gradient_errors
 
@@ -152,7 +152,7 @@ def gaussian_error(fmt: str, block: int, rounding: str) -> float:
 
 
 def norm(parts: list[np.ndarray]) -> float:
-    """Of all values together."""
+    """The Euclidean norm of all values together."""
     return float(np.sqrt(sum(float(np.sum(np.square(part, dtype=np.float64))) for part in parts)))
 
 

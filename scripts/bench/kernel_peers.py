@@ -199,7 +199,7 @@ def measure(case: Case, n: int, megabytes: int) -> Result:
 
 
 def main() -> None:
-    """Parse the command line, measure what is installed, report."""
+    """Measure the installed peers and print a report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="bf16 bytes of the data")
     parser.add_argument("--out", type=Path, default=Path("bench_kernel_peers.json"))

@@ -254,7 +254,7 @@ def _device_seconds(compiled: Callable, sets: list[tuple]) -> float:
 
 @cache
 def copy_program(n: int) -> tuple[Callable, list[tuple]]:
-    """A compiled device copy of n bf16 elements, and what it copies."""
+    """A compiled device copy of n bf16 elements, and its arguments."""
     sets = [(data(i, n),) for i in range(copies(2 * n))]
     return program(jnp.copy, sets), sets
 

@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def as_first(row: Row, rows: list[Row]) -> bool:
-    """Whether a variant's loss is that of the first with as many micro-batches, after as many steps."""
+    """Whether the loss is within 1% of the first variant's with the same micro-batches and rate."""
     first = next(r for r in rows if (r.micro_batches, r.rate) == (row.micro_batches, row.rate))
     return abs(row.loss / first.loss - 1) < 0.01
 

@@ -20,21 +20,9 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+import peer_blocks
 import torch
 import torch.distributed as dist
-from peer_blocks import (
-    BlockStack,
-    Peer,
-    loss_fn,
-    make_batch,
-    make_block,
-    make_parser,
-    make_rope,
-    measure_all,
-    parse,
-    pick_device,
-    say,
-)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 ZERO3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
@@ -54,32 +42,34 @@ PEERS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Time each peer and print a line for it."""
-    parser = make_parser(__doc__ or "", list(PEERS), ["ds-zero3", "ds-zero++"])
+    parser = peer_blocks.make_parser(__doc__ or "", list(PEERS), ["ds-zero3", "ds-zero++"])
     parser.add_argument("--reduce-bucket", type=int, help="elements; instead of the documented sizes")
     parser.add_argument("--prefetch-bucket", type=int, help="elements; instead of the documented sizes")
-    options = parse(parser)
+    options = peer_blocks.parse(parser)
     quantized = [name for name in options.peers if "zero_quantized_weights" in PEERS[name]["zero"]]
     if len(quantized) > 1:
         parser.error("DeepSpeed makes its hpZ groups once in a process: one of its ZeRO++ peers a run")
-    device = pick_device(options)
+    device = peer_blocks.pick_device(options)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    say("connecting")
+    peer_blocks.say("connecting")
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     if quantized:
         build_quantizer()
-    measure_all(options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers)
+    peer_blocks.measure_all(
+        options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers
+    )
 
 
 def build_quantizer() -> None:
     """Compile ZeRO++'s kernels on one rank first, for all."""
     from deepspeed.ops.op_builder import QuantizerBuilder
 
-    say("compiling DeepSpeed's quantizer")
+    peer_blocks.say("compiling DeepSpeed's quantizer")
     if dist.get_rank() == 0:
         QuantizerBuilder().load(verbose=False)
     dist.barrier()
     QuantizerBuilder().load(verbose=False)
-    say("compiled")
+    peer_blocks.say("compiled")
 
 
 def build(
@@ -89,26 +79,26 @@ def build(
     *,
     zero: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
-) -> Peer:
+) -> peer_blocks.Peer:
     """A peer's engine and its step."""
     torch.manual_seed(0)
-    blocks = [make_block(options, device).to(dtype) for _ in range(options.layers)]
+    blocks = [peer_blocks.make_block(options, device).to(dtype) for _ in range(options.layers)]
     if options.checkpoint:
         blocks = [checkpoint_wrapper(block, preserve_rng_state=False) for block in blocks]
-    model = BlockStack(blocks, make_rope(options, device))
+    model = peer_blocks.BlockStack(blocks, peer_blocks.make_rope(options, device))
     parameters = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     config = make_config(options, zero, dtype)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    ((x, y),) = make_batch(options, device, 1, dtype)
+    ((x, y),) = peer_blocks.make_batch(options, device, 1, dtype)
 
     def step() -> torch.Tensor:
-        loss = loss_fn(engine(x), y)
+        loss = peer_blocks.loss_fn(engine(x), y)
         engine.backward(loss)
         engine.step()
         return loss.detach()
 
-    return Peer(name, 1, step, partial(gradient_norm, engine), parameters, engine.destroy)
+    return peer_blocks.Peer(name, 1, step, partial(gradient_norm, engine), parameters, engine.destroy)
 
 
 def make_config(options: argparse.Namespace, zero: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

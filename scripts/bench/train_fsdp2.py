@@ -20,21 +20,9 @@ import os
 from functools import partial
 from typing import Any
 
+import peer_blocks
 import torch
 import torch.distributed as dist
-from peer_blocks import (
-    BlockStack,
-    Peer,
-    loss_fn,
-    make_batch,
-    make_block,
-    make_parser,
-    make_rope,
-    measure_all,
-    parse,
-    pick_device,
-    say,
-)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -51,14 +39,16 @@ PEERS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Time each peer and print a line for it."""
-    options = parse(make_parser(__doc__ or "", list(PEERS), ["fsdp2", "hsdp"]))
-    device = pick_device(options)
-    say("connecting")
+    options = peer_blocks.parse(peer_blocks.make_parser(__doc__ or "", list(PEERS), ["fsdp2", "hsdp"]))
+    device = peer_blocks.pick_device(options)
+    peer_blocks.say("connecting")
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    measure_all(options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers)
+    peer_blocks.measure_all(
+        options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers
+    )
 
 
 def build(
@@ -69,14 +59,14 @@ def build(
     hsdp: bool = False,
     micro_batches: int = 1,
     fp8: str | None = None,
-) -> Peer:
+) -> peer_blocks.Peer:
     """A peer's sharded model, its optimizer and its step."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (world // local, local) if hsdp else (world,)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "local")[-len(shape) :])
     model = shard(options, device, mesh, fp8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
-    batch = make_batch(options, device, micro_batches, torch.bfloat16)
+    batch = peer_blocks.make_batch(options, device, micro_batches, torch.bfloat16)
 
     def step() -> torch.Tensor:
         # Not after the update: the last step's gradients are measured later.
@@ -85,7 +75,7 @@ def build(
         for number, (x, y) in enumerate(batch, 1):
             # HSDP at its best: the sum over nodes waits for the last micro-batch.
             model.set_requires_all_reduce(number == micro_batches)
-            loss = loss_fn(model(x), y) / micro_batches
+            loss = peer_blocks.loss_fn(model(x), y) / micro_batches
             loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -94,7 +84,7 @@ def build(
         return total
 
     parameters = sum(weight.numel() for weight in model.parameters())
-    return Peer(name, micro_batches, step, partial(gradient_norm, model), parameters)
+    return peer_blocks.Peer(name, micro_batches, step, partial(gradient_norm, model), parameters)
 
 
 def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, fp8: str | None) -> Any:
@@ -108,13 +98,15 @@ def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, f
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
     blocks = []
     for _ in range(options.layers):
-        block = make_block(options, device)
+        block = peer_blocks.make_block(options, device)
         if fp8 is not None:
             convert(block, fp8)
         if options.checkpoint:
             block = checkpoint_wrapper(block, preserve_rng_state=False)
         blocks.append(fully_shard(torch.compile(block, fullgraph=True), mesh=mesh, mp_policy=policy))
-    model = fully_shard(BlockStack(blocks, make_rope(options, device)), mesh=mesh, mp_policy=policy)
+    model = fully_shard(
+        peer_blocks.BlockStack(blocks, peer_blocks.make_rope(options, device)), mesh=mesh, mp_policy=policy
+    )
     assert isinstance(model, FSDPModule)
     if device.type == "cpu":
         for block in model.blocks:

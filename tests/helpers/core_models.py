@@ -19,6 +19,17 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 WIDTH, HIDDEN = 6, 11
 
 
+class SlopeLayer(nnx.Module):
+    """A layer whose gradient is a given vector, whatever its weights."""
+
+    def __init__(self, size: int, *, rngs: nnx.Rngs):
+        del rngs
+        self.w = nnx.Param(jnp.zeros((1, size)))
+
+    def __call__(self, x: jax.Array, slope: jax.Array) -> jax.Array:
+        return x + slope @ self.w[0]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and what it is trained on.

@@ -1,11 +1,13 @@
 """Error feedback in training: what the node hop's rounding loses in one step, later steps make up for."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import Case
+from core_models import Case, SlopeLayer
 from flax import nnx
 
 import zerojax
@@ -13,23 +15,12 @@ import zerojax
 SIZE, STEPS = 64, 24
 
 
-class Layer(nnx.Module):
-    """Its gradient is a given vector, whatever its weights."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        del rngs
-        self.w = nnx.Param(jnp.zeros((1, SIZE)))
-
-    def __call__(self, x: jax.Array, slope: jax.Array) -> jax.Array:
-        return x + slope @ self.w[0]
-
-
 class Model(nnx.Module):
     """The layer on its own, and in a stack."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.one = Layer(rngs=rngs)
-        self.stack = zerojax.Stack(Layer, 2, rngs=rngs)
+        self.one = SlopeLayer(SIZE, rngs=rngs)
+        self.stack = zerojax.Stack(partial(SlopeLayer, SIZE), 2, rngs=rngs)
 
     def __call__(self, slope: jax.Array) -> jax.Array:
         x = self.one(jnp.zeros(len(slope)), slope)
@@ -40,7 +31,7 @@ def slopes(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
     return {"slope": rng.standard_normal((rows, SIZE)).astype(np.float32)}
 
 
-CASE = Case(Model, lambda model, batch: model(batch["slope"]).mean(), (Layer,), slopes)
+CASE = Case(Model, lambda model, batch: model(batch["slope"]).mean(), (SlopeLayer,), slopes)
 
 
 @pytest.mark.parametrize("feedback", [True, False])

@@ -1,5 +1,6 @@
 """Random bits: every micro-batch, step and layer draws its own."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import WIDTH, Case, regression_batch
+from core_models import WIDTH, Case, SlopeLayer, regression_batch
 from flax import nnx
 
 import zerojax
@@ -76,7 +77,7 @@ def test_micro_batches_are_rounded_with_bits_of_their_own():
     ids=["no unit", "stage 1", "once per step"],
 )
 def test_steps_are_rounded_with_bits_of_their_own(units, options):
-    """Wherever gradients are encoded: units' own are in test_wire_training.py."""
+    """Wherever gradients are encoded; test_quantized_step.py has those of units."""
     case = Case(Slope, slope_loss, units, regression_batch)
     zero = {"grads": ("int4", "int4"), "rounding": "stochastic", "block_size": 64, **options}
     state = case.create(optax.sgd(0.0), nodes=2, local=1, **zero)
@@ -89,20 +90,9 @@ def test_steps_are_rounded_with_bits_of_their_own(units, options):
     np.testing.assert_allclose(np.mean(found, 0).reshape(-1), slope.mean(0), atol=np.abs(slope).max() / 5)
 
 
-class Layer(nnx.Module):
-    """The slope in a stack."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        del rngs
-        self.w = nnx.Param(jnp.zeros((1, SIZE)))
-
-    def __call__(self, x: jax.Array, slope: jax.Array) -> jax.Array:
-        return x + slope @ self.w[0]
-
-
 class Layers(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.stack = zerojax.Stack(Layer, 3, rngs=rngs)
+        self.stack = zerojax.Stack(partial(SlopeLayer, SIZE), 3, rngs=rngs)
 
     def __call__(self, slope: jax.Array) -> jax.Array:
         return self.stack(jnp.zeros(len(slope)), slope)

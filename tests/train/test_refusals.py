@@ -264,9 +264,9 @@ def test_batches_that_do_not_divide(rows):
 
 def test_a_batch_without_rows():
     for scalars in ({"x": np.float32(1)}, {"x": 1.0, "y": jnp.float32(2)}):
-        with refused("the batch has scalars alone"):
+        with refused("the batch has only scalars"):
             zerojax.train_step(create(), scalars)
-        with refused("the batch has scalars alone"):
+        with refused("the batch has only scalars"):
             zerojax.lower_train_step(create(), scalars)
     with refused(r"\(2,\) has 2 rows, not a positive multiple of 4 devices x accumulate=1"):
         zerojax.eval_step(create(accumulate=2), {"x": np.zeros(2, np.float32)})

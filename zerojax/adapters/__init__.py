@@ -1,4 +1,4 @@
-"""From a Flax model to its parameters and units, and back."""
+"""Adapters for Flax models, NNX and Linen: their parameters, their units, and running them on a mesh."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,12 @@ def adapt(
     Args:
         model: a callable ``rngs -> nnx.Module``, or a Linen module.
         units: the classes that gather their own weights.
-        loss_fn: how the model is called.
-        sample_batch: a batch of the right shapes: Linen learns its parameters' shapes from it.
+        loss_fn: calls the model.
+        sample_batch: a batch of the right shapes, from which Linen infers its parameters' shapes.
         world: the mesh's extents.
 
     Raises:
-        ConfigurationError: neither kind of model; a Linen module without a sample batch, or the reverse.
+        ConfigurationError: ``model`` is neither; a Linen module without a sample batch, or the reverse.
     """
     if isinstance(model, linen.Module):
         if sample_batch is None:

@@ -1,7 +1,6 @@
-"""The interface between a model and the rest of zerojax, whichever Flax API the model uses."""
+"""The interface between a model of either Flax API and the rest of zerojax."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,11 +24,11 @@ class Parameter:
     """A floating-point parameter of a model, before it is laid out.
 
     Attributes:
-        path: the model's own path to it.
-        shape: natural shape; of one layer, where it is stacked.
-        dtype: the dtype that the model gave it.
-        stack: ``(layers,)`` if so many layers are stacked along a leading axis, else ``()``.
-        unit: the name of the unit that gathers it, or None: gathered for the whole step.
+        path: its path in the model.
+        shape: unsharded shape; of one layer, if it is stacked.
+        dtype: its dtype in the model.
+        stack: ``(layers,)`` if that many layers are stacked along a leading axis, else ``()``.
+        unit: the name of the unit that gathers it, or None if it is gathered for the whole step.
     """
 
     path: Path
@@ -38,26 +37,21 @@ class Parameter:
     stack: tuple[int, ...]
     unit: str | None
 
-    @property
-    def count(self) -> int:
-        """Elements, of all layers."""
-        return math.prod((*self.stack, *self.shape))
-
 
 class Bound(Protocol):
     """A model with its weights in place, for one forward pass."""
 
     @property
     def model(self) -> Any:
-        """What the loss function is given."""
+        """The model that the loss function gets."""
         ...
 
     def model_state(self) -> ModelState:
-        """The non-parameter state as the pass left it."""
+        """The non-parameter state after the pass."""
         ...
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
-        """Delta's copies that the pass brought up to date, by path."""
+        """Delta's copies that the pass updated, by path."""
         ...
 
 
@@ -71,7 +65,7 @@ class Adapter(Protocol):
 
     @property
     def updating(self) -> frozenset[str]:
-        """Names of the units that bring delta's copies up to date when called (``Sharded.copy``)."""
+        """Names of the units that update delta's copies when called (``Sharded.copy``)."""
         ...
 
     @property
@@ -80,27 +74,27 @@ class Adapter(Protocol):
         ...
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
-        """Fresh parameters of natural shape, layers included, and other state. Traceable."""
+        """Initial parameters of unsharded shape, layers included, and other state; can be traced."""
         ...
 
     def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
-        """Put weights in place: whole arrays for some, ``Sharded`` ones for those of units.
+        """Put weights into the model.
 
         Args:
-            weights: per path.
+            weights: per path: ``Sharded`` in units, whole arrays elsewhere.
             model_state: non-parameter state.
-            train: False asks the model for its evaluation mode, where it has one.
-            key: makes the pass's random bits this device's own; None leaves them as they are.
+            train: False selects the model's evaluation mode, if it has one.
+            key: gives the pass random bits of this device's own; None keeps the model's.
         """
         ...
 
     def whole(self, weights: Weights, model_state: ModelState) -> Any:
-        """An ordinary model with these whole weights, in evaluation mode: nothing in it is zerojax's."""
+        """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
         ...
 
 
 def takes_rngs(loss_fn: LossFn) -> bool:
-    """Whether a loss function wants fresh rngs: ``loss_fn(model, batch, rngs)``."""
+    """Whether a loss function takes rngs: ``loss_fn(model, batch, rngs)``."""
     names = inspect.signature(loss_fn).parameters
     positional = [
         p
@@ -111,7 +105,7 @@ def takes_rngs(loss_fn: LossFn) -> bool:
 
 
 def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
-    """Run a loss function and sort out what it returns.
+    """Run a loss function and check its result.
 
     Args:
         loss_fn: ``(model, batch[, rngs]) -> loss`` or ``-> (loss, aux)``.

@@ -1,6 +1,6 @@
 """Flax Linen modules: units are found and gathered by intercepting their methods.
 
-The interceptor is in force only while a bound model runs, so nothing is left behind in the user's classes.
+The interceptor is active only while a bound model runs, so the user's classes are not changed.
 """
 
 import functools
@@ -32,19 +32,19 @@ _PASSING = frozenset({"intermediates", "perturbations"})
 
 
 class _LinenModel:
-    """What a loss function is given: a module that is called like the module itself."""
+    """The model that a loss function gets, which is called like the module itself."""
 
     def __init__(self, module: linen.Module, variables: dict[str, Any]):
         self._module = module
         self.variables = variables
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with variables of zerojax's; arguments as those of ``apply`` but for these."""
+        """Call the module with zerojax's variables; other arguments as for ``apply``."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """The module's other methods and submodules, called as it is itself; its fields."""
-        module = self.__dict__.get("_module")  # none yet in a copy that is being made
+        """The module's other methods and submodules, called like the module itself, and its fields."""
+        module = self.__dict__.get("_module")  # not set yet while a copy is being created
         if hasattr(linen.Module, name):
             raise AttributeError(
                 f"model.{name}: a loss function may call the model, its methods and `apply`, and read its "
@@ -64,12 +64,12 @@ class BoundLinen(_LinenModel):
     def __init__(
         self, module: linen.Module, units: frozenset[Path], variables: dict[str, Any], key: Array
     ) -> None:
-        """Bind.
+        """Bind the module.
 
         Args:
             module: the model.
-            units: where its units are.
-            variables: whole arrays, and ``Sharded`` parameters of units.
+            units: the module paths of its units.
+            variables: ``Sharded`` parameters in units, whole arrays elsewhere.
             key: for the random bits of this pass.
         """
         super().__init__(module, variables)
@@ -77,7 +77,7 @@ class BoundLinen(_LinenModel):
         self._key = key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the module; a changed batch statistic is seen by the next call.
+        """Apply the module; the next call sees changed state, such as batch statistics.
 
         Args:
             *args: the module's.
@@ -97,10 +97,10 @@ class BoundLinen(_LinenModel):
         return out if mutable is None else result
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """``linen.Module.apply``, of the model's ``variables`` or any others: the model keeps its own.
+        """``linen.Module.apply`` with any variables; those of the model do not change.
 
         Raises:
-            ConfigurationError: parameters are asked for as mutable, or ``capture_intermediates`` in a model
+            ConfigurationError: ``mutable`` includes the parameters; or ``capture_intermediates`` in a model
                 with units, whose insides it would not see.
         """
         if in_filter(kwargs.get("mutable", False), PARAMS):
@@ -117,9 +117,9 @@ class BoundLinen(_LinenModel):
             return self._module.apply(variables, *args, **kwargs)
 
     def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Gather a unit's weights, or those of a part of it that is called from outside, for the call.
+        """Gather the weights of a unit, or of a part of it that is called from outside, for the call.
 
-        What is not the module's own method of that name is let through: the calls in it are such parts.
+        A function that is not the module's own method of that name runs unchanged: its calls are such parts.
         """
         module = context.module
         within = any(module.path[:n] in self._units for n in range(len(module.path) + 1))
@@ -137,7 +137,7 @@ class _Pass:
         self.model = model
 
     def model_state(self) -> ModelState:
-        """The state as the calls so far left it."""
+        """The state after the calls so far."""
         return _model_state(self.model.variables)
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
@@ -146,7 +146,7 @@ class _Pass:
 
 
 class _Unbound(_LinenModel):
-    """Stands in for the model while its variables are first made: each call adds what it needs."""
+    """Stands in for the model while its variables are created: each call adds those that it needs."""
 
     def __init__(self, module: linen.Module, rngs: dict[str, Array]) -> None:
         super().__init__(module, _NotYet())
@@ -169,14 +169,14 @@ class _Unbound(_LinenModel):
 
 
 class _NotYet(dict[str, Any]):
-    """Variables before the calls that make them: the collections there will be, with nothing in them."""
+    """Variables before the calls that create them: every collection exists and is empty."""
 
     def __missing__(self, name: str) -> Any:
         return _Nothing(name)
 
 
 class _Nothing(dict[str, Any]):
-    """A collection that is empty so far: to be handed to ``apply`` or summed up, not to be looked into."""
+    """A collection that is empty so far; it can be passed to ``apply`` and summed, but not indexed."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -203,12 +203,12 @@ class LinenAdapter:
         sample_batch: Any,
         world: MeshShape,
     ):
-        """Look at the model without making it.
+        """Inspect the model without creating its values.
 
         Args:
             module: the model.
             units: the module classes that gather their own weights.
-            loss_fn: how the model is called.
+            loss_fn: calls the model.
             sample_batch: arrays of the right shapes and dtypes; their values are not used.
             world: the mesh's extents, whose axes the model may name.
 
@@ -241,7 +241,7 @@ class LinenAdapter:
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
         jaxpr, shapes = self._trace(self._init, key)
-        # No axis has a name here, so the forward pass, whose collectives need one, is eliminated.
+        # There are no named axes here, so the forward pass, whose collectives need them, is eliminated.
         initial, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         try:
             values = jaxpr_as_fun(initial)(key)
@@ -268,7 +268,7 @@ class LinenAdapter:
         return floats, _model_state(unbound.variables)
 
     def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
-        """See ``Adapter.bind``; a Linen module is told of evaluation by its own call's arguments."""
+        """See ``Adapter.bind``; a Linen module learns of evaluation from its own call's arguments."""
         del train
         key = jax.random.key(0) if key is None else key
         return _Pass(BoundLinen(self._module, self._paths, _variables(weights, model_state), key))
@@ -278,11 +278,11 @@ class LinenAdapter:
         return functools.partial(self._module.apply, _variables(weights, model_state))
 
     def _trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """The jaxpr and shapes of what one device of the mesh computes; no device is touched."""
+        """The jaxpr and result shapes of one device's computation; no device is used."""
         return jax.make_jaxpr(function, axis_env=self._axes, return_shape=True)(*args)
 
     def _find_units(self, weights: Any) -> dict[Path, tuple[Shape, set[type]]]:
-        """Where units occur: per module path, its ``Parameter.stack`` and the classes."""
+        """The units: per module path, the ``Parameter.stack`` and the classes."""
         found: dict[Path, tuple[Shape, set[type]]] = {}
 
         def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -324,7 +324,7 @@ def _variables(weights: Weights, model_state: ModelState) -> dict[str, Any]:
 
 
 def _stack(whole: Any, sliced: Any) -> Shape:
-    """The axis of layers that ``whole`` has in front of the shape of ``sliced``, if it has one."""
+    """The ``Parameter.stack`` of a parameter ``whole``, of which a unit gets ``sliced``."""
     if whole.shape == sliced.shape:
         return ()
     if whole.shape[1:] == sliced.shape:
@@ -345,10 +345,10 @@ def _parameter(path: Path, weight: Any, units: Mapping[Path, tuple[Shape, set[ty
 
 
 def _is_method(cls: type, context: Any) -> bool:
-    """Whether what is called on a module is the method that a class has by this name.
+    """Whether the intercepted call is to the method that ``cls`` has by this name.
 
-    Functions that Flax's transforms run on a module are called like methods of it, and a base class's method
-    may be called though the module's class overrides it.
+    Functions that Flax's transforms run on a module are called like its methods, and a base class's method
+    may be called although the module's class overrides it.
     """
     method = getattr(cls, context.method_name, None)
     while method is not None and method is not context.orig_method.func:
@@ -357,7 +357,7 @@ def _is_method(cls: type, context: Any) -> bool:
 
 
 def _call_module(module: Any, method: str, weights: Mapping[Path, Sharded], args: Any, kwargs: Any) -> Any:
-    """Run a unit's method on a free copy of it that has whole weights, and take its state back."""
+    """Run a unit's method on an unbound copy that has whole weights, and copy its state back."""
     paths = tuple(weights)
     arrays, join = split_arrays((args, kwargs))
     free, variables = module.unbind()

@@ -34,7 +34,7 @@ class BoundNNX:
     keys: ModelState
 
     def model_state(self) -> ModelState:
-        """The state as the pass left it, but with the random keys it began with."""
+        """The state after the pass, but with the random keys from before it."""
         return {**_named(nnx.state(self.model, STATE)), **self.keys}
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
@@ -51,14 +51,14 @@ class NNXAdapter:
     """See ``Adapter``."""
 
     def __init__(self, factory: Callable[[nnx.Rngs], nnx.Module], units: tuple[type, ...]):
-        """Look at the model without making it.
+        """Inspect the model without creating its values.
 
         Args:
-            factory: makes the model from its rngs.
+            factory: creates the model from its rngs.
             units: the module classes that gather their own weights.
 
         Raises:
-            ConfigurationError: the factory makes no ``nnx.Module``, or a unit class does not occur in it.
+            ConfigurationError: the factory returns no ``nnx.Module``, or a unit class does not occur in it.
         """
         self._factory = factory
         abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
@@ -134,7 +134,7 @@ def _own_key(keys: Array, key: Array) -> Array:
 
 
 def _is_weight(path: Any, variable: Any) -> bool:
-    """A filter: floating-point parameters, the only ones with gradients."""
+    """A filter for floating-point parameters, the only ones with gradients."""
     del path
     if not isinstance(variable, nnx.Param):
         return False
@@ -150,7 +150,7 @@ def _is_sharded(path: Any, variable: Any) -> bool:
 def _find_units(
     module: nnx.Module, units: tuple[type, ...]
 ) -> Iterator[tuple[int, tuple[str, nnx.Module, tuple[int, ...]]]]:
-    """Outermost unit instances: by identity, their name, themselves, and their ``Parameter.stack``."""
+    """Outermost unit instances: the id, and the name, the module and its ``Parameter.stack``."""
     taken: set[int] = set()
     for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         if id(child) in taken:
@@ -167,7 +167,7 @@ def _find_units(
 def _parameters(
     model: nnx.Module, units: dict[int, tuple[str, nnx.Module, tuple[int, ...]]]
 ) -> tuple[Parameter, ...]:
-    """Every parameter once, with its unit: none where something outside units reads it too."""
+    """Every parameter once, with its unit; None if it is also read outside units."""
     owner: dict[int, tuple[str, tuple[int, ...]]] = {}
     for name, module, stack in units.values():
         for _, variable in nnx.iter_graph(module):
@@ -186,13 +186,12 @@ def _parameters(
         value = variable.get_raw_value()
         shape = value.shape[len(stack) :]
         parameters.append(Parameter(_key(path), shape, value.dtype.name, stack, name))
-    order = {path: i for i, (path, _) in enumerate(nnx.to_flat_state(nnx.state(model, _is_weight)))}
-    by_name = {_key(path): i for path, i in order.items()}
-    return tuple(sorted(parameters, key=lambda parameter: by_name[parameter.path]))
+    order = {_key(path): i for i, (path, _) in enumerate(nnx.to_flat_state(nnx.state(model, _is_weight)))}
+    return tuple(sorted(parameters, key=lambda parameter: order[parameter.path]))
 
 
 def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
-    """Identities of the variables that can be reached without going through a unit."""
+    """The ids of the variables that can be reached without going through a unit."""
     reached: set[int] = set()
     seen: set[int] = set()
     pending: list[Any] = [model]
@@ -210,7 +209,7 @@ def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
 
 @functools.cache
 def _gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
-    """A subclass whose methods, called from outside, gather the weights first."""
+    """A subclass whose methods gather the weights when they are called from outside."""
     names: dict[str, Any] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, member in vars(base).items():
@@ -236,7 +235,7 @@ def _gathering(cls: type[nnx.Module], name: str) -> Callable[..., Any]:
 
 
 def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a unit's method on a copy of it that has whole weights, and take its state back."""
+    """Run a unit's method on a copy that has whole weights, and copy its state back."""
     graph, params, state = nnx.split(module, _is_sharded, ...)
     flat = list(nnx.to_flat_state(params))
     if not flat:

@@ -15,23 +15,23 @@ from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.unit import is_gathered
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
-"""A filter: what a module keeps from one call to the next besides its parameters."""
+"""Filter for the state that a module keeps between calls, besides its parameters."""
 
 
 class Stack(nnx.Module):
     """``layers`` blocks in a row, their parameters stacked along a leading axis.
 
     ``stack(x, *args)`` is ``for block in blocks: x = block(x, *args)``, run by ``lax.scan``. In a
-    ``TrainState`` each layer is a unit: its weights are gathered for it alone, whether or not the block's
-    class is named in ``ZeroConfig.units``.
+    ``TrainState`` each layer is a unit whose weights are gathered for it alone, whether or not the block's
+    class is in ``ZeroConfig.units``.
     """
 
     def __init__(self, block: Callable[..., nnx.Module], layers: int, *, rngs: nnx.Rngs):
-        """Make the blocks, each from random bits of its own.
+        """Create the blocks, each with its own random bits.
 
         Args:
             block: called as ``block(rngs=rngs)``: a module class or a factory.
-            layers: how many.
+            layers: the number of blocks.
             rngs: seeds them.
 
         Raises:
@@ -52,12 +52,12 @@ class Stack(nnx.Module):
         """Apply the blocks in order.
 
         Args:
-            x: what goes through the stack; each block must keep its shape and dtype.
-            *args: given to every block as they are, with ``kwargs``.
-            **kwargs: see ``args``.
+            x: the input of the first block; each block must keep its shape and dtype.
+            *args: passed to every block.
+            **kwargs: passed to every block.
 
         Returns:
-            What the last block returned.
+            The output of the last block.
         """
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
         weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
@@ -85,8 +85,8 @@ class Stack(nnx.Module):
 
     def _keep(self, weights: list[tuple[Any, nnx.Variable]]) -> None:
         """Keep the updated copies for the next call."""
-        # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: the next call, or
-        # the step itself, does the same again.
+        # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: then the next call,
+        # or the step itself, updates the copies again.
         with contextlib.suppress(TraceContextError):
             nnx.update(self.block, nnx.from_flat_state(weights))
 

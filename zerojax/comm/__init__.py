@@ -1,1 +1,1 @@
-"""The collectives: every byte that crosses the mesh passes through here."""
+"""The collectives, through which every byte crosses the mesh."""

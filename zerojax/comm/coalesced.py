@@ -1,4 +1,4 @@
-"""One collective for several payloads: they are joined to cross an axis and split behind it."""
+"""Coalesced collectives: several payloads are joined, cross an axis together and are split again."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,21 +13,21 @@ from zerojax.sharding.mesh import NODE
 from zerojax.sharding.wire_format import as_bytes, from_bytes
 
 ALONE_BYTES = 1 << 20
-"""Payloads of this size and more have a collective each: joining them would copy a full-size buffer."""
+"""Payloads of this size or more get a collective each: joining them would copy a full-size buffer."""
 
 Axis = str | tuple[str, ...]
 Rows = Num[Array, "rows m"]
 
 
 def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream: bool = False) -> list[Rows]:
-    """All-gather ``parts`` over an axis; ``[extent, m]`` each.
+    """All-gather ``parts`` over an axis; returns ``[extent, m]`` each.
 
-    Small ones share a collective, large ones have one each, which XLA combines without a copy.
+    Small ones share a collective; large ones get one each, which XLA combines without a copy.
 
     Args:
         parts: one payload each.
         axis: to gather over.
-        own_stream: whether it has, between nodes, a stream of its own; see ``exchange_together``.
+        own_stream: whether a hop between nodes gets a stream of its own; see ``exchange_together``.
     """
 
     def gather(wire: Array) -> Array:
@@ -40,14 +40,14 @@ def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream:
 def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> list[Rows]:
     """All-to-all of ``parts`` over an axis; row i of each goes to peer i.
 
-    Small ones share a collective. Large ones have one each, for XLA combines none of this kind.
+    Small ones share a collective; large ones get one each, since XLA does not combine all-to-alls.
 
     Args:
         parts: ``[extent, m]`` each.
         axis: to exchange over.
-        own_stream: whether, where there are several nodes, hops between them have a stream of their own,
-            so that they and hops within do not wait for each other. XLA then lets no two collectives of the
-            same devices run at once: large parts are joined as well, at the price of a copy.
+        own_stream: whether hops between nodes get a stream of their own, so that they and hops within a
+            node do not wait for each other. XLA then runs no two collectives of the same devices at once, so
+            with several nodes large parts are joined as well, at the cost of a copy.
     """
 
     def exchange(wire: Array) -> Array:
@@ -58,16 +58,13 @@ def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = F
 
 
 def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> list[Array]:
-    """Run ``collective`` on ``parts`` joined along their last axis, then take them apart.
+    """Run ``collective`` on ``parts`` joined along their last axis, then split the result.
 
-    Those of ``alone`` bytes and more are not joined.
-    Parts of one dtype are joined as they are, others as bytes. Barriers keep the compiler from moving
-    an encoding or a cast to the other side of the wire.
+    Parts of ``alone`` bytes or more are not joined. Parts of one dtype are joined as they are, others as
+    bytes. Barriers keep the compiler from moving an encoding or a cast to the other side of the wire.
     """
-    arrived: list[Array | None] = [None] * len(parts)
     joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
-    for i in set(range(len(parts))) - set(joined):
-        arrived[i] = _across(parts[i], collective)
+    arrived = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
     if joined:
         small = [parts[i] for i in joined]
         dtype = small[0].dtype
@@ -79,10 +76,10 @@ def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alon
             piece = lax.slice_in_dim(wire, start, start + part.shape[-1], axis=-1)
             start += part.shape[-1]
             arrived[i] = from_bytes(piece, parts[i].dtype) if dtype == jnp.uint8 else piece
-    return [part for part in arrived if part is not None]
+    return [arrived[i] for i in range(len(parts))]
 
 
 def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
-    # Beside a constant: XLA's double buffering cannot compile a barrier on nothing but what a loop carries.
+    # With a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
     wire, _ = lax.optimization_barrier((wire, np.int32(0)))
     return lax.optimization_barrier(collective(wire))

@@ -1,24 +1,23 @@
-"""The hops of one unit's weights and gradients: every byte that crosses the mesh on their behalf.
+"""The hops of one unit's weights and gradients across the mesh.
 
-All methods of ``UnitComm`` run inside ``shard_map`` on one device's values. What belongs together travels
-together (``coalesced``): the parameters of a unit share one collective per hop, except where a payload of a
-megabyte or more goes alone.
+All methods of ``UnitComm`` run inside ``shard_map`` on one device's values. The parameters of a unit share
+one collective per hop (``coalesced``), except that payloads of a megabyte or more go alone.
 
 The phases of one step:
 
 1. ``gather_node``: the owner encodes its primary shard; an all-gather over ``node`` gives every node the
-   secondary partition (qwZ, ZeRO++ section 3.1). Its three parts can also be called one by one, so that a
-   prefetching scan has them in different iterations and the next hop between nodes waits for no encoding or
+   secondary partition (qwZ, ZeRO++ section 3.1). Its three parts can also be called one by one: a
+   prefetching scan has them in different iterations, so the next hop between nodes waits for no encoding or
    decoding.
 2. ``gather_local``: an all-gather over ``local`` gives every device the whole parameter, in the buffer that
    the matmuls read. The backward pass repeats this phase alone (hpZ, section 3.2), or both.
 3. ``encode_gradients``, ``send_gradients`` and ``sum_gradients``: gradients are encoded, exchanged over
    ``local``, decoded and summed in fp32, encoded again, exchanged over ``node``, decoded and summed in fp32
    at the owner (qgZ, section 3.3). A scan can have each hop in an iteration of its own.
-4. ``reduce_node``: the last hop alone, where it is taken once per step.
+4. ``reduce_node``: the last hop alone, if it is taken once per step.
 
-A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each phase has a named scope: profiles
-show it, and ``zerojax.analysis.comm_report`` tells by it what a collective is for.
+A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each phase has a named scope, which
+profiles show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a collective.
 """
 
 from collections.abc import Sequence
@@ -44,16 +43,16 @@ Values = tuple[Num[Array, "..."], ...]
 """One array per parameter of a unit."""
 
 Payload = tuple[Values, ...]
-"""Gradients on their way: per chunk and parameter."""
+"""Encoded gradients: per chunk and parameter."""
 
 
 @dataclass(frozen=True)
 class UnitComm:
-    """The communication of the parameters that travel together.
+    """The communication of parameters that travel together.
 
     Attributes:
         strategy: between which levels they travel.
-        leaves: their layouts; all of one world. Every ``Values`` has one array for each.
+        leaves: their layouts, all on one mesh. Every ``Values`` has one array for each.
     """
 
     strategy: ShardingStrategy
@@ -67,14 +66,14 @@ class UnitComm:
     # Weights.
 
     def crosses_nodes(self, level: Level) -> bool:
-        """Whether weights come from that level over a hop between nodes."""
+        """Whether a gather from that level has a hop between nodes."""
         return level == "primary" and self.world.nodes > 1
 
     def encode_weights(self, shards: Values, copies: Values | None = None) -> Values:
-        """Encode primary shards for the node hop: the weights, or how they differ from delta's copies.
+        """Encode primary shards for the node hop: the weights, or their difference from delta's copies.
 
         The owner encodes its weights minus its row of the copy; every node, its own included, adds the same
-        decoded difference, so copies stay bit-identical, and what rounding left out comes along next time
+        decoded difference. So copies stay bit-identical, and rounding errors are part of the next difference
         (SDP4Bit, section 3.1).
 
         Args:
@@ -82,7 +81,7 @@ class UnitComm:
             copies: ``[nodes, shard]``, delta's copy so far in its raw local format; or None.
 
         Returns:
-            The payloads; on one node, which has no such hop, in the local format.
+            The payloads; on one node, which has no node hop, in the local format.
         """
         with jax.named_scope(_node_scope(copies)):
             if self.world.nodes == 1:
@@ -98,10 +97,10 @@ class UnitComm:
             )
 
     def cross_nodes(self, payloads: Values, *, delta: bool, own_stream: bool | None = None) -> Values:
-        """All-gather what ``encode_weights`` returned over ``node``, row after row, not yet decoded.
+        """All-gather encoded weights over ``node``; the rows follow each other, not yet decoded.
 
         Args:
-            payloads: ``[m]`` each.
+            payloads: ``[m]`` each, as ``encode_weights`` returns.
             delta: whether they are differences.
             own_stream: see ``coalesced``; by default the strategy's.
         """
@@ -113,14 +112,14 @@ class UnitComm:
             return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
 
     def decode_weights(self, arrived: Values, copies: Values | None = None) -> Values:
-        """Secondary partitions of what crossed the nodes.
+        """Decode gathered weights into secondary partitions.
 
         Args:
             arrived: as ``cross_nodes`` returns.
-            copies: the same as were encoded against.
+            copies: as for ``encode_weights``.
 
         Returns:
-            ``[nodes, m]`` in the local format: row n is what node n owned. With ``copies``, new ones.
+            ``[nodes, m]`` in the local format: row n is node n's shard. With ``copies``, the new copies.
         """
         rows = tuple(x.reshape(self.world.nodes, -1) for x in arrived)
         if self.world.nodes == 1:
@@ -134,17 +133,14 @@ class UnitComm:
             )
 
     def gather_node(self, shards: Values, copies: Values | None = None) -> Values:
-        """All-gather primary shards over ``node`` into secondary partitions: the three above in turn.
-
-        With ``copies`` it brings delta's copies up to date.
-        """
+        """All-gather primary shards over ``node`` into secondary partitions, or into new delta copies."""
         payloads = self.encode_weights(shards, copies)
         arrived = self.cross_nodes(payloads, delta=copies is not None, own_stream=False)
         return self.decode_weights(arrived, copies)
 
     @jax.named_scope("gather_exact")
     def gather_exact(self, shards: Values) -> Values:
-        """Secondary copies sent whole in the local format: the birth and the resync of delta's copies."""
+        """Secondary copies sent whole in the local format, to create or resync delta's copies."""
         sent = self._in_local_format(shards)
         return tuple(gather_together(sent, NODE) if self.world.nodes > 1 else (x[None] for x in sent))
 
@@ -166,11 +162,11 @@ class UnitComm:
         )
 
     def to_secondary(self, level: Level, values: Values) -> Values:
-        """From a level, the source's or the kept one, to secondary partitions: the node hop, or nothing."""
+        """Bring weights from a level to secondary partitions: the node hop from "primary", else nothing."""
         return self.gather_node(values) if level == "primary" else tuple(map(array_of, values))
 
     def to_whole(self, secondary: Values) -> Values:
-        """From secondary partitions to whole parameters; those that are whole already stay as they are."""
+        """Gather secondary partitions into whole parameters; those of ``keep`` "full" are whole already."""
         return secondary if self.strategy.keep == "full" else self.gather_local(secondary)
 
     # Gradients.
@@ -190,8 +186,8 @@ class UnitComm:
             seed: salts stochastic rounding.
 
         Returns:
-            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk and
-            one row, as it came.
+            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of
+            one row, not encoded.
         """
         axes, chunks = self.axes, self.strategy.reduction.chunks
         grads = tuple(map(array_of, grads))
@@ -214,11 +210,11 @@ class UnitComm:
         )
 
     def send_gradients(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
-        """Take encoded gradients over one hop, and make them ready for the next if there is one.
+        """Take encoded gradients over one hop, and encode them for the next if there is one.
 
-        Between two hops one fused pass decodes, sums and encodes again. Chunks are chains of their own:
-        where both hops of a unit follow each other, one's node hop overlaps the next one's local hop (qgZ's
-        pipeline, ZeRO++ Figure 8).
+        Between two hops one fused pass decodes, sums and encodes again. Chunks do not depend on each other:
+        if both hops of a unit follow each other, one chunk's node hop overlaps the next one's local hop
+        (qgZ's pipeline, ZeRO++ Figure 8).
 
         Args:
             chunks: as ``encode_gradients`` returns, or this method for the hop before.
@@ -226,7 +222,7 @@ class UnitComm:
             hop: which of the ``axes``, from 0.
 
         Returns:
-            What the next hop sends; of the last, what arrived, not yet decoded.
+            The payload of the next hop; after the last, the payload that arrived, not yet decoded.
         """
         axes, own_stream = self.axes, self.strategy.reduction.own_stream
         if hop == len(axes) - 1:
@@ -247,7 +243,7 @@ class UnitComm:
         return tuple(sent)
 
     def sum_gradients(self, arrived: Payload) -> Values:
-        """Decode and add up what the last hop brought; without hops, what ``encode_gradients`` returned.
+        """Decode and sum the payload of the last hop; without hops, that of ``encode_gradients``.
 
         Returns:
             The fp32 sum, not yet a mean: over the world at its owner, or over the node as a secondary
@@ -268,17 +264,17 @@ class UnitComm:
         return tuple(jnp.concatenate(parts) for parts in zip(*pieces, strict=True))
 
     def deliver(self, payload: Payload, seed: Seed) -> Values:
-        """Sums of what ``encode_gradients`` returned: over all hops."""
+        """Send encoded gradients over all hops, and sum them."""
         for hop in range(len(self.axes)):
             payload = self.send_gradients(payload, seed, hop)
         return self.sum_gradients(payload)
 
     def reduce_gradients(self, grads: Values, seed: Seed) -> Values:
-        """Sum gradients over the mesh: encode, send over every hop, and sum them."""
+        """Encode gradients, send them over all hops, and sum them."""
         return self.deliver(self.encode_gradients(grads, seed), seed)
 
     def to_sink(self, grads: Values, seed: Seed) -> Values:
-        """Whole gradients, this device's part, as their sums at the sink; at "full" they stay its part."""
+        """This device's whole gradients as sums at the sink's level; at "full" they are not reduced."""
         if self.strategy.sink == "full":
             return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
         return self.reduce_gradients(grads, seed)
@@ -292,7 +288,7 @@ class UnitComm:
         Args:
             sums: ``[secondary]``, the fp32 sum over the node's devices, un-rotated.
             seed: salts stochastic rounding.
-            residuals: with error feedback, what encoding lost last time (fp32, un-rotated): it is added
+            residuals: with error feedback, the last encoding's error (fp32, un-rotated), which is added
                 before encoding.
 
         Returns:
@@ -320,9 +316,9 @@ class UnitComm:
 
     @jax.named_scope("all_gather_sum")
     def all_gather_sum(self, sums: Values) -> Values:
-        """Give everyone the owners' sums: the second half of stage 0's all-reduce.
+        """Replicate the owners' sums: the second half of stage 0's all-reduce.
 
-        They stay in the wire's raw format, for all of them are whole: the optimizer widens as it reads.
+        They stay in the wire's raw format, which saves memory: the optimizer widens them as it reads.
         """
         rows = [x.astype(leaf.grads.node.dtype) for x, leaf in self._each(sums)]
         for axis in (NODE, LOCAL):
@@ -330,7 +326,7 @@ class UnitComm:
         return tuple(unflatten(x, leaf) for x, leaf in self._each(rows))
 
     def _each(self, *values: Sequence[Array]) -> "zip[tuple[Any, ...]]":
-        """One array of each of ``values`` and the layout, for every parameter."""
+        """For every parameter one array of each of ``values``, and its layout."""
         return zip(*values, self.leaves, strict=True)
 
     def _in_local_format(self, shards: Values) -> Values:
@@ -349,7 +345,7 @@ def _node_scope(copies: Values | None) -> str:
 
 
 def _in_local_format(rows: Rows, leaf: ParamLayout) -> Rows:
-    """From the node hop's format to the local one's; nothing to do where they are the same."""
+    """Convert from the node hop's format to the local hop's."""
     node, local = leaf.weights.node, leaf.weights.local
     if node == local:
         return rows
@@ -375,7 +371,7 @@ def _operand(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Any:
 
 
 def _decode_each(rows: Rows, leaf: ParamLayout) -> Float[Array, "rows n"]:
-    """What each row will be read as, un-rotated: a sum over one peer, row by row."""
+    """Decode each row as the receiver will, un-rotated: a sum over one peer."""
     codec = leaf.grads.node
     decoded = [codec.decode_sum(row[None], leaf.shard, rotation=leaf.rotation) for row in rows]
     return jnp.stack(decoded)
@@ -384,7 +380,7 @@ def _decode_each(rows: Rows, leaf: ParamLayout) -> Float[Array, "rows n"]:
 def _encode_stages(
     grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
 ) -> Num[Array, "chunks local m"]:
-    """The payload of the first hop, stage by stage: the reordering is the encoder's index map."""
+    """The payload of the first hop, by chunk: the encoder's index map does the reordering."""
     world, codec, flat = leaf.world, leaf.grads.local, flatten(grad, leaf)
     if codec.raw:
         staged = flat.reshape(world.local, world.nodes, chunks, leaf.shard // chunks)
@@ -406,7 +402,7 @@ def _encode_stages(
 def _between_hops(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Sum over the node's devices and encode for the owners.
 
-    Where both hops are quantized the values stay rotated; where only one is, it rotates on its own.
+    If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
     """
     first, second = leaf.grads.local, leaf.grads.node
     nodes, n = leaf.world.nodes, leaf.shard // chunks
@@ -418,5 +414,5 @@ def _between_hops(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Row
 
 
 def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:
-    """A seed of its own for each leaf, hop and device."""
+    """A separate seed for each leaf, hop and device."""
     return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))

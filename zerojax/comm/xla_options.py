@@ -1,6 +1,6 @@
-"""What the GPU compiler is told, per function and never through the environment.
+"""Options for XLA's GPU compiler, set per function and never through the environment.
 
-Each option is here for a reason that ``docs/benchmark-notes.md`` gives figures for.
+``docs/benchmark-notes.md`` has the measurements behind each of them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,38 +12,37 @@ from jax.sharding import Mesh
 from zerojax.sharding.mesh import on_gpus
 
 GPU_OPTIONS: dict[str, Any] = {
-    # Runs collectives beside compute; without it every start is followed by its done.
+    # Runs collectives beside compute; without it every start is followed at once by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Hops start as soon as their operands are there, all of a layer's at once (zero3's backward pass on
-    # several nodes has twelve), and are waited for where their result is read: `prefetch_scan` sees to it
-    # that a layer's compute lies between the two. Left to its estimates, which know nothing of the network,
-    # the scheduler puts most hops between nodes behind all compute, and those within a node beside a single
-    # matmul each.
+    # Hops start as soon as their operands are ready, all of a layer's at once (zero3's backward pass on
+    # several nodes has twelve), and are awaited where their result is read: `prefetch_scan` puts a layer's
+    # compute between the two. By its own estimates, which do not include the network, the scheduler puts
+    # most hops between nodes behind all compute, and those within a node beside a single matmul each.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
-    # Costs of collectives from the chip's bandwidth, which the default guess underestimates.
+    # Estimates collectives' costs from the chip's bandwidth, which the default guess underestimates.
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
-    # The scan carries one layer's weights from iteration to iteration. Two buffers that take turns
-    # save a copy of each layer, forward and backward.
+    # The scan carries one layer's weights from iteration to iteration. Alternating between two buffers
+    # saves a copy of each layer, forward and backward.
     "xla_gpu_enable_while_loop_double_buffering": True,
-    # What a loop stacks, layer by layer, starts as memory that nobody has written, for every slot will be.
+    # Stacks that a loop fills layer by layer start uninitialised, since every slot is written.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
-    # Matmuls by cuBLAS. Timed alone for a moment, as the compiler does, Triton's are as fast; within a step,
-    # where the chip's power is the limit, a step with them takes up to 2% longer. And what is compiled for
-    # GPUs that are not there (`zerojax.analysis.aot`) is then what runs.
+    # Matmuls by cuBLAS. Timed alone for a moment, as the compiler does, Triton's are as fast; in a step,
+    # where the chip's power is the limit, they take up to 2% longer. Without them, a program compiled for
+    # absent GPUs (`zerojax.analysis.aot`) is also the one that runs.
     "xla_gpu_enable_triton_gemm": False,
-    # One collective per unit and hop, in buffers of their own: fewer launches, and nothing is joined.
+    # One collective per unit and hop, on separate buffers: fewer launches, and nothing is joined.
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
 }
 ONE_PROCESS_OPTIONS: dict[str, Any] = {
-    # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. Not
-    # for several processes: seen to work in one.
+    # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. For
+    # one process only, where it has been seen to work.
     "xla_gpu_use_memcpy_local_p2p": True,
 }
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """The options for programs on a mesh: those for GPUs, or none."""
+    """The compiler options for programs on a mesh; none unless it has GPUs."""
     if not on_gpus(mesh.devices.flat):
         return {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
@@ -51,11 +50,11 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
 
 
 def on_own_stream(wanted: bool) -> AbstractContextManager[Any]:
-    """If ``wanted``, collectives made in this context run on a stream of their own.
+    """If ``wanted``, collectives created in this context run on a stream of their own.
 
     On one stream a hop within a node waits for the hop between nodes before it, and the next one between
-    nodes for that. XLA knows two domains of wires with a stream each; this names the one that nothing else is
-    in.
+    nodes for that. XLA has two communication domains with a stream each; this is the one that nothing else
+    uses.
     """
     if not wanted:
         return nullcontext()

@@ -67,7 +67,7 @@ def product(
     """``x`` times a weight, both in e4m3, summed in fp32.
 
     The backward pass multiplies the cotangent, in e5m2, with the weight and with ``x`` in the same codes. The
-    gradient of the weight is summed without the chip's fast accumulation, which loses several percent of it.
+    gradient of the weight is summed without fast accumulation, which loses several percent of it.
 
     Args:
         x: activations.
@@ -91,8 +91,8 @@ def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
     own, own_scale, codes, scale, (like_x, like_gradient) = residuals
     weight = lax.bitcast_convert_type(codes, E4M3)
     arrived, arrived_scale = _narrow(cotangent, E5M2)
-    # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, from bf16
-    # and at a third of the speed, instead of the bytes.
+    # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, at a third
+    # of the speed at which it transposes bytes.
     own, arrived = lax.optimization_barrier((own, arrived))
     arrived = (arrived, arrived_scale)
     of_x = _dot(arrived, (weight, scale), (1, 1), dtype).astype(like_x.dtype)
@@ -105,7 +105,7 @@ product.defvjp(_forward, _backward)
 
 
 def _narrow(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """An array in an fp8 dtype with the scale that its own largest magnitude asks for."""
+    """An array in an fp8 dtype, and its scale: that of its own largest magnitude."""
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
     scale = checkpoint_name(scale_for(peak, dtype), SCALE)
     return (x * scale.astype(x.dtype)).astype(dtype), scale
@@ -118,7 +118,7 @@ def _dot(
     dtype: DTypeLike,
     **options: Any,
 ) -> Array:
-    """The product of two scaled matrices: XLA's pattern for fp8 calls, a widened and unscaled operand each."""
+    """The product of two scaled matrices: the pattern of which XLA makes fp8 calls."""
     wide = [x.astype(dtype) * (1 / scale).astype(dtype) for x, scale in (a, b)]
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(*wide, axes, preferred_element_type=dtype, **options)

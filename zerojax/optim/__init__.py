@@ -1,1 +1,1 @@
-"""Optimizers that are right on shards, and the check that finds those that are not."""
+"""Optimizers that are correct on shards, and the check that finds those that are not."""

@@ -1,8 +1,7 @@
-"""An exponential average of the weights, kept by the optimizer beside its moments.
+"""An exponential moving average of the weights, kept in the optimizer's state.
 
-It is a transform like any other, the last of its chain:
-`optax.chain(optax.adamw(1e-3), average_weights(0.999))`.
-The average is fp32 and sharded as the master weights are: 4 bytes per parameter over all devices.
+It is the last transform of a chain: ``optax.chain(optax.adamw(1e-3), average_weights(0.999))``. The average
+is fp32 and sharded like the master weights: 4 bytes per parameter over all devices.
 """
 
 import math
@@ -17,11 +16,11 @@ from zerojax.errors import ConfigurationError
 
 
 class AverageState(NamedTuple):
-    """The state of `average_weights`.
+    """The state of ``average_weights``.
 
     Attributes:
-        averaged_count: updates that the average is of.
-        averaged_params: the average, shaped and sharded as the parameters; zeros before the first update.
+        averaged_count: the number of updates in the average.
+        averaged_params: the average, shaped and sharded like the parameters; zeros before the first update.
     """
 
     averaged_count: Int32[Array, ""]
@@ -29,20 +28,20 @@ class AverageState(NamedTuple):
 
 
 def average_weights(decay: float) -> optax.GradientTransformation:
-    """Keep an average of the weights that this update and those before it led to.
+    """Keep an average of the weights after each update.
 
     After n updates the average is sum_i w_i p_i with weights w_i in proportion to decay^(n - i), which sum
     to 1 from the first update on (the debiased average of Adam, Kingma and Ba, section 3, applied to
-    weights): nothing of the initial weights is in it.
+    weights). It contains nothing of the initial weights.
 
     Args:
-        decay: of a weight's part per update, in (0, 1).
+        decay: the factor per update, in (0, 1).
 
     Returns:
-        A transform that leaves the updates as they are. It must come last in its chain.
+        A transform that does not change the updates. It must come last in its chain.
 
     Raises:
-        ConfigurationError: `decay` is not in (0, 1).
+        ConfigurationError: ``decay`` is not in (0, 1).
     """
     if not 0 < decay < 1:
         raise ConfigurationError(f"average_weights: decay={decay} must lie between 0 and 1.")

@@ -1,13 +1,13 @@
-"""Muon on shards: every matrix is orthogonalised whole, by one device, and all devices share the work.
+"""Muon on shards: one device orthogonalises each whole matrix, and all devices share the work.
 
 Muon (Jordan, 2024) replaces a matrix's momentum by a nearly orthogonal matrix of the same row and column
-spaces, which needs the matrix whole, while ZeRO stores it in pieces. So the matrices of one shape are dealt
-out over the devices: one all-to-all brings each device all pieces of its own few matrices, it runs
-Newton-Schulz on them, and a second all-to-all takes the pieces back to their owners. A device sends each of
-its elements twice, however many devices there are: on N nodes 2 P (N - 1)/N elements per step between all
-of them, where gathering the weights once sends N times as many.
+spaces. That needs the whole matrix, while ZeRO stores it in pieces. So the matrices of one shape are
+distributed over the devices: one all-to-all brings each device all pieces of its own few matrices, it runs
+Newton-Schulz on them, and a second all-to-all returns the pieces to their owners. A device sends each of its
+elements twice, for any number of devices: on N nodes 2 P (N - 1)/N elements per step between all of them,
+while gathering the weights once sends N times as many.
 
-Momentum stays with the parameters, shaped and sharded as they are, and checkpoints as any moment does.
+Momentum is shaped, sharded and checkpointed like the parameters.
 """
 
 import math
@@ -28,13 +28,13 @@ from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
 IsMatrix = Callable[[ParamLayout], bool]
-# Updates get the root-mean-square of AdamW's (Liu et al., "Muon is Scalable for LLM Training", section
-# 2.2), so that one learning rate and one weight decay do for both.
+# Updates get the root mean square of AdamW's (Liu et al., "Muon is Scalable for LLM Training", section 2.2),
+# so that one learning rate and one weight decay fit both.
 _CONSISTENT_RMS = 0.2
 
 
 def is_hidden_matrix(leaf: ParamLayout) -> bool:
-    """Matrices but those of embeddings, whose rows are looked up rather than multiplied with."""
+    """Whether a leaf is a matrix, but not an embedding, whose rows are looked up, not multiplied."""
     return len(leaf.shape) == 2 and leaf.path[-1] != "embedding"
 
 
@@ -46,27 +46,27 @@ def scale_by_muon(
     eps: float = 1e-8,
     is_matrix: IsMatrix = is_hidden_matrix,
 ) -> OnLayout:
-    """Muon for matrices and Adam for the rest, as optax's `muon(consistent_rms=0.2)` on whole leaves.
+    """Muon for matrices and Adam for the rest, like optax's ``muon(consistent_rms=0.2)`` on whole leaves.
 
-    Weight decay, if wanted, and a learning rate must follow:
-    `zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(1e-3))`.
+    A learning rate must follow, and weight decay, if wanted:
+    ``zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(1e-3))``.
 
     Args:
         beta: decay of the matrices' momentum.
         b1: decay of the first moment of the rest.
         b2: decay of the second moment of the rest.
         eps: added to the root of the second moment of the rest.
-        is_matrix: which leaves are Muon's; all must have two dimensions in one layer.
+        is_matrix: whether a leaf is updated by Muon; it must have two dimensions in one layer.
 
     Returns:
-        What `TrainState.create` makes a transform of, once the layout is known.
+        An optimizer for ``TrainState.create``, which builds the transform for its layout.
     """
 
     def make(mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig) -> optax.GradientTransformation:
         matrices = [leaf for leaf in leaves if is_matrix(leaf) and leaf.size]
         mine = {leaf.path for leaf in matrices}
         labels = to_tree({leaf.path: "muon" if leaf.path in mine else "adam" for leaf in leaves})
-        # Orthogonalising needs no more digits than the forward pass, and they cross the network.
+        # Orthogonalising needs no more precision than the forward pass, and saves traffic.
         wire = jnp.dtype(zero.compute_dtype)
         axes = OWNED if zero.stage > 0 else ()
         muon = optax.chain(_momentum(beta), _orthogonalised(mesh, matrices, axes, wire))
@@ -76,14 +76,14 @@ def scale_by_muon(
 
 
 class MomentumState(NamedTuple):
-    """An average of gradients, and of how many it is."""
+    """An average of gradients, and how many updates are in it."""
 
     updates: Int32[Array, ""]
     mu: PyTree
 
 
 def _momentum(beta: float) -> optax.GradientTransformation:
-    """Nesterov momentum, debiased: the element-wise part of optax's `scale_by_muon`."""
+    """Debiased Nesterov momentum: the element-wise part of optax's ``scale_by_muon``."""
 
     def init(params: Any) -> MomentumState:
         return MomentumState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
@@ -102,7 +102,7 @@ def _momentum(beta: float) -> optax.GradientTransformation:
 def _orthogonalised(
     mesh: Mesh, matrices: Sequence[ParamLayout], axes: tuple[str, ...], wire: jnp.dtype
 ) -> optax.GradientTransformation:
-    """Replace stored leaves by their orthogonalised selves, scaled by shape."""
+    """Orthogonalise stored leaves, and scale them by shape."""
     shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
     for leaf in matrices:
         shapes.setdefault((*leaf.shape, leaf.shard), []).append(leaf)
@@ -132,7 +132,7 @@ def _orthogonalised(
 def _dealt_out(
     rows: Float[Array, "n shard"], leaf: ParamLayout, axes: tuple[str, ...], wire: jnp.dtype
 ) -> Float[Array, "n shard"]:
-    """This device's pieces of n matrices, orthogonalised on whichever device has each whole."""
+    """This device's pieces of n matrices, each orthogonalised on the device that it is dealt to."""
     n, devices = len(rows), leaf.world.size if axes else 1
     each = -(-n // devices)
     sent = jnp.pad(rows, ((0, each * devices - n), (0, 0))).reshape(devices, each, -1)
@@ -145,14 +145,14 @@ def _dealt_out(
 
 
 def _exchange(x: Shaped[Array, "devices each shard"], axes: tuple[str, ...]) -> Array:
-    """Row i goes to device i, which puts it where this device's number says."""
+    """All-to-all: row i goes to device i, where it is in the row of this device's index."""
     if not axes:
         return x
     return lax.all_to_all(lax.optimization_barrier(x), axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _orthogonal(matrices: Float[Array, "n rows columns"]) -> Float[Array, "n rows columns"]:
-    """Newton-Schulz by optax: without momentum its transform does nothing else; zeros stay zeros."""
+    """Newton-Schulz by optax, whose transform does nothing else without momentum; zeros stay zeros."""
     dims = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     transform = optax.chain(
         optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims),

@@ -1,4 +1,4 @@
-"""Which optimizers are correct on shards, and where their state lives.
+"""Checks that an optimizer is correct on shards, and shards its state.
 
 An optimizer sees the model's own tree as global arrays, each leaf flat and padded but of its unsharded rank
 (``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
@@ -28,9 +28,9 @@ _PADDING = 3
 
 @dataclass(frozen=True)
 class OnLayout:
-    """An optimizer that must know where each element lives: a transform is made for each mesh and model.
+    """An optimizer that depends on the layout: its transform is built for each mesh and model.
 
-    It is not checked; its author is responsible for its being correct on shards.
+    It is not checked; its author must make sure that it is correct on shards.
 
     Attributes:
         make: from the mesh, the layouts and the options to the transform of stored leaves.
@@ -43,7 +43,7 @@ Optimizer = optax.GradientTransformation | OnLayout
 
 
 def chain(*parts: Optimizer) -> Optimizer:
-    """``optax.chain`` for parts some of which are ``OnLayout``."""
+    """``optax.chain`` for parts of which some may be ``OnLayout``."""
     if not any(isinstance(part, OnLayout) for part in parts):
         return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
 
@@ -55,7 +55,7 @@ def chain(*parts: Optimizer) -> Optimizer:
 
 
 def optimizer_specs(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], specs: Any) -> Any:
-    """How the optimizer's state is sharded: moments like their parameters, the rest replicated.
+    """The sharding of the optimizer's state: moments like their parameters, the rest replicated.
 
     Args:
         tx: the optimizer.
@@ -63,7 +63,7 @@ def optimizer_specs(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         specs: per path, the PartitionSpec of the stored parameter.
 
     Returns:
-        A tree of PartitionSpecs of the structure of ``tx.init``'s result.
+        A tree of PartitionSpecs with the structure of ``tx.init``'s result.
     """
     params = to_tree({leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32) for leaf in leaves})
     state = jax.eval_shape(tx.init, params)
@@ -90,10 +90,10 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
     Two updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared.
 
     Raises:
-        ConfigurationError: naming the leaf on which they differ, or what the optimizer said of the flat tree.
+        ConfigurationError: naming the leaf on which they differ, or the optimizer's error on the flat tree.
     """
     rng = np.random.default_rng(0)
-    natural: dict[Any, Any] = {}
+    whole: dict[Any, Any] = {}
     seen: set[tuple[int, ...]] = set()
     for leaf in leaves:
         # One leaf of each shape is large enough to be factored; the others only need the right rank.
@@ -101,9 +101,9 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         seen.add(leaf.unsharded_shape)
         keep = len(leaf.stack)
         shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.unsharded_shape))
-        natural[leaf.path] = rng.standard_normal(shape).astype(np.float32)
+        whole[leaf.path] = rng.standard_normal(shape).astype(np.float32)
     grads = [
-        {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in natural.items()} for _ in "12"
+        {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in whole.items()} for _ in "12"
     ]
     stacked = {leaf.path: bool(leaf.stack) for leaf in leaves}
 
@@ -111,9 +111,9 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wanted = _two_updates(tx, natural, grads)
+        wanted = _two_updates(tx, whole, grads)
         try:
-            found = _two_updates(tx, flat(natural), [flat(g) for g in grads])
+            found = _two_updates(tx, flat(whole), [flat(g) for g in grads])
         except Exception as error:
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} "
@@ -131,7 +131,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
 
 
 def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
-    """As ``ParamLayout.stored_shape`` has it, with some padding."""
+    """Reshape a leaf as ``ParamLayout.stored_shape`` does, with some padding."""
     rows = x.reshape(x.shape[0] if stacked else 1, -1)
     padded = np.pad(rows, ((0, 0), (0, _PADDING)))
     rank = max(1, x.ndim - (1 if stacked else 0))
@@ -140,7 +140,7 @@ def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
 
 
 def _two_updates(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[Any, np.ndarray]:
-    """The sum of two updates; the second sees the state that the first left."""
+    """The sum of two successive updates."""
 
     def run(params: Any, first: Any, second: Any) -> Any:
         state = tx.init(params)

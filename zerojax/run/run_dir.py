@@ -20,7 +20,6 @@ RUN/stacks/          stacks of each process of a hung run
 import json
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,70 +34,37 @@ _FIXED_KEYS = ("optimizer.name", "train.seed", "train.batch_size", "train.sequen
 _FREE_KEYS = {"data.verify", "model.attention", "model.loss_chunk", "model.dropout"}
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The paths of one run.
 
     Attributes:
         path: the folder; all files of the run are in it.
+        config: the settings.
+        summary: the run's outcome.
+        lock: the process that writes here, or was the last to; see ``zerojax.run.run_lock``.
+        data: tokens and tokenizer.
+        huggingface: files of an imported model, except its weights.
+        tokenizer: the tokenizer of an imported model.
+        checkpoints: one folder per step.
+        metrics: one JSON object per step.
+        curve: the loss curve.
+        profile: traces of steps.
+        stacks: the stacks of all processes of a hung run.
     """
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The settings."""
-        return self.path / "config.toml"
-
-    @property
-    def summary(self) -> Path:
-        """The run's outcome."""
-        return self.path / "run.json"
-
-    @property
-    def lock(self) -> Path:
-        """The process that writes here, or was the last to; see ``zerojax.run.run_lock``."""
-        return self.path / "lock"
-
-    @property
-    def data(self) -> Path:
-        """Tokens and tokenizer."""
-        return self.path / "data"
-
-    @property
-    def huggingface(self) -> Path:
-        """Files of an imported model, except its weights."""
-        return self.path / "huggingface"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer of an imported model."""
-        return self.path / "tokenizer" / "tokenizer.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per step."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def curve(self) -> Path:
-        """The loss curve."""
-        return self.path / "loss.png"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of steps."""
-        return self.path / "profile"
-
-    @property
-    def stacks(self) -> Path:
-        """The stacks of all processes of a hung run."""
-        return self.path / "stacks"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.summary = path / "run.json"
+        self.lock = path / "lock"
+        self.data = path / "data"
+        self.huggingface = path / "huggingface"
+        self.tokenizer = path / "tokenizer" / "tokenizer.json"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.curve = path / "loss.png"
+        self.profile = path / "profile"
+        self.stacks = path / "stacks"
 
     def create(self) -> None:
         """Create the folder.

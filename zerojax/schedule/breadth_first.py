@@ -1,14 +1,14 @@
 """Breadth-first accumulation: all micro-batches of a step go through one layer before the next layer.
 
-In depth, a micro-batch runs through the whole model before the next one begins, so that weights are gathered
-for each, and gradients can cross the nodes only when the last one has nothing left to hide that behind. In
-breadth, a layer's weights are gathered once for all micro-batches, and its gradients are complete, and on
-their way, while earlier layers still are at work (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022,
-on gradient accumulation). Activations that wait for the backward pass are those of all micro-batches; what
-a layer needs while it is at work is that of one.
+Depth-first, each micro-batch runs through the whole model before the next begins: weights are gathered for
+each of them, and gradients cross the nodes at the end of the last, with no compute left to hide that.
+Breadth-first, a layer's weights are gathered once for all micro-batches, and its gradients are complete and
+on their way while earlier layers still compute (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, on
+gradient accumulation). The activations kept for the backward pass are those of all micro-batches; the
+working memory of a layer is that of one.
 
-The model is mapped over micro-batches by ``jax.vmap``. Functions called through ``with_batching_rule`` say
-themselves how they are mapped: units run for one micro-batch after another (``map_microbatches``).
+``jax.vmap`` maps the model over micro-batches. Functions called through ``with_batching_rule`` have batching
+rules of their own: units run one micro-batch after another (``map_microbatches``).
 """
 
 import contextlib
@@ -28,10 +28,10 @@ _mapping = ContextVar("mapping", default=False)
 
 
 def over_micro_batches(function: Callable[..., Any], *, out_axes: Any) -> Callable[..., Any]:
-    """``jax.vmap`` over micro-batches: those of every argument along its leading axis."""
+    """``jax.vmap`` over micro-batches, the leading axis of every argument."""
 
     def mapped(*args: Any) -> Any:
-        # The axis has a name for jit's sake, whose traces must not be taken for those of a model in depth.
+        # The axis name is part of jit's cache key: a trace in depth must not be used here.
         with _set(True):
             return jax.vmap(function, out_axes=out_axes, axis_name=AXIS)(*args)
 
@@ -41,33 +41,34 @@ def over_micro_batches(function: Callable[..., Any], *, out_axes: Any) -> Callab
 def with_batching_rule(
     rule: Callable[..., tuple[Any, Any]], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``function``; within ``over_micro_batches`` one whose mapping is what ``rule`` says.
+    """``function``, which is batched by ``rule`` within ``over_micro_batches``.
 
     Args:
-        rule: called as ``rule(size, mapped, *args)``, where ``mapped`` says of every array in ``args``
-            whether it has a leading axis of ``size`` micro-batches; returns the result, and likewise of it.
+        rule: called as ``rule(size, mapped, *args)``, where ``mapped`` has a bool for every array in
+            ``args``: whether it has a leading axis of ``size`` micro-batches. Returns the result and the
+            bools for it.
         function: of pytrees of arrays; it closes over nothing that is traced.
     """
-    # Not always: a function with such a rule has no gradient where nothing maps it.
+    # Only there: a custom_vmap function that nothing maps has no gradient.
     if not _mapping.get():
         return function
     call = jax.custom_batching.custom_vmap(lambda _, *args: function(*args))
     call.def_vmap(lambda size, mapped, _, *args: rule(size, mapped[1:], *args))
-    # For the same reason an argument that is always mapped.
+    # For the same reason it gets an argument that is always mapped.
     return lambda *args: call(lax.axis_index(AXIS), *args)
 
 
 def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Callable[..., Any]:
-    """``body`` for one micro-batch after another, as a function of all.
+    """A function that runs ``body`` on one micro-batch after another.
 
     Args:
         body: called as ``body(weights, *args)``; it closes over nothing that is traced.
-        mapped: of every array in ``args``, whether it has a leading axis of micro-batches.
+        mapped: for every array in ``args``, whether it has a leading axis of micro-batches.
 
     Returns:
-        A function of the same arguments, whose results all have that axis. Gradients of what has none, as
-        the weights, are summed in fp32. What a micro-batch's backward pass needs is kept as ``body``'s
-        own rematerialisation says; arguments are not kept twice.
+        A function of the same arguments, whose results all have that axis. Gradients of arrays without it,
+        such as the weights, are summed in fp32. The residuals are those of ``body``'s own rematerialisation
+        policy; arguments are not kept twice.
     """
     flags = jax.tree.leaves(mapped)
 
@@ -97,18 +98,21 @@ def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Calla
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cotangents)
 
         def one(sums: Any, given: Any) -> tuple[Any, list[Array]]:
-            # One iteration begins when the one before it is done: the two of a double-buffered loop, free to
-            # run side by side, took 2% more memory in zero3 with nothing recomputed.
+            # Each iteration begins when the one before it is done. The two of a double-buffered loop, free
+            # to run side by side, took 2% more memory in zero3 with nothing recomputed.
             sums, (own, vjp, cotangent) = lax.optimization_barrier((sums, given))
             held = vjp.replace(args_res=[weights, *join(own, common)])
             of_weights, *of_args = held(with_float0(cotangent, of_one))
             of_own, of_common, _ = partition(tuple(of_args), flags)
             return jax.tree.map(jnp.add, sums, (inexact(of_weights), inexact(of_common))), inexact(of_own)
 
-        floats = [_floats(weights), _floats(common)]
-        zeros = jax.tree.map(_zero_sum, tuple(floats))
+        def floats(values: Any) -> list[Array]:
+            return partition(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))[0]
+
+        summed = (floats(weights), floats(common))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), summed)
         sums, of_each = lax.scan(one, zeros, (each, vjps, inexact(cotangents)))
-        of_weights, of_common = jax.tree.map(lambda x, like: x.astype(like.dtype), list(sums), floats)
+        of_weights, of_common = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, summed)
         return with_float0(of_weights, weights), *join(
             with_float0(of_each, each), with_float0(of_common, common)
         )
@@ -118,12 +122,12 @@ def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Calla
 
 
 def broadcast_unbatched(size: int, mapped: Any, values: Any) -> Any:
-    """Values with a leading axis of ``size`` micro-batches: those that have none, repeated."""
+    """Repeat the values that are not ``mapped`` along a new leading axis of ``size`` micro-batches."""
     return jax.tree.map(lambda own, x: x if own else jnp.broadcast_to(x, (size, *x.shape)), mapped, values)
 
 
 def all_batched(values: Any, mapped: bool) -> Any:
-    """What a rule says of results that all have the axis, or none of which has."""
+    """The bools of a batching rule for values that all have the axis, or all lack it."""
     return jax.tree.map(lambda _: mapped, values)
 
 
@@ -134,11 +138,3 @@ def _set(mapping: bool) -> Generator[None]:
         yield
     finally:
         _mapping.reset(before)
-
-
-def _floats(values: Any) -> list[Array]:
-    return partition(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))[0]
-
-
-def _zero_sum(like: Array) -> Array:
-    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))

@@ -1,9 +1,8 @@
-"""The gradients of a stack between its backward pass and their sums, one stage further with every layer.
+"""The queue of a stack's gradients, which move one stage towards their sums with every layer.
 
-Where gradients cross nodes each hop has an iteration of the backward pass to itself, and so has the sum:
-while layer i computes, layer i + 1's gradients take their first hop, layer i + 2's their second, and layer
-i + 3's are summed up. None of these waits for another. Where they do not, layer i + 1's take all stages at
-once.
+If gradients cross nodes, each hop has an iteration of the backward pass to itself, and so has the sum: while
+layer i computes, layer i + 1's gradients take their first hop, layer i + 2's their second, and layer i + 3's
+are summed. None of these waits for another. Otherwise layer i + 1's gradients take all stages at once.
 """
 
 from dataclasses import dataclass
@@ -17,16 +16,16 @@ from zerojax.schedule.stacked import put_layer
 from zerojax.sharding.wire_format import Seed
 
 InFlight = tuple[Payload | None, ...]
-"""The gradients of successive layers: for each hop those that it is to send, and those that have arrived."""
+"""The gradients of successive layers: the payload that each hop sends next, and the one that has arrived."""
 
 
 @dataclass(frozen=True)
 class GradientQueue:
-    """The stages of one stack; the gradients in flight are passed in and out.
+    """The stages of one stack; callers hold the gradients in flight.
 
     Attributes:
         comm: of one layer.
-        seeds: a layer's, by its index.
+        seeds: one per layer.
         last: the index of the last layer, whose gradients come first.
     """
 
@@ -36,29 +35,29 @@ class GradientQueue:
 
     @property
     def hops(self) -> int:
-        """How many hops are stages of their own; 0 where gradients do not cross nodes."""
+        """How many hops are stages of their own; 0 if gradients do not cross nodes."""
         return len(self.comm.axes) if self.comm.strategy.reduces_between_nodes(self.comm.world) else 0
 
     def enqueue(self, grads: Values, index: Any, behind: InFlight | None = None) -> InFlight:
-        """Encode a layer's whole gradients and put them before those that ``advance`` returned, if any."""
+        """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
         encoded = self.comm.encode_gradients(tuple(grads), self.seeds[index])
         return (encoded, *((None,) * self.hops if behind is None else behind))
 
     def advance(self, in_flight: InFlight, sums: Values, first: Any) -> tuple[InFlight, Values]:
-        """Take every layer's gradients one stage on.
+        """Move every layer's gradients one stage on.
 
         Args:
-            in_flight: of all stages, of layer ``first`` and those after it.
+            in_flight: the gradients of layer ``first`` and those after it.
             sums: of all layers, at the sink.
             first: a layer's index.
 
         Returns:
-            The same without a first stage, for ``enqueue``; and the sums, with those of the gradients that
-            had arrived.
+            The gradients in flight without a first stage, for ``enqueue``; and the sums, including those of
+            the gradients that had arrived.
         """
         *waiting, arrived = in_flight
         if arrived is not None:
-            # The zeros of `prime` go where the last layer's sums, which are still to come, replace them.
+            # The zeros of `prime` are put where the last layer's sums will replace them.
             index = jnp.minimum(first + self.hops, self.last)
             sums = put_layer(sums, self._sum(arrived, index), index)
         sent = [
@@ -68,14 +67,14 @@ class GradientQueue:
         return tuple(sent), sums
 
     def prime(self, in_flight: InFlight) -> InFlight:
-        """Zeros for arrivals that are still to come: a loop carries the same in each of its iterations."""
+        """Fill the last stage with zeros if it is empty: a loop's carry has one structure throughout."""
         if in_flight[-1] is not None:
             return in_flight
         arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, self.hops - 1), in_flight[-2])
         return (*in_flight[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
 
     def drain(self, in_flight: InFlight, sums: Values) -> Values:
-        """The sums when all gradients have arrived; layer 0 is on the first stage."""
+        """The sums after all gradients have arrived; layer 0's are on the first stage."""
         for done in range(self.hops + 1):
             sent, sums = self.advance(in_flight, sums, -done)
             in_flight = (None, *sent)

@@ -1,4 +1,4 @@
-"""Pytrees taken apart into two lists of leaves and put together again."""
+"""Splits pytrees into two lists of leaves and combines them again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ def partition(
 
     Args:
         tree: any pytree.
-        chosen: which leaves go into the first list: a flag for each, or a function of a leaf.
+        chosen: a flag for each leaf, or a function of a leaf.
 
     Returns:
-        The chosen leaves, the others, and a function from two such lists to the pytree. It keeps no leaf
+        The chosen leaves, the others, and a function from two such lists to a pytree; it keeps no leaf
         alive.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -36,21 +36,21 @@ def partition(
 
 
 def split_arrays(arguments: Any) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:
-    """The arrays among ``arguments``, and how to put others in their place.
+    """The arrays among ``arguments``, and a function that puts other arrays in their place.
 
     Args:
-        arguments: any pytree; leaves that are no arrays (flags, None, functions) stay as they are.
+        arguments: any pytree; leaves that are not arrays (flags, None, functions) stay as they are.
     """
     arrays, rest, combine = partition(arguments, lambda leaf: isinstance(leaf, jax.Array | np.ndarray))
     return arrays, lambda others: combine(others, rest)
 
 
 def inexact(cotangents: Any) -> list[Array]:
-    """The cotangents of floating-point values; those of integers are float0, which no loop can carry."""
+    """The cotangents of floating-point values: those of integers are float0, which no loop can carry."""
     return partition(cotangents, lambda x: x.dtype != jax.dtypes.float0)[0]
 
 
 def with_float0(cotangents: Sequence[Array], primals: Any) -> Any:
-    """Undo ``inexact``: a cotangent for each of ``primals``, of which shapes and dtypes suffice."""
+    """Undo ``inexact``: a cotangent for each of ``primals``, which may be ShapeDtypeStructs."""
     _, integers, combine = partition(primals, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return combine(cotangents, [np.zeros(x.shape, jax.dtypes.float0) for x in integers])

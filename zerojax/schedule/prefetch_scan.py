@@ -1,22 +1,22 @@
-"""The prefetching scan: a stack of equal units, gathered ahead of the layer at work and reduced behind it.
+"""The prefetching scan runs a stack of equal units, gathering ahead of the computing layer, reducing behind.
 
-One ``custom_vjp`` around the whole scan, since no compiler moves a collective across a loop's iterations by
-itself. In the order of the program:
+One ``custom_vjp`` covers the whole scan, because XLA moves no collective from one iteration of a loop to
+another. In program order:
 
-- forward, layer i: the ``WeightPrefetcher`` takes a stage of layers i + 1 to i + 3, then layer i computes.
-- the last layer's weights stay for the backward pass, which begins with them.
-- backward, layer i: the ``WeightPrefetcher`` takes a stage of layers i - 1 to i - 3 and the
-  ``GradientQueue`` one of layers i + 1 to i + 3, then layer i's vjp computes and its gradients are encoded.
+- forward, layer i: the ``WeightPrefetcher`` moves layers i + 1 to i + 3 one stage on, then layer i computes.
+- The last layer's weights are kept: the backward pass begins with them.
+- backward, layer i: the ``WeightPrefetcher`` moves layers i - 1 to i - 3 one stage on and the
+  ``GradientQueue`` layers i + 1 to i + 3, then layer i's vjp computes and its gradients are encoded.
 
-Within an iteration none of these depends on another, so that the scheduler can run them side by side, and
-what crosses nodes is there when it begins: between two crossings lies nothing but the end of the loop.
-Carried from one iteration to the next are one layer's weights, one layer's payload and one layer's arrivals,
-forward, and backward what each of a gradient's hops sends and brings. Where a pass does not cross nodes,
-weights are gathered one layer ahead and gradients summed one behind. Layers for which nothing is left to
-fetch, or nothing yet to send, stand outside the loops.
+Within an iteration none of these depends on another, so the scheduler can run them side by side. A payload
+that crosses nodes is ready when the iteration begins: between two crossings lies only the end of the loop.
+The forward loop carries one layer's weights, one layer's payload and one layer's arrivals; the backward loop
+carries as well what each hop of the gradients sends and receives. A pass that does not cross nodes gathers
+weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
+yet to send, are peeled off the loops.
 
-Derivatives of that schedule, which a loss with a gradient of its own asks for, are those of the same layers
-one after another (``_one_by_one``), of any order, with each layer's hops in line with its compute.
+A loss with a gradient of its own needs derivatives of this schedule. Those are taken, to any order, of the
+same layers run one after another (``_one_by_one``), with each layer's hops in line with its compute.
 """
 
 import dataclasses
@@ -56,6 +56,28 @@ from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.wire_format import Seed
 
 
+class _ScanArgs(NamedTuple):
+    """The traced arguments of the scan.
+
+    Attributes:
+        sources: the weights at the strategy's source level, stacked.
+        sinks: zeros, whose cotangents are the gradients' sums, stacked.
+        seeds: one per layer, for stochastic rounding.
+        copies: delta's copies, stacked; or None.
+        x: the first layer's activations.
+        state: each layer's other state, stacked.
+        shared: arrays that every layer receives.
+    """
+
+    sources: Values
+    sinks: Values
+    seeds: Seed
+    copies: Values | None
+    x: Any
+    state: Any
+    shared: Any
+
+
 def scan_units(
     body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any
 ) -> tuple[Any, Any, Values | None]:
@@ -66,41 +88,37 @@ def scan_units(
         weights: the stacked parameters.
         x: floating-point activations, whose shapes and dtypes every layer keeps.
         state: each layer's other state, stacked; no gradient flows through it.
-        shared: arrays that every layer is given alike.
+        shared: arrays that every layer receives.
 
     Returns:
-        The last layer's ``x``; the new state, stacked; and where the weights have a ``copy``, these copies
-        as the gathers brought them up to date, stacked, else None.
+        The last layer's ``x``; the new state, stacked; and, for weights that have a ``copy``, the copies as
+        the gathers updated them, stacked, else None.
     """
     comm, (sources, sinks, seeds), copies = take_apart(taken(list(weights)))
-    on_whole = on_operands(body, comm.leaves)
+    run_on = on_operands(body, comm.leaves)
 
     def one(whole: Values, x: Any, own: Any, shared: Any) -> tuple[Any, Any]:
         scales, state = own
-        x, state = on_whole(whole, scales, x, state, shared)
+        x, state = run_on(whole, scales, x, state, shared)
         return x, (scales, state)
 
     body = as_layer(one, comm.strategy)
 
-    def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
-        """Every layer for all micro-batches, one after another; each layer's state has them, too."""
-        *weights, x, state, shared = args
-        *weights_mapped, x_mapped, state_mapped, shared_mapped = mapped
-        refuse_mapped(weights_mapped)
-        x, state = broadcast_unbatched(size, x_mapped, x), broadcast_unbatched(size, state_mapped, state)
+    def in_breadth(size: int, mapped: tuple[_ScanArgs], args: _ScanArgs) -> tuple[Any, Any]:
+        """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
+        (flags,) = mapped
+        refuse_mapped(flags[:4])
+        x, state = broadcast_unbatched(size, (flags.x, flags.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), shared_mapped))
-        out: Any = _scan(comm, _Layer(turns), *weights, x, state, shared)
+        turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), flags.shared))
+        out: Any = _scan(comm, _Layer(turns), args._replace(x=x, state=state))
         x, state, copies = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        return (x, state, copies), (
-            all_batched(x, True),
-            all_batched(state, True),
-            all_batched(copies, False),
-        )
+        return (x, state, copies), (*all_batched((x, state), True), all_batched(copies, False))
 
     run = with_batching_rule(in_breadth, functools.partial(_scan, comm, _Layer(body)))
-    x, (_, state), copies = run(sources, sinks, seeds, copies, x, (scales_of(weights), state), shared)
+    args = _ScanArgs(sources, sinks, seeds, copies, x, (scales_of(weights), state), shared)
+    x, (_, state), copies = run(args)
     return x, state, copies
 
 
@@ -110,8 +128,8 @@ class _Layer:
     Attributes:
         body: the function.
         run: the same, with None for the residual.
-        run_keeping: with the body's vjp for the residual, without the arrays that all layers share or that
-            are gathered again.
+        run_keeping: with the body's vjp for the residual, less the arrays that all layers share and those
+            that are gathered again.
     """
 
     def __init__(self, body: Body) -> None:
@@ -127,41 +145,20 @@ class _Layer:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(
-    comm: UnitComm,
-    layer: _Layer,
-    sources: Values,
-    sinks: Values,
-    seeds: Seed,
-    copies: Values | None,
-    x: Any,
-    state: Any,
-    shared: Any,
-) -> tuple[Any, Any, Values | None]:
-    del sinks, seeds
-    x, states, copies, *_ = _forward(comm, layer.run, sources, copies, x, state, shared)
-    return x, states, copies
+def _scan(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any, Values | None]:
+    return _forward(comm, layer.run, args)[:3]
 
 
-def _one_by_one(
-    comm: UnitComm,
-    layer: _Layer,
-    fresh: Values | None,
-    sources: Values,
-    sinks: Values,
-    seeds: Seed,
-    x: Any,
-    state: Any,
-    shared: Any,
-) -> tuple[Any, Any]:
-    """The same activations and state, layer after layer, each with its own gather: for derivatives.
+def _one_by_one(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any]:
+    """The scan's activations and state, computed layer after layer with a gather each: for derivatives.
 
-    ``fresh`` are delta's copies, up to date already, where there are any.
+    ``args.copies`` are up to date already, where there are any.
     """
-    if fresh is not None:
+    sources = args.sources
+    if args.copies is not None:
         strategy = dataclasses.replace(comm.strategy, source="secondary")
         comm = dataclasses.replace(comm, strategy=strategy)
-        sources = tuple(with_values(source, copy) for source, copy in zip(sources, fresh, strict=True))
+        sources = tuple(with_values(source, copy) for source, copy in zip(sources, args.copies, strict=True))
     sources = lax.stop_gradient(sources)  # gradients go to the sinks, and kernels that encode have none
 
     def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
@@ -170,20 +167,20 @@ def _one_by_one(
 
     def one(x: Any, own: Any) -> tuple[Any, Any]:
         source, sink, seed, state = own
-        return call_gathered(comm, body, source, sink, seed, (x, state, shared))
+        return call_gathered(comm, body, source, sink, seed, (x, state, args.shared))
 
-    return lax.scan(one, x, (sources, sinks, seeds, state))
+    return lax.scan(one, args.x, (sources, args.sinks, args.seeds, args.state))
 
 
 def _with_derivatives_of(plain: Any, function: Any) -> Any:
-    """``function``, differentiated as ``plain(result, *args)``, which computes the same by other means."""
+    """``function``, with the derivatives of ``plain(result, *args)``, which computes the same differently."""
 
     @jax.custom_vjp
     def run(*args: Any) -> Any:
         return function(*args)
 
     def forward(*args: Any) -> tuple[Any, Any]:
-        result = run(*args)  # not `function`: this, too, may be differentiated
+        result = run(*args)  # not `function`: it may be differentiated again
         return result, (args, result)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
@@ -195,23 +192,23 @@ def _with_derivatives_of(plain: Any, function: Any) -> Any:
 
 
 def _after(values: Any, others: Any) -> Any:
-    """Both pytrees, so that nothing is made of the values before the others are there.
+    """Both pytrees, behind a barrier: nothing uses the values before the others are computed.
 
-    XLA:CPU may otherwise run loops that don't depend on each other at once, and mix up their collectives.
+    XLA:CPU may otherwise run independent loops at once, and mix up their collectives.
     """
     arrays, float0, combine = partition((values, others), lambda x: x.dtype != jax.dtypes.float0)
     return combine(lax.optimization_barrier(arrays), float0)
 
 
 class _ForwardCarry(NamedTuple):
-    """From one layer of the forward pass to the next.
+    """Carried from one layer of the forward pass to the next.
 
     Attributes:
         x: activations.
         fetching: the weights of later layers.
-        own: this layer's secondary partitions, where the backward pass begins with those.
+        own: this layer's secondary partitions, if the backward pass gathers from those, else None.
         whole: this layer's weights.
-        stacks: what earlier layers leave: their new state, their vjp's residuals, their ``own``.
+        stacks: the earlier layers' new state, residuals and ``own``, stacked.
     """
 
     x: Any
@@ -221,20 +218,14 @@ class _ForwardCarry(NamedTuple):
     stacks: tuple[Any, Any, Values | None]
 
 
-def _forward(
-    comm: UnitComm,
-    run: "_TracedOnce",
-    sources: Values,
-    copies: Values | None,
-    x: Any,
-    state: Any,
-    shared: Any,
-) -> tuple[Any, Any, Values | None, Any, Any]:
-    """Every layer in order, each gathered while those before it run.
+def _forward(comm: UnitComm, run: "_TracedOnce", args: _ScanArgs) -> tuple[Any, Any, Values | None, Any, Any]:
+    """Run every layer in order, gathering each while those before it compute.
 
-    Returns the activations, the stacked state, the copies, and what the backward pass needs: of all layers
-    but the last, stacked, and of the last.
+    Returns:
+        The activations, the stacked state, the copies; and the residuals of all layers but the last,
+        stacked, and those of the last.
     """
+    sources, _, _, copies, x, state, shared = args
     strategy, last = comm.strategy, comm.leaves[0].layers - 1
     weights = WeightPrefetcher(comm, strategy.source, sources, end=last, step=1)
     keep = copies is None and strategy.source != strategy.keep
@@ -249,7 +240,7 @@ def _forward(
     fetching, secondary = weights.start(0, copies)
     whole = comm.to_whole(secondary)
     _, *one = run.shapes(whole, x, layer_at(state, 0), shared)
-    # Filled by hand, in place: a scan would stack what its own iterations leave, and no more.
+    # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
     own = secondary if keep else None
     carry = _ForwardCarry(x, fetching, own, whole, empty_layers((*one, own), last))
     looped = max(last - 1, 0) if weights.crosses else last
@@ -265,87 +256,47 @@ def _forward(
     return x, states, copies, (residuals, kept if copies is None else copies), (residual, carry.whole)
 
 
-def _scan_fwd(comm: UnitComm, layer: _Layer, *args: Any) -> tuple[tuple[Any, Any, Values | None], Any]:
-    def function(
-        sources: Values, sinks: Values, seeds: Seed, copies: Values | None, x: Any, state: Any, shared: Any
-    ) -> Any:
-        del sinks, seeds
-        return _forward(comm, layer.run_keeping, sources, copies, x, state, shared)
-
-    def plain(
-        result: Any,
-        sources: Values,
-        sinks: Values,
-        seeds: Seed,
-        copies: Values | None,
-        x: Any,
-        state: Any,
-        shared: Any,
-    ) -> Any:
-        del copies
+def _scan_fwd(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[tuple[Any, Any, Values | None], Any]:
+    def plain(result: Any, args: _ScanArgs) -> Any:
         _, _, fresh, *kept = result
-        own = _one_by_one(comm, layer, fresh, sources, sinks, seeds, x, state, shared)
-        return *own, fresh, *kept
+        return *_one_by_one(comm, layer, args._replace(copies=fresh)), fresh, *kept
 
-    x, states, fresh, *kept = _with_derivatives_of(plain, function)(*args)
-    sources, sinks, seeds, _, *inputs = args
-    return (x, states, fresh), ((fresh, sources, sinks, seeds, *inputs), kept)
+    function = functools.partial(_forward, comm, layer.run_keeping)
+    x, states, fresh, *kept = _with_derivatives_of(plain, function)(args)
+    return (x, states, fresh), (args._replace(copies=fresh), kept)
 
 
-def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[_ScanArgs]:
     args, kept = residuals
     cotangent, state_cotangents, _ = cotangents
     # No gradient flows through the state; its cotangents only say which shapes zeros must have.
     after = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state_cotangents)
 
-    def function(
-        kept: Any,
-        cotangent: Any,
-        fresh: Values | None,
-        sources: Values,
-        sinks: Values,
-        seeds: Seed,
-        x: Any,
-        state: Any,
-        shared: Any,
-    ) -> Any:
-        del fresh, sinks, x, state
-        return _backward(comm, after, kept, cotangent, sources, seeds, shared)
-
-    def plain(
-        result: Any,
-        kept: Any,
-        cotangent: Any,
-        fresh: Values | None,
-        sources: Values,
-        sinks: Values,
-        seeds: Seed,
-        x: Any,
-        state: Any,
-        shared: Any,
-    ) -> Any:
+    def plain(result: Any, kept: Any, cotangent: Any, args: _ScanArgs) -> Any:
         del result, kept
 
         def run(sinks: Values, x: Any, shared: Any) -> Any:
-            return _one_by_one(comm, layer, fresh, sources, sinks, seeds, x, state, shared)[0]
+            return _one_by_one(comm, layer, args._replace(sinks=sinks, x=x, shared=shared))[0]
 
-        sums, of_x, of_shared = jax.vjp(run, sinks, x, shared)[1](cotangent)
+        sums, of_x, of_shared = jax.vjp(run, args.sinks, args.x, args.shared)[1](cotangent)
         return sums, of_x, inexact(of_shared)
 
-    sums, of_x, of_shared = _with_derivatives_of(plain, function)(kept, cotangent, *args)
-    return None, sums, None, None, of_x, None, with_float0(of_shared, args[-1])
+    function = functools.partial(_backward, comm, after)
+    sums, of_x, of_shared = _with_derivatives_of(plain, function)(kept, cotangent, args)
+    none: Any = None
+    return (_ScanArgs(none, sums, none, none, of_x, none, with_float0(of_shared, args.shared)),)
 
 
 class _BackwardCarry(NamedTuple):
-    """From one layer of the backward pass to the one before it.
+    """Carried from one layer of the backward pass to the one before it.
 
     Attributes:
         cotangent: of the activations.
-        of_shared: of what is floating-point in ``shared``, summed so far.
+        of_shared: the cotangents of the floating-point arrays in ``shared``, summed so far.
         fetching: the weights of earlier layers.
         whole: this layer's weights.
         in_flight: the gradients of later layers.
-        sums: those that have arrived, of all layers.
+        sums: of the gradients that have arrived, for all layers.
     """
 
     cotangent: Any
@@ -357,29 +308,22 @@ class _BackwardCarry(NamedTuple):
 
 
 def _backward(
-    comm: UnitComm,
-    after: Any,
-    kept: Any,
-    cotangent: Any,
-    sources: Values,
-    seeds: Seed,
-    shared: Any,
+    comm: UnitComm, after: Any, kept: Any, cotangent: Any, args: _ScanArgs
 ) -> tuple[Values, Any, list[Any]]:
-    """Every layer's vjp in reverse order, each gathered again, and its gradients sent, beside the others'.
+    """Run every layer's vjp in reverse order, gathering weights and sending gradients beside it.
 
     Args:
         comm: of one layer.
         after: shapes of a layer's new state.
-        kept: what ``_forward`` kept.
-        cotangent: of its activations.
-        sources: the weights where the forward pass found them, with ``seeds``.
-        seeds: see ``sources``.
-        shared: what every layer was given alike.
+        kept: the residuals that ``_forward`` returned.
+        cotangent: of the activations that it returned.
+        args: of the scan.
 
     Returns:
-        The sinks' sums; the cotangents of the first layer's activations and of what is floating-point in
+        The sinks' sums; the cotangents of the first layer's activations and of the floating-point arrays in
         ``shared``.
     """
+    sources, seeds, shared = args.sources, args.seeds, args.shared
     (stacked, copies), (last_residual, last_whole) = kept
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
@@ -403,7 +347,7 @@ def _backward(
         of_shared = jax.tree.map(jnp.add, carry.of_shared, more)
         return _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, index, sent), sums)
 
-    # Filled in place, layer by layer: to join parts afterwards would hold all gradients twice.
+    # Filled in place, layer by layer: joining parts afterwards would hold all gradients twice.
     sums = tuple(strategy.zero_sink(leaf) for leaf in comm.leaves)
     fetching, whole = Fetching(None, (), ()), last_whole
     if last > 0:
@@ -411,7 +355,7 @@ def _backward(
         whole = comm.to_whole(secondary)
     grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
     carry = _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, last), sums)
-    # The loop takes the layers from `top` - 1 down to `stop`: those before it leave something for every hop.
+    # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if weights.crosses else 1, last)
     top = max(last - max(queue.hops - 1, 0), stop)
     for index in range(last - 1, top - 1, -1):
@@ -438,7 +382,7 @@ _scan.defvjp(_scan_fwd, _scan_bwd)
 
 
 class _TracedOnce:
-    """A pure function, traced for the first arguments that it is given and never again."""
+    """A pure function that is traced once, for the first arguments it gets."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -451,7 +395,7 @@ class _TracedOnce:
         return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
 
     def shapes(self, *args: Any) -> Any:
-        """Shapes and dtypes of what the function returns."""
+        """The shapes and dtypes that the function returns."""
         if self._traced is None:
             closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
             self._traced = jaxpr_as_fun(closed), shapes
@@ -459,5 +403,5 @@ class _TracedOnce:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> Any:
-    """Zeros to be a cotangent; those of integers are of dtype float0, which JAX has no arrays of."""
+    """A cotangent of zeros; for integers a NumPy array of float0, since JAX has no arrays of that dtype."""
     return (np if shape.dtype == jax.dtypes.float0 else jnp).zeros(shape.shape, shape.dtype)

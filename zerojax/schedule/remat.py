@@ -8,8 +8,8 @@ import jax
 from zerojax.matmul.fp8 import SCALE
 from zerojax.zero_config import Remat
 
-# Operations whose results are kept under "none". All others fuse into their readers: keeping a result would
-# write and read it through memory, and kept casts or transposes would be copies of gathered weights.
+# Operations whose results are kept under "none". All others fuse into their readers: a kept result would be
+# written to memory and read back, and kept casts or transposes would be copies of gathered weights.
 _EXPENSIVE = frozenset(
     (
         "conv_general_dilated",
@@ -27,13 +27,13 @@ _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 
 
 def rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Wrap ``body`` so that its vjp keeps what the policy says; of its weights, nothing but themselves."""
+    """Wrap ``body`` so that its vjp keeps the policy's results, and the weights but no copies of them."""
     policies = {
         "full": _is_scale,
         "attention": _is_attention,
         "none": _is_expensive,
     }
-    # The backward pass gathers its own weights, so the compiler can't merge it with the forward pass.
+    # The backward pass gathers its own weights, so the compiler cannot merge it with the forward pass.
     return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
 
 

@@ -4,7 +4,7 @@ A unit's parameters reach the model as ``Sharded`` values, which carry all that 
 unit goes through ``call_unit``: one ``custom_vjp`` that gathers the weights, runs the module, and in the
 backward pass gathers again, runs the module's own vjp and reduces the gradients to their owners.
 
-Where its weights come from and where its gradients go is the ``ShardingStrategy``'s business.
+The ``ShardingStrategy`` decides where its weights come from and where its gradients go.
 """
 
 import contextlib
@@ -32,62 +32,53 @@ from zerojax.sharding.wire_format import Seed, mix
 Body = Callable[..., Any]
 
 TAKEN = "zerojax: a weight as its unit takes it"
-"""The name of the arrays of a ``Sharded`` weight where its unit reads them (see ``taken``)."""
+"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them (see ``taken``)."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["source", "sink", "seed", "copy"],
-    meta_fields=["leaf", "strategy"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """One parameter as a unit receives it: a value of the model's tree, sliced by scans like any other.
+    """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
 
     Attributes:
-        source: the weight at the strategy's source level; ``Scaled``, where it is an operand of fp8 products.
-        sink: zeros at the sink's level; the gradient is the cotangent of this.
-        seed: salts stochastic rounding; of every layer, where the leaf is stacked.
+        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it.
+        sink: zeros at the sink's level; their cotangent is the gradient.
+        seed: salts stochastic rounding; one per layer, if the leaf is stacked.
         leaf: its layout.
         strategy: how it travels.
-        copy: delta's secondary copy, where the unit brings it up to date itself: ``updated`` is what the
-            weight is from then on.
+        copy: delta's secondary copy, if the unit updates it itself; call ``updated`` with the new one.
     """
 
     source: Num[Array, "..."] | Scaled
     sink: Num[Array, "..."]
     seed: Seed
-    leaf: ParamLayout
-    strategy: ShardingStrategy
+    leaf: ParamLayout = dataclasses.field(metadata={"static": True})
+    strategy: ShardingStrategy = dataclasses.field(metadata={"static": True})
     copy: Num[Array, "..."] | None = None
 
     def updated(self, copy: Num[Array, "..."]) -> "Sharded":
-        """The same weight, from now on found in its secondary copy."""
+        """The weight with its secondary copy as the source from now on."""
         strategy = dataclasses.replace(self.strategy, source="secondary")
         return dataclasses.replace(self, source=with_values(self.source, copy), copy=None, strategy=strategy)
 
     def __jax_array__(self) -> Array:
-        """Refuse use outside a unit's call: there is no whole weight to give."""
+        """Refuse use outside a unit's call, where there is no whole weight."""
         raise ConfigurationError(read_outside(self.leaf.name))
 
     def __repr__(self) -> str:
-        """Its name alone: ``translated_errors`` looks for it in messages."""
+        """The name alone, which ``translated_errors`` looks for in messages."""
         return f"Sharded({self.leaf.name!r})"
 
 
-def _refuse(self: Sharded, *_: Any) -> Array:
-    return self.__jax_array__()
-
-
-# Flax hands operators of a parameter on to its value.
+# Flax applies the operators of a parameter to its value.
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _OTHERS = ["getitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
 for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
-    setattr(Sharded, f"__{_operator}__", _refuse)
+    setattr(Sharded, f"__{_operator}__", lambda self, *_: self.__jax_array__())
 
 
 def read_outside(weight: str) -> str:
-    """The error message for a read of that weight outside a call of its unit."""
+    """The error message for a weight that is read outside a call of its unit."""
     return (
         f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
         "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
@@ -101,8 +92,8 @@ FORWARD_MODE = (
     "derivatives."
 )
 
-# Parts of JAX's messages about what units do not support, and the messages to show instead.
-_IN_WORDS = {
+# Parts of JAX's messages about transformations that units do not support, and the messages to show instead.
+_TRANSLATIONS = {
     "can't apply forward-mode differentiation": FORWARD_MODE,
     "does not support reverse-mode autodiff": (
         "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
@@ -117,7 +108,7 @@ _IN_WORDS = {
 
 @contextlib.contextmanager
 def translated_errors() -> Generator[None]:
-    """Replace JAX's errors that are caused by units by messages that name the way out.
+    """Replace JAX's errors about units by messages that name the way out.
 
     Raises:
         ConfigurationError: for such a TypeError or ValueError.
@@ -127,9 +118,9 @@ def translated_errors() -> Generator[None]:
     except (TypeError, ValueError) as error:
         if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
             raise ConfigurationError(read_outside(found[1])) from error
-        for text, words in _IN_WORDS.items():
+        for text, message in _TRANSLATIONS.items():
             if text in str(error):
-                raise ConfigurationError(words) from error
+                raise ConfigurationError(message) from error
         raise
 
 
@@ -139,9 +130,9 @@ def is_gathered(weight: Any) -> bool:
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
-    """Gather weights that belong to no unit; they stay whole until the backward pass is done.
+    """Gather weights that belong to no unit; they stay whole until the backward pass ends.
 
-    Their gradients are reduced once, when all uses have contributed.
+    Their gradients are reduced once, after all uses have contributed.
     """
     if not weights:
         return ()
@@ -153,14 +144,14 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
     """Run ``body(weights, inputs)`` on gathered weights.
 
     Args:
-        body: a pure function of whole leaves of natural shape and of ``inputs``; it may close over
+        body: a pure function of whole leaves of unsharded shape and of ``inputs``; it may close over
             nothing that is traced.
         weights: the unit's parameters.
         inputs: a pytree of arrays: activations, the unit's other state.
 
     Returns:
-        What ``body`` returns. Cotangents of ``inputs`` are ordinary ones, those of the weights land in
-        their sinks.
+        The result of ``body``. Cotangents of ``inputs`` are ordinary, those of the weights go to their
+        sinks.
     """
     comm, (sources, sinks, seed), _ = take_apart(weights)
     run = on_operands(body, comm.leaves)
@@ -168,7 +159,7 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
     inputs = (scales_of(weights), inputs)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
-        """For all micro-batches, one after another."""
+        """Run one micro-batch after another."""
         del size
         *weights_mapped, inputs_mapped = mapped
         refuse_mapped(weights_mapped)
@@ -234,7 +225,7 @@ def refuse_mapped(weights: Any) -> None:
 def take_apart(
     weights: Sequence[Sharded],
 ) -> tuple[UnitComm, tuple[Values, Values, Seed], Values | None]:
-    """A unit's communication; its sources, sinks and seed; its copies, where it has any."""
+    """A unit's communication; its sources, sinks and seed; its copies, or None."""
     leaves = tuple(weight.leaf for weight in weights)
     sources = tuple(weight.source for weight in weights)
     sinks = tuple(weight.sink for weight in weights)
@@ -243,13 +234,13 @@ def take_apart(
 
 
 def taken[T](values: T) -> T:
-    """The same arrays of ``Sharded`` weights, marked as read by their unit for ``weight_reads``."""
+    """Mark arrays of ``Sharded`` weights as read by their unit, for ``weight_reads``."""
     return checkpoint_name(values, TAKEN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_whole(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) -> Values:
-    """Whole parameters, whose gradients go to the sinks: those of a loss, and those of its own gradient."""
+    """Whole parameters, whose gradients of any order go to the sinks."""
     del sinks, seed
     return comm.to_whole(secondary)
 
@@ -261,8 +252,8 @@ def _to_whole_fwd(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) 
 def _delivered(comm: UnitComm, grads: Values, seed: Seed) -> Values:
     """Gradients at the sinks. They are not differentiated again: kernels that encode have no derivative.
 
-    Nothing is lost by that. A loss that has a gradient in it takes it with respect to activations, and the
-    gradients of the weights that arise on the way are discarded.
+    Nothing is lost by that: a loss with a gradient in it takes it with respect to activations, and discards
+    the weights' gradients that arise on the way.
     """
     return comm.to_sink(lax.stop_gradient(grads), seed)
 
@@ -276,7 +267,7 @@ _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def call_gathered(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: Seed, inputs: Any) -> Any:
-    """``call_unit`` for a unit that is taken apart already."""
+    """``call_unit`` for weights that ``take_apart`` has taken apart."""
     del sinks, seed
     # Without the barrier the compiler may gather every unit's weights before the first is used.
     sources, inputs = lax.optimization_barrier((taken(sources), inputs))
@@ -287,7 +278,7 @@ def _call_fwd(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: 
     strategy = comm.strategy
     held, inputs = lax.optimization_barrier((taken(sources), inputs))
     started = comm.to_secondary(strategy.source, lax.stop_gradient(held))
-    # Kept as it came, what a scan already has is not stacked a second time for the backward pass.
+    # A scan's own input is kept as it came, and so is not stacked a second time for the backward pass.
     kept = sources if strategy.source == strategy.keep else started
     vjp: Any
     out, vjp = jax.vjp(body, _to_whole(comm, started, sinks, seed), inputs)
@@ -300,10 +291,10 @@ def _call_bwd(comm: UnitComm, body: Body, residuals: Any, cotangent: Any) -> Any
     del body
     kept, sinks, vjp, seed = residuals
     kept, seed = taken((kept, seed))
-    # Ties the second gather to the cotangent's arrival, and keeps it from being merged with the first.
+    # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
     secondary = comm.to_secondary(comm.strategy.keep, lax.stop_gradient(kept))
-    # Where the loss has a gradient of its own in it, this gather has a gradient, too.
+    # If the loss has a gradient of its own in it, this gather has a gradient, too.
     whole = _to_whole(comm, secondary, sinks, mix(seed, 1))
     grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
     return None, _delivered(comm, grads, seed), None, inputs

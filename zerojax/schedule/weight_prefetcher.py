@@ -1,9 +1,9 @@
-"""The weights of a stack's layers on their way to the layer that computes, the twin of ``gradient_queue``.
+"""Fetches a stack's weights ahead of the computing layer: the counterpart of ``gradient_queue``.
 
-Where weights cross nodes each part of that hop has an iteration of the scan to itself: while layer i
-computes, layer i + 1's weights are decoded and gathered within the node, layer i + 2's cross the nodes, and
-layer i + 3's are encoded. None of these waits for another. Where they do not, layer i + 1's are gathered. The
-backward pass fetches layers in the reverse order.
+If weights cross nodes, each part of that hop has an iteration of the scan to itself: while layer i computes,
+layer i + 1's weights are decoded and gathered within the node, layer i + 2's cross the nodes, and layer
+i + 3's are encoded. None of these waits for another. Otherwise layer i + 1's are gathered. The backward pass
+fetches layers in reverse order.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from zerojax.sharding.strategy import Level
 
 
 class Fetching(NamedTuple):
-    """What a scan carries from one layer to the next.
+    """The weights on their way, carried from one layer to the next.
 
     Attributes:
-        copies: delta's copies of all layers, up to date as far as layers have been fetched; or None.
+        copies: delta's copies of all layers, updated for those fetched so far; or None.
         payload: the encoded weights that cross the nodes next.
-        arrived: those that have crossed, not yet decoded.
+        arrived: the weights that have crossed, not yet decoded.
     """
 
     copies: Values | None
@@ -32,12 +32,12 @@ class Fetching(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightPrefetcher:
-    """The order in which a pass fetches layers; what is on its way is passed in and out.
+    """The order in which a pass fetches layers; callers hold the weights on their way (``Fetching``).
 
     Attributes:
         comm: of one layer.
-        level: where the pass finds the weights.
-        sources: the weights there, stacked.
+        level: the level of ``sources``.
+        sources: the weights, stacked.
         end: the index of the last layer to be fetched.
         step: 1 forward, -1 backward.
     """
@@ -54,7 +54,7 @@ class WeightPrefetcher:
         return self.comm.crosses_nodes(self.level)
 
     def start(self, first: int, copies: Values | None = None) -> tuple[Fetching, Values]:
-        """Fetch the first layer's secondary partitions, and begin with the next two layers."""
+        """Fetch the first layer's secondary partitions, and start on the next two layers."""
         payload, arrived = (), ()
         if self.crosses:
             arrived = self._cross(self._encode(copies, first), copies)
@@ -65,7 +65,7 @@ class WeightPrefetcher:
         return Fetching(copies, payload, arrived), secondary
 
     def advance(self, fetching: Fetching, index: Any, *, crossing: bool) -> tuple[Fetching, Values]:
-        """Take every layer's weights one stage on.
+        """Move every layer's weights one stage on.
 
         Args:
             fetching: as ``start`` or this method returned.
@@ -73,18 +73,18 @@ class WeightPrefetcher:
             crossing: whether a layer is left that has yet to cross nodes.
 
         Returns:
-            The same for the next layer; and the next layer's secondary partitions.
+            ``fetching`` for the next layer, and the next layer's secondary partitions.
         """
         copies, payload, arrived = fetching
         copies, secondary = self._receive(copies, arrived, index + self.step)
         if crossing:
             arrived = self._cross(payload, copies)
-            # The last one encoded is never sent: that costs less than a layer outside the loop.
+            # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
             payload = self._encode(copies, self._ahead(index, 3))
         return Fetching(copies, payload, arrived), secondary
 
     def _ahead(self, index: Any, layers: int) -> Any:
-        """The index of a layer that comes so much later, or of the last."""
+        """The index of the layer that comes so many layers later, at most the last."""
         ahead = index + layers * self.step
         if isinstance(index, int):
             return min(ahead, self.end) if self.step > 0 else max(ahead, self.end)
@@ -97,7 +97,7 @@ class WeightPrefetcher:
         return self.comm.cross_nodes(payload, delta=copies is not None)
 
     def _receive(self, copies: Values | None, arrived: Values, index: Any) -> tuple[Values | None, Values]:
-        """A layer's secondary partitions; and the copies, with its own up to date."""
+        """The copies, with this layer's updated, and this layer's secondary partitions."""
         if not self.crosses:
             return copies, self.comm.to_secondary(self.level, layer_at(self.sources, index))
         fresh = self.comm.decode_weights(arrived, layer_at(copies, index))

@@ -1,10 +1,10 @@
-"""Refuses a model that reads a unit's weights anywhere but in a call of the unit.
+"""Refuses a loss that reads a unit's weights outside a call of the unit.
 
 In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are shards, zeros and random
 seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``, ``module.variables["params"]``, an optax
 norm) would compute with those. The tree itself cannot prevent it, since transformations have to slice, stack
-and pass on the same arrays. So the traced program is checked: an array of a ``Sharded`` value may enter a
-unit, which takes it by ``zerojax.schedule.unit.take_apart``, and nothing else.
+and pass on the same arrays. So the traced program is checked: only a unit, which marks them by
+``zerojax.schedule.unit.taken``, may use the arrays of a ``Sharded`` value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +34,15 @@ _MOVES = frozenset(
 )
 
 Names = list[str | None]
-"""For each value the weight that it is of, or None."""
+"""For each value the name of the weight that it belongs to, or None."""
 
 
 def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> None:
-    """Trace ``loss(weights)`` and check every use of those that are ``Sharded``.
+    """Trace ``loss(weights)`` and check every use of ``Sharded`` weights.
 
     Args:
         loss: returns a pytree of arrays.
-        weights: arrays or ShapeDtypeStructs, perhaps in ``Sharded`` values.
+        weights: arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
 
     Raises:
         ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
@@ -61,7 +61,7 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
-    """The weights that a jaxpr returns, given those that it receives."""
+    """The names of a jaxpr's results, given those of its arguments."""
     known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
     for equation in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
@@ -72,7 +72,7 @@ def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
 
 
 def _results(equation: core.JaxprEqn, given: Names) -> Names:
-    """Which weights an equation returns; refuses those that compute."""
+    """The names of an equation's results; refuses an equation that computes with a weight."""
     params = equation.params
     match equation.primitive.name:
         case "scan":
@@ -98,7 +98,7 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
 
 
 def _scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's arguments are constants, and how many are carried."""
+    """How many arguments of a scan are constants, and how many are carried."""
     if "num_carry" in equation.params:  # JAX 0.11.0
         return equation.params["num_consts"], equation.params["num_carry"]
     constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
@@ -106,7 +106,7 @@ def _scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
 
 
 def _through_loop(body: core.Jaxpr, given: Sequence[str | None], constants: int, carried: int) -> Names:
-    """Follow a loop's body until no further carry turns out to hold a weight."""
+    """Follow a loop's body until no more carries turn out to hold a weight."""
     entering = list(given)
     while True:
         leaving = _follow(body, entering)

@@ -1,8 +1,8 @@
 """Norms and penalties of the weights, computed on the shards of the master weights.
 
-A loss function cannot read the weights of units through the model: each is gathered only for its unit's call.
-It can use a sum over their elements instead. Every device sums over the fp32 master weights that it owns, and
-one scalar crosses the mesh; in the backward pass each element's gradient is computed by its owner.
+A loss function cannot read a unit's weights through the model, since they are gathered only for the unit's
+call. It can take a sum over their elements: every device sums over the fp32 master weights that it owns, and
+one scalar crosses the mesh. In the backward pass each element's owner computes its gradient.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ Sink = Num[Array, "..."]
 
 @dataclass(frozen=True)
 class MasterWeights:
-    """The master weights that a device owns, while a loss function runs on it.
+    """The master weights that a device owns, for the loss function that runs on it.
 
     Attributes:
         leaves: the layouts of all parameters.
         shards: per path ``[.., shard]``, fp32.
-        sinks: per path, where gradients are left (``Sharded.sink``), at ``level``.
-        level: see ``zerojax.sharding.strategy``.
+        sinks: per path, zeros at ``level`` whose cotangents are the gradients (``Sharded.sink``).
+        level: of the sinks; see ``zerojax.sharding.layout``.
     """
 
     leaves: Sequence[ParamLayout] = ()
@@ -52,7 +52,7 @@ _of_loss: ContextVar[tuple[Any, MasterWeights] | None] = ContextVar("weights of 
 
 @contextlib.contextmanager
 def master_weights(model: Any, weights: MasterWeights) -> Generator[None]:
-    """Let ``weight_sum(model)`` find the master weights of a model, within this context."""
+    """Within this context ``weight_sum(model)`` finds the model's master weights."""
     token = _of_loss.set((model, weights))
     try:
         yield
@@ -63,15 +63,14 @@ def master_weights(model: Any, weights: MasterWeights) -> Generator[None]:
 def weight_sum(
     model: Any, function: Elementwise = jnp.square, *, paths: str | Sequence[str] = "*"
 ) -> Float[Array, ""]:
-    """Sum a function of every element of a model's parameters; for a loss function to call.
+    """Sum a function of every element of a model's parameters, within a loss function.
 
-    With ``jnp.square`` an L2 penalty, with ``jnp.abs`` an L1 penalty; ``jnp.sqrt(weight_sum(model))`` is the
-    norm. It has a gradient with respect to the weights, as a penalty needs. On a mesh it is computed on the
-    shards of the fp32 master weights, whatever the weights are computed with: no weight is gathered, and one
-    scalar is reduced.
+    With ``jnp.square`` it is an L2 penalty, with ``jnp.abs`` an L1 penalty; ``jnp.sqrt(weight_sum(model))``
+    is the norm. It is differentiable with respect to the weights. On a mesh it is computed on the shards of
+    the fp32 master weights, whatever the compute dtype: no weight is gathered, and one scalar is reduced.
 
     Args:
-        model: what the loss function was given; or an ordinary ``nnx.Module``, such as
+        model: the argument of the loss function; or an ordinary ``nnx.Module``, such as
             ``zerojax.gather_model`` returns.
         function: elementwise, from fp32 to fp32 arrays of the same shape; it closes over nothing that is
             traced.
@@ -94,12 +93,19 @@ def weight_sum(
         weights = given[1]
         sums = {
             leaf.path: functools.partial(
-                _sum, leaf, weights.level, function, weights.shards[leaf.path], weights.sinks[leaf.path]
+                _sum_of_shards,
+                leaf,
+                weights.level,
+                function,
+                weights.shards[leaf.path],
+                weights.sinks[leaf.path],
             )
             for leaf in weights.leaves
         }
     else:
-        sums = {path: functools.partial(_sum_of_whole, function, x) for path, x in _whole_weights(model)}
+        sums = {
+            path: lambda x=x: jnp.sum(function(x.astype(jnp.float32))) for path, x in _whole_weights(model)
+        }
     chosen = [add for path, add in sums.items() if matches(path)]
     if sums and not chosen:
         raise ConfigurationError(
@@ -131,50 +137,33 @@ def _whole_weights(model: Any) -> Iterator[tuple[Path, Array]]:
             yield tuple(str(part) for part in path), value
 
 
-def _sum_of_whole(function: Elementwise, x: Num[Array, "..."]) -> Float[Array, ""]:
-    return jnp.sum(function(x.astype(jnp.float32)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sum(
+def _sum_of_shards(
     leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
 ) -> Float[Array, ""]:
-    del level, sink
-    return lax.psum(_sum_of_shard(leaf, function, shard), AXES)
+    def own_part(shard: Float[Array, "... shard"]) -> Float[Array, ""]:
+        # Without the padding, where `function` may not be zero.
+        first = lax.axis_index(OWNED) * leaf.shard
+        return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
 
+    @jax.custom_vjp
+    def total(shard: Float[Array, "... shard"], sink: Sink) -> Float[Array, ""]:
+        del sink
+        return lax.psum(own_part(shard), AXES)
 
-def _sum_fwd(
-    leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
-) -> tuple[Float[Array, ""], Float[Array, "... shard"]]:
-    return _sum(leaf, level, function, shard, sink), shard
+    def forward(shard: Float[Array, "... shard"], sink: Sink) -> tuple[Float[Array, ""], Array]:
+        return total(shard, sink), shard
 
+    def backward(shard: Float[Array, "... shard"], cotangent: Float[Array, ""]) -> tuple[None, Sink]:
+        # The sum is part of every device's loss, and the devices' gradients are added up.
+        (grad,) = jax.vjp(own_part, shard)[1](lax.psum(cotangent, AXES))
+        return None, _at_sink(grad, leaf, level)
 
-def _sum_bwd(
-    leaf: ParamLayout,
-    level: Level,
-    function: Elementwise,
-    shard: Float[Array, "... shard"],
-    cotangent: Float[Array, ""],
-) -> tuple[None, Sink]:
-    # Every device's loss has the sum in it, and their gradients are added up.
-    cotangent = lax.psum(cotangent, AXES)
-    (grad,) = jax.vjp(functools.partial(_sum_of_shard, leaf, function), shard)[1](cotangent)
-    return None, _at_sink(grad, leaf, level)
-
-
-_sum.defvjp(_sum_fwd, _sum_bwd)
-
-
-def _sum_of_shard(
-    leaf: ParamLayout, function: Elementwise, shard: Float[Array, "... shard"]
-) -> Float[Array, ""]:
-    """Over what this device owns, without the padding, of which a function may make more than zero."""
-    first = lax.axis_index(OWNED) * leaf.shard
-    return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
+    total.defvjp(forward, backward)
+    return total(shard, sink)
 
 
 def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -> Sink:
-    """The owner's gradient among zeros, as a device's contribution to what the hops will sum."""
+    """The owner's gradient among zeros at the sink's level: this device's contribution to the hops' sum."""
     if level == "primary":
         return grad
     axes, size = (NODE, leaf.secondary) if level == "secondary" else (OWNED, leaf.padded)

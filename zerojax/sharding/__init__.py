@@ -1,1 +1,1 @@
-"""Where each element of each parameter lives, and in what format it travels."""
+"""The layout of parameters over the mesh, and their wire formats."""

@@ -1,7 +1,7 @@
-"""Where each element of each leaf lives.
+"""The layout of a leaf: which device owns which elements.
 
-A leaf is flattened, padded with zeros to a multiple of the world (times the codec block, where it is
-quantized) and cut into ``local x nodes`` equal blocks, of which device ``(node n, local l)`` owns block
+A leaf is flattened, padded with zeros to a multiple of the world (times the codec block, if it is quantized)
+and cut into ``local x nodes`` equal blocks, of which device ``(node n, local l)`` owns block
 ``l * nodes + n``: as a global array, one dimension sharded ``P(("local", "node"))``. With that order every
 hop is contiguous: an all-gather over ``node`` gives block row ``l``, the secondary partition; one over
 ``local`` then gives the leaf; the gradient's two all-to-alls run the same way back (the tensor-slice
@@ -10,11 +10,11 @@ reordering of ZeRO++ section 3.3, equation 2, is this order).
 A weight or a gradient is at one of three levels:
 
 ========== ================== ==========================================
-level      elements a device  who has it
+level      elements a device  held by
 ========== ================== ==========================================
 primary    P / (nodes*local)  its owner alone
 secondary  P / local          every node once, spread over its devices
-full       P                  everyone
+full       P                  every device
 ========== ================== ==========================================
 """
 
@@ -37,13 +37,13 @@ OWNED = (LOCAL, NODE)
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """One parameter of the model: its shape, its place and its wire formats.
+    """One parameter of the model: its shape, its layout and its wire formats.
 
     Attributes:
-        path: the model's own path to it.
-        shape: unsharded shape; of one layer, where the leaf is stacked.
-        dtype: the dtype that the model gave it.
-        stack: ``(layers,)`` if so many layers are stacked along a leading axis, else ``()``.
+        path: its path in the model.
+        shape: unsharded shape; of one layer, if the leaf is stacked.
+        dtype: its dtype in the model.
+        stack: ``(layers,)`` if that many layers are stacked along a leading axis, else ``()``.
         shard: elements of one layer that one device owns, padding included.
         weights: codecs of its gather's hops.
         grads: codecs of its gradient's hops.
@@ -78,7 +78,7 @@ class ParamLayout:
 
     @property
     def layers(self) -> int:
-        """How many layers there are; 1, where it is not stacked."""
+        """The number of layers; 1 if it is not stacked."""
         return math.prod(self.stack)
 
     @property
@@ -105,13 +105,13 @@ class ParamLayout:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in the train state: flat, but of the unsharded rank.
 
-        The rank is kept by trailing ones, so that an optimizer mask such as ``x.ndim > 1`` sees what it
-        would see on the model.
+        Trailing ones keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the same result as
+        on the model.
         """
         return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
 
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:
-        """How the stored array is sharded: over ``axes``, layer by layer where it is stacked."""
+        """The sharding of the stored array: over ``axes``, layer by layer if it is stacked."""
         return PartitionSpec(*(None for _ in self.stack), axes or None)
 
 
@@ -126,7 +126,7 @@ def make_layout(
     zero: ZeroConfig,
     fp8: bool = False,
 ) -> ParamLayout:
-    """Lay one leaf out and choose its formats (``ZeroConfig.precise`` and its rank decide).
+    """Lay out one leaf and choose its formats, by ``ZeroConfig.precise`` and its rank.
 
     A weight of ``fp8`` products crosses ``local`` as what they read, and ``node`` as well, unless differences
     or fewer bits are sent there.
@@ -162,7 +162,7 @@ def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "...
 
 
 def to_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
-    """A leaf of unsharded shape, all layers, as the train state stores it."""
+    """Convert a leaf of unsharded shape, with all layers, to the shape that the train state stores."""
     flat = jax.vmap(lambda y: flatten(y, leaf))(x) if leaf.stack else flatten(x, leaf)
     return flat.reshape(leaf.stored_shape)
 

@@ -22,14 +22,14 @@ AXES = (NODE, LOCAL)
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The extents of the mesh as plain numbers: all that a layout needs."""
+    """The extents of the mesh as plain numbers."""
 
     nodes: int
     local: int
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.nodes * self.local
 
     @staticmethod
@@ -47,10 +47,10 @@ def make_mesh(
     """Build the ``("node", "local")`` mesh.
 
     Args:
-        nodes: extent of the slow axis; by default the number of processes, or what ``local`` leaves.
-        local: extent of the fast axis; by default what ``nodes`` leaves.
+        nodes: extent of the slow axis; by default the number of processes, or of devices / ``local``.
+        local: extent of the fast axis; by default the number of devices / ``nodes``.
         devices: the devices to use, by default all; they are ordered by process, then by id, so that
-            the devices of one process stand side by side on ``local``.
+            the devices of one process are neighbours on ``local``.
 
     Returns:
         A mesh of ``nodes x local`` devices, the first ones if there are more (in one process only: of
@@ -104,7 +104,7 @@ def on_cpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInv
 
 
 def _keep_communicators_apart() -> None:
-    """Tell NCCL not to share resources between communicators, before any is made.
+    """Tell NCCL not to share resources between communicators, before any is created.
 
     XLA splits the communicator within a node from that of all nodes, and NCCL gives a split communicator no
     more channels than its parent has: few, on a slow network. A variable that is already set stays.

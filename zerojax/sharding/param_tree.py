@@ -9,7 +9,7 @@ Path = tuple[str, ...]
 
 
 def to_tree(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Values by path as the nested dict that an optimizer is given."""
+    """Nest values by path into the dict that an optimizer sees."""
     return traverse_util.unflatten_dict(dict(values))
 
 

@@ -1,6 +1,6 @@
-"""Sharding strategies: where a unit's weights start, what is kept of them, and where its gradients end.
+"""Sharding strategies: the level at which a unit's weights start, are kept, and its gradients end.
 
-The stages of ZeRO and hpZ differ in nothing else (levels as in ``zerojax.sharding.layout``):
+The stages of ZeRO and hpZ differ only in these (levels as in ``zerojax.sharding.layout``):
 
 ===================== ========= ========= =========
                       source    keep      sink
@@ -12,8 +12,8 @@ stage 3, hpZ          primary   secondary primary
 stage 3, delta        secondary secondary primary
 ===================== ========= ========= =========
 
-Where the node hop is taken once per step, the sink is the secondary partition. A stack whose layers bring
-delta's copies up to date as they are gathered (``Sharded.copy``) finds its weights at "primary" that once.
+If the node hop is taken once per step, the sink is the secondary partition. A stack whose layers update
+delta's copies as they are gathered (``Sharded.copy``) finds its weights at "primary" for that pass.
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class ReductionPlan:
     Attributes:
         to: "secondary" sums over ``local`` alone, "primary" over the world.
         hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3), in which every device
-            sends every other its block: M between nodes per device where two hops send M per node.
-        chunks: into how many pieces the owner's block is cut where there are two hops.
-        own_stream: whether hops between nodes, those of the weights too, have a stream of their own
+            sends every other its block: M between nodes per device, while two hops send M per node.
+        chunks: the number of pieces of the owner's block if there are two hops.
+        own_stream: whether hops between nodes, also those of the weights, have a stream of their own
             (``zerojax.comm.coalesced``).
     """
 
@@ -66,7 +66,7 @@ class ShardingStrategy:
         compute_dtype: of the gathered weights.
         grad_dtype: of gradients left at level "full".
         remat: the rematerialisation policy within the unit.
-        reduction: the hops of a gradient, from the unit to the sink or, where that is "full", to the owner.
+        reduction: the hops of a gradient, from the unit to the sink or, if that is "full", to the owner.
     """
 
     source: Level
@@ -79,7 +79,7 @@ class ShardingStrategy:
 
     @staticmethod
     def of(zero: ZeroConfig) -> "ShardingStrategy":
-        """The strategy that a config asks for."""
+        """The strategy for a config."""
         source: Level = "full"
         keep: Level = "full"
         if zero.stage == 3:
@@ -113,7 +113,7 @@ class ShardingStrategy:
         return self.sink == "primary" and world.nodes > 1
 
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
-        """A gradient of zeros at the sink's level; of all layers, where the parameter is stacked."""
+        """A gradient of zeros at the sink's level; of all layers, if the parameter is stacked."""
         if self.sink == "full":
             return jnp.zeros(leaf.unsharded_shape, self.grad_dtype)
         size = leaf.secondary if self.sink == "secondary" else leaf.shard
@@ -121,10 +121,10 @@ class ShardingStrategy:
 
 
 def _own_stream(zero: ZeroConfig, keep: Level, sink: Level) -> bool:
-    """Whether hops between nodes get a stream of their own, beside those within.
+    """Whether hops between nodes get a stream of their own, beside hops within a node.
 
-    That wants one collective a hop. So not where the backward pass gathers from other nodes too, not with
-    chunks, nor where to join gradients copies them at full size; and not where no micro-batch crosses nodes.
+    That needs one collective per hop. So it is off if the backward pass also gathers from other nodes, with
+    chunks, with raw gradients, which joining would copy at full size, and if no micro-batch crosses nodes.
     """
     crosses = sink == "primary" or not zero.weights_delta or zero.passes == 1
     quantized = zero.grad_formats.local not in RAW

@@ -1,8 +1,8 @@
-"""A wire format: what rows of numbers look like while they cross a mesh axis.
+"""Wire formats: how rows of numbers are encoded while they cross a mesh axis.
 
-"fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and scales
-after them, made by ``pallas_kernels``; "e4m3" as the bytes that fp8 products read (``zerojax.matmul.fp8``),
-whose scale everyone has. Everything here works on rows: a row is what one peer gets.
+"fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and then scales,
+encoded by ``pallas_kernels``; "e4m3" as the bytes that fp8 products read (``zerojax.matmul.fp8``), whose
+scale every device has. Everything here works on rows, of which each peer gets one.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Codec:
     def encode(
         self, x: Float[Array, "rows n"], *, seed: Seed | None = None, rotation: int = 0
     ) -> Num[Array, "rows m"]:
-        """Rows as they travel. ``seed`` is read by stochastic rounding alone."""
+        """Encode rows for the wire; only stochastic rounding reads ``seed``."""
         if self.fmt == E4M3:
             return x if x.dtype == self.dtype else fp8.encode(x)
         if self.raw:
@@ -79,7 +79,7 @@ class Codec:
         )
 
     def decode(self, payload: Num[Array, "rows m"], n: int, dtype: jnp.dtype) -> Float[Array, "rows n"]:
-        """What ``encode`` put in, as ``dtype`` (still rotated, if it was)."""
+        """Decode rows as ``dtype``; they stay rotated if they were encoded so."""
         if self.fmt == E4M3:
             return fp8.decode(payload, dtype)
         if self.raw:
@@ -87,7 +87,7 @@ class Codec:
         return pallas_kernels.decode(payload, self.fmt, n, block=self.block, dtype=dtype)
 
     def decode_sum(self, payload: Num[Array, "peers m"], n: int, *, rotation: int = 0) -> Float[Array, " n"]:
-        """The fp32 sum over peers, taken in their order, then rotated back."""
+        """The fp32 sum over peers in their order, rotated back."""
         if self.raw:
             return sum_rows(payload)
         return pallas_kernels.decode_sum(payload, self.fmt, n, block=self.block, rotation=rotation)
@@ -95,22 +95,15 @@ class Codec:
     def decode_sum_encode(
         self, payload: Num[Array, "peers m"], out: "Codec", rows: int, n: int, *, seed: Seed
     ) -> Num[Array, "rows k"]:
-        """Between two hops: sum over peers in fp32, encode again as ``rows`` rows of ``n`` elements."""
+        """Sum over peers in fp32 between two hops, and encode again as ``rows`` rows of ``n`` elements."""
         if self.raw or out.raw:
             return out.encode(self.decode_sum(payload, rows * n).reshape(rows, n), seed=seed)
         return pallas_kernels.decode_sum_encode(
-            payload,
-            self.fmt,
-            out.fmt,
-            rows,
-            n,
-            block=self.block,
-            rounding=out.rounding,
-            seed=seed,
+            payload, self.fmt, out.fmt, rows, n, block=self.block, rounding=out.rounding, seed=seed
         )
 
     def encode_delta(self, x: Float[Array, "rows n"], base: Float[Array, "rows n"]) -> Num[Array, "rows m"]:
-        """The difference ``x - base``, taken in fp32, as it travels."""
+        """Encode the difference ``x - base``, computed in fp32."""
         if self.raw:
             return (x - base.astype(jnp.float32)).astype(self.dtype)
         return pallas_kernels.encode_delta(x, base, self.fmt, block=self.block)
@@ -126,7 +119,7 @@ class Codec:
 
 
 def sum_rows(rows: Num[Array, "peers n"]) -> Float[Array, " n"]:
-    """The fp32 sum over the leading axis, in index order, so that every backend adds alike."""
+    """The fp32 sum over the leading axis, in index order, which gives the same bits on every backend."""
     total = rows[0].astype(jnp.float32)
     for row in rows[1:]:
         total = total + row.astype(jnp.float32)
@@ -134,7 +127,7 @@ def sum_rows(rows: Num[Array, "peers n"]) -> Float[Array, " n"]:
 
 
 def as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:
-    """The same memory seen as bytes along the last axis."""
+    """View the same memory as bytes along the last axis."""
     if x.dtype == jnp.uint8:
         return x
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)

@@ -2,15 +2,14 @@
 
 The order of a training step:
 
-1. ``sources``: weights are brought to the level at which units find them: delta's copies get what changed
-   (but those of stacks, which do it layer by layer in 2), stages 0 to 2 gather everything, stage 3 does
-   nothing yet.
-2. ``accumulate``: micro-batches run forward and backward, one by one or all through a unit before the next
+1. ``sources`` brings weights to the level at which units find them: delta's copies are updated (but those of
+   stacks are in 2, layer by layer), stages 0 to 2 gather everything, stage 3 does nothing yet.
+2. ``accumulate`` runs micro-batches forward and backward, one by one or all through a unit before the next
    (``zerojax.schedule.breadth_first``); units gather and reduce as they are called.
-3. ``to_owners``: hops that are taken once per step bring gradients to their owners.
+3. ``to_owners`` takes the hops that are taken once per step.
 
-Losses are summed with the number of tokens each is the mean of, and divided once, after the last sum: the
-result is the mean over all tokens of the world, however they are spread.
+Each loss is weighted by its number of tokens, and the sum over the world divided once by all tokens: the
+result is the mean over all tokens, however they are spread.
 """
 
 import dataclasses
@@ -29,6 +28,7 @@ from zerojax.comm.collectives import UnitComm, Values
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled, array_of, with_values
 from zerojax.schedule.breadth_first import over_micro_batches
+from zerojax.schedule.stacked import layer_at, put_layer
 from zerojax.schedule.unit import Sharded, materialise, translated_errors
 from zerojax.schedule.weight_reads import refuse_reads
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
@@ -45,11 +45,11 @@ TOKENS = "tokens"
 
 
 class Weights(NamedTuple):
-    """What units are given.
+    """The weights that units start from.
 
     Attributes:
-        sources: per path, at the strategy's source level; at "primary" where there is a copy.
-        copies: delta's copies ``[.., nodes, shard]`` of the units that bring them up to date themselves.
+        sources: per path, at the strategy's source level; at "primary" if there is a copy.
+        copies: delta's copies ``[.., nodes, shard]`` of the units that update them themselves.
         masters: per path this device's shard ``[.., shard]`` of the master weights.
     """
 
@@ -59,10 +59,10 @@ class Weights(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What a loss function is given.
+    """The weights in a loss function's model.
 
     Attributes:
-        weights: per path, ``Sharded`` for units and whole for the rest.
+        weights: per path, ``Sharded`` in units and whole elsewhere.
         masters: for ``zerojax.weight_sum``.
     """
 
@@ -71,12 +71,12 @@ class Placed(NamedTuple):
 
 
 def flat_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
-    """Stored blocks of this device without their trailing ones: ``[n]``, or ``[layers, n]``."""
+    """This device's stored blocks without the trailing ones of their shapes: ``[n]``, or ``[layers, n]``."""
     return {leaf.path: blocks[leaf.path].reshape(*leaf.stack, -1) for leaf in leaves}
 
 
 def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
-    """Undo ``flat_blocks``: give each block back its leaf's rank."""
+    """Undo ``flat_blocks``: restore the rank of each block's leaf."""
     return {
         leaf.path: blocks[leaf.path].reshape(*blocks[leaf.path].shape, *(1,) * (len(leaf.shape) - 1))
         for leaf in leaves
@@ -138,9 +138,9 @@ def first_secondary(spec: TrainSpec, params: Blocks) -> Blocks:
 def next_secondary(
     spec: TrainSpec, params: Blocks, secondary: Blocks, step: Array, later: Sequence[ParamGroup] = ()
 ) -> Blocks:
-    """Delta's secondary copies, brought up to date by what changed, or resynchronised.
+    """Delta's secondary copies, updated by the change of the weights, or resynchronised.
 
-    Those of the groups that do it ``later`` are left as they are.
+    Groups in ``later`` keep theirs.
     """
 
     def update() -> Blocks:
@@ -154,10 +154,10 @@ def next_secondary(
 
 
 def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
-    """Delta's secondary copies after a step, of which units have ``updated`` some.
+    """Delta's secondary copies after a step; ``updated`` are those that units have updated.
 
-    A unit that the model did not call, or whose result a transformation of JAX's own swallowed, has not:
-    its copy is brought up to date now.
+    A unit that the model did not call, or whose result was lost in a JAX transformation, has not: its copy is
+    updated now.
     """
     missing = [g for g in spec.updating if not all(leaf.path in updated for leaf in g.leaves)]
     done = [group for group in spec.groups if group not in missing]
@@ -169,33 +169,30 @@ def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: 
 def sources(
     spec: TrainSpec, params: Blocks, secondary: Blocks, updating: Sequence[ParamGroup] = ()
 ) -> Weights:
-    """Weights at the level at which units find them; ``updating`` bring their copies up to date."""
-    strategy, masters = spec.strategy, _masters(spec, params)
+    """The weights that units start from; those in ``updating`` update delta's copies themselves."""
+    strategy, copies = spec.strategy, {}
     if strategy.source == "primary":
-        return Weights(params, {}, masters)
-    if strategy.source == "secondary":
+        found = params
+    elif strategy.source == "secondary":
         rows = {
             leaf.path: secondary[leaf.path].reshape(*leaf.stack, leaf.world.nodes, leaf.shard)
             for leaf in spec.leaves
         }
         later = [leaf.path for group in updating for leaf in group.leaves]
         found = stored_secondary(params, rows) | {path: params[path] for path in later}
-        return Weights(found, {path: rows[path] for path in later}, masters)
-    if spec.zero.stage == 0:
-        whole = {
+        copies = {path: rows[path] for path in later}
+    elif spec.zero.stage == 0:
+        found = {
             leaf.path: from_stored(params[leaf.path], leaf).astype(strategy.weight_dtype(leaf))
             for leaf in spec.leaves
         }
-        return Weights(whole, {}, masters)
-
-    def gather(comm: UnitComm, _: Seed, shards: Values) -> Values:
-        return comm.gather_local(comm.gather_node(shards))
-
-    return Weights(_by_group(spec, gather, params), {}, masters)
+    else:
+        found = _by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
+    return Weights(found, copies, _masters(spec, params))
 
 
 def _masters(spec: TrainSpec, params: Blocks) -> Blocks:
-    """What this device owns of the master weights, which at stage 0 every device has whole."""
+    """This device's shards of the master weights, which at stage 0 every device has whole."""
     if spec.zero.stage > 0:
         return {path: array_of(x) for path, x in params.items()}
     own = {}
@@ -208,19 +205,18 @@ def _masters(spec: TrainSpec, params: Blocks) -> Blocks:
 def accumulate(
     spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
 ) -> tuple[Blocks, ModelState, dict[str, Array], Blocks]:
-    """Forward and backward over this device's micro-batches.
+    """Run forward and backward over this device's micro-batches.
 
     Args:
-        spec: what to run.
+        spec: the train spec.
         weights: as ``sources`` returns.
         model_state: non-parameter state.
         batch: this device's rows.
         seed: of this step.
 
     Returns:
-        Gradient sums at the strategy's sink level; the state as the passes left it; the sums over the
-        world of the loss, of ``tokens`` and of what else the loss function measured; and the copies that
-        units brought up to date.
+        Gradient sums at the strategy's sink level; the state after the passes; the sums over the world of
+        the loss, of ``tokens`` and of the loss function's other aux; and the copies that units updated.
     """
     zero = spec.zero
     sinks = spec.by_path(spec.strategy.zero_sink)
@@ -261,7 +257,7 @@ def accumulate(
 def evaluate(
     spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
 ) -> dict[str, Array]:
-    """Forward only: the sums over the world that ``accumulate`` returns."""
+    """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _refuse_reads(spec, weights, sinks, model_state, batch, seed, train=False)
     placed = _place(spec, weights, sinks, seed)
@@ -270,16 +266,16 @@ def evaluate(
 
 
 def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
-    """The hops that are taken once per step.
+    """Take gradients over the hops that are taken once per step.
 
     Args:
-        spec: what to run.
+        spec: the train spec.
         grads: sums at the strategy's sink level.
         residual: with error feedback, per path ``[.., secondary]``; else empty.
         seed: of this step.
 
     Returns:
-        The sums over the world, stored as the parameters are; and the next residuals.
+        The sums over the world, stored like the parameters; and the next residuals.
     """
     strategy = spec.strategy
     if strategy.sink == "primary":
@@ -305,7 +301,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
 
 
 def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-    """Sums over the world as means over its tokens, and how many there were."""
+    """Means over all tokens from sums over the world, and the number of tokens."""
     count = sums["count"]
     metrics = {name: total / count for name, total in sums.items() if name not in ("count", TOKENS)}
     return metrics | ({TOKENS: sums[TOKENS]} if TOKENS in sums else {}), count
@@ -321,7 +317,7 @@ def _refuse_reads(
     *,
     train: bool = True,
 ) -> None:
-    """Refuse a loss that reads weights of units outside their calls; leaves nothing in the program."""
+    """Refuse a loss that reads weights of units outside their calls; adds nothing to the program."""
 
     def loss(placed: dict[Path, Any]) -> Any:
         masters = _place(spec, weights, sinks, seed).masters
@@ -333,7 +329,7 @@ def _refuse_reads(
 def _loss(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool
 ) -> tuple[Bound, Array, dict[str, Array]]:
-    """Run the loss function on one micro-batch; returns the model as it left it, the loss and aux."""
+    """Run the loss function on one micro-batch; returns the model after it, the loss and aux."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
@@ -345,7 +341,7 @@ def _loss(
 def _forward(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
 ) -> tuple[Array, Sums, ModelState, Blocks]:
-    """The summed loss of one micro-batch; it and what else was measured as sums; state; updated copies."""
+    """The loss of one micro-batch, summed over tokens; the sums of it and aux; state; updated copies."""
     bound, value, aux = _loss(spec, placed, model_state, batch, seed, train=train)
     count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
     total = value * count
@@ -361,7 +357,7 @@ def _forward(
 def _forward_in_breadth(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed
 ) -> tuple[Array, Sums, ModelState, Blocks]:
-    """``_forward`` for all micro-batches at once. They count as devices do: state is their mean."""
+    """``_forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
 
     def forward(batch: Any, index: Array) -> tuple[Array, Sums, ModelState, Blocks]:
         return _forward(spec, placed, model_state, batch, mix(seed, index))
@@ -375,7 +371,7 @@ def _forward_in_breadth(
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
-    """A batch's rows in ``count`` parts, along a leading axis; its scalars are those of every part."""
+    """Split a batch's rows into ``count`` parts along a new leading axis; every part has its scalars."""
 
     def cut(x: Array) -> Array:
         return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, count)
@@ -384,7 +380,7 @@ def _micro_batches(batch: Any, count: int) -> Any:
 
 
 def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
-    """Every weight as the model gets it."""
+    """Every weight in the form that the model gets."""
     placed: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         own = mix(seed, number)
@@ -403,7 +399,7 @@ def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed) -> Plac
 
 
 def _shared(model_state: ModelState) -> ModelState:
-    """State that devices computed from their own data (batch statistics) as its mean over the world."""
+    """The mean over the world of state that devices compute from their own data (batch statistics)."""
     with jax.named_scope("metrics"):
         return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in model_state.items()}
 
@@ -424,7 +420,7 @@ def _by_group(
     seed: Seed | None = None,
     skip: Sequence[ParamGroup] = (),
 ) -> dict[Path, Any]:
-    """Run ``hop(comm, seed, *values)`` for each group of leaves; layer by layer where they are stacked."""
+    """Run ``hop(comm, seed, *values)`` for each group of leaves, layer by layer for stacked ones."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         if group in skip:
@@ -440,9 +436,9 @@ def _by_group(
 def _over_layers(
     group: ParamGroup, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
 ) -> Sequence[Any]:
-    """Run a hop for every layer; where it gives what the last of its values look like, in their place.
+    """Run a hop for every layer, in place if its results have the shapes of the last of its values.
 
-    Otherwise the compiler holds the old and the new of all layers at once.
+    Otherwise the compiler would hold the old and the new values of all layers at once.
     """
     if not group.stack:
         return hop(seed, *values)
@@ -453,9 +449,7 @@ def _over_layers(
 
     def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
         index, own = xs
-        now = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), replaced)
-        put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return jax.tree.map(put, replaced, layer(index, (*own, now))), None
+        return put_layer(replaced, layer(index, (*own, layer_at(replaced, index))), index), None
 
     indices = jnp.arange(group.layers)
     first = functools.partial(jax.tree.map, lambda x: x[0])
@@ -467,10 +461,10 @@ def _over_layers(
 
 
 def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
-    """Blocks with zeros behind each leaf's end.
+    """Blocks with zeros in the padding behind each leaf.
 
-    A rotation spreads what rounding lost over 32 neighbours, some of which may be padding: left there, it
-    would grow in the master weights and reach their scales, and the gradient's norm.
+    A rotation spreads rounding errors over 32 neighbours, some of which may be padding: left there, they
+    would grow in the master weights and affect their scales, and the gradient's norm.
     """
     zeroed = {}
     for leaf in spec.leaves:

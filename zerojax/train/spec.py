@@ -1,4 +1,4 @@
-"""What never changes during a run: the model, where its leaves live, and how they travel."""
+"""The train spec, which is fixed for a run: the model, its leaves' layouts, and how they travel."""
 
 import dataclasses
 import warnings
@@ -30,7 +30,7 @@ class ParamGroup:
     """Leaves that travel together: those of one unit, or the rest of the model.
 
     Attributes:
-        unit: the unit's name, or None for what belongs to no unit.
+        unit: the unit's name, or None for leaves of no unit.
         leaves: their layouts, in the model's order.
     """
 
@@ -44,15 +44,15 @@ class ParamGroup:
 
     @property
     def layers(self) -> int:
-        """How many layers it stacks; 1 where it is no stack."""
+        """How many layers are stacked; 1 if none are."""
         return self.leaves[0].layers
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSpec:
-    """A model, an optimizer, a loss, a mesh and a config, fitted to each other.
+    """A model, an optimizer, a loss, a mesh and a config that fit each other.
 
-    Compared by identity, so that two programs in one process never share a compiled step.
+    Compared by identity, so that two specs in one process never share a compiled step.
     """
 
     mesh: Mesh
@@ -72,37 +72,37 @@ class TrainSpec:
         return MeshShape.of(self.mesh)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A compiled function, made at its first use."""
+        """The result of ``make``, which is called on the first use of ``name``: a compiled function."""
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
-        """How a parameter, its gradient and its moments are stored: at stage 0 by everyone."""
+        """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
         return leaf.spec(OWNED if self.zero.stage > 0 else ())
 
     def secondary_spec(self, leaf: ParamLayout) -> Any:
-        """How delta's secondary copy is stored: spread over each node's devices; everyone has its scale."""
+        """The sharding of delta's secondary copy: spread over a node; its scale is replicated."""
         copy = leaf.spec((LOCAL,))
         return Scaled(copy, _EVERYONE) if leaf.fp8 else copy
 
     def abstract_secondary(self, leaf: ParamLayout) -> Any:
-        """Delta's secondary copy of a parameter, as stored: ``Scaled`` codes, where fp8 products read it."""
+        """Delta's secondary copy of a parameter; ``Scaled`` codes, if fp8 products read it."""
         dtype, spec = leaf.weights.local.dtype, leaf.spec((LOCAL,))
         copy = self.abstract((*leaf.stack, leaf.padded), dtype, spec)
         return Scaled(copy, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else copy
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
-        """The error-feedback residual of a parameter: every device its own."""
+        """The error-feedback residual of a parameter; every device has its own."""
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 
     @property
     def updating(self) -> tuple[ParamGroup, ...]:
-        """Groups whose units bring delta's copies up to date on their way, beside the forward pass.
+        """Groups whose units update delta's copies during the forward pass.
 
-        With several passes a step, or copies sent whole from time to time, none does: it is done
-        before the first forward pass.
+        There are none with several passes a step, or with resyncs: then all copies are updated before the
+        first forward pass.
         """
         zero = self.zero
         if not zero.weights_delta or zero.passes > 1 or zero.delta_resync or self.world.nodes == 1:
@@ -111,7 +111,7 @@ class TrainSpec:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """How a batch is sharded: its leading axis over all devices."""
+        """The sharding of a batch: its leading axis over all devices."""
         return PartitionSpec(AXES)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
@@ -121,11 +121,11 @@ class TrainSpec:
     def abstract(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYONE
     ) -> jax.ShapeDtypeStruct:
-        """The shape, dtype and place of an array that does not exist yet; by default everyone has it."""
+        """An array's shape, dtype and sharding, replicated by default."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
 
     def by_path(self, make: Callable[[ParamLayout], Any]) -> dict[Path, Any]:
-        """Something for each leaf."""
+        """``make(leaf)`` for each leaf, by path."""
         return {leaf.path: make(leaf) for leaf in self.leaves}
 
 
@@ -139,10 +139,10 @@ def build(
     sample_batch: Any,
     spikes: SpikeRule | None = None,
 ) -> TrainSpec:
-    """Fit a model, an optimizer, a loss, a mesh and a config to each other; no device is touched.
+    """Check that a model, an optimizer, a loss, a mesh and a config fit each other; no device is used.
 
     Raises:
-        ConfigurationError: they don't fit; the message says which and what to do.
+        ConfigurationError: they do not fit; the message says which and what to do.
     """
     if tuple(mesh.axis_names) != AXES:
         raise ConfigurationError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
@@ -175,7 +175,10 @@ def build(
             'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
-    groups = tuple(_group(unit, leaves, units) for unit in dict.fromkeys(units))
+    groups = tuple(
+        ParamGroup(unit, tuple(leaf for leaf, own in zip(leaves, units, strict=True) if own == unit))
+        for unit in dict.fromkeys(units)
+    )
     if zero.stage == 3 and all(unit is None for unit in units):
         warnings.warn(
             "no unit is named, so the whole model is gathered at once: name its block classes in "
@@ -190,7 +193,7 @@ def build(
 
 
 def check_options(zero: ZeroConfig, world: MeshShape) -> None:
-    """Refuse options that do not go with a mesh, or with each other there.
+    """Refuse options that do not fit a mesh, or each other on it.
 
     Raises:
         ConfigurationError: naming the options.
@@ -202,8 +205,3 @@ def check_options(zero: ZeroConfig, world: MeshShape) -> None:
             "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "
             "taken once per step: leave chunks at 1."
         )
-
-
-def _group(unit: str | None, leaves: tuple[ParamLayout, ...], units: list[str | None]) -> ParamGroup:
-    own = tuple(leaf for leaf, name in zip(leaves, units, strict=True) if name == unit)
-    return ParamGroup(unit, own)

@@ -1,9 +1,9 @@
-"""Loss spikes: a step whose loss is far above recent ones is skipped, like one that is not finite.
+"""Loss spikes: a step whose loss is far above recent ones is skipped, like one whose loss is not finite.
 
-One bad update, from a bad batch or an exploding gradient, shows as a loss that jumps; skipping the batches
-around it is the usual cure (PaLM, Chowdhery et al., 2022, section 5.1). Whether a loss is a spike is decided
-inside the compiled step, from losses that the train state carries: nothing waits for the host, and a run that
-is resumed decides as it would have.
+One bad update, from a bad batch or an exploding gradient, shows as a jump of the loss; skipping the batches
+around it is the usual cure (PaLM, Chowdhery et al., 2022, section 5.1). The compiled step decides whether a
+loss is a spike, from losses that the train state carries: nothing waits for the host, and a resumed run
+decides like one that was not interrupted.
 """
 
 import math
@@ -19,21 +19,20 @@ Losses = dict[str, Array]
 
 @dataclass(frozen=True)
 class SpikeRule:
-    """When a loss is a spike: above mean + deviations * standard deviation of recent losses.
+    """A loss is a spike if it exceeds mean + deviations * standard deviation of recent losses.
 
-    Losses of skipped steps are not among the recent ones. Until there are ``window`` of those, nothing is a
-    spike.
+    Losses of skipped steps do not count as recent. Until there are ``window`` recent losses, none is a spike.
 
     Attributes:
         deviations: how many standard deviations above the mean; 4 to 8 are usual.
-        window: how many losses the mean and the deviation are taken over.
+        window: the number of losses in the mean and the deviation.
     """
 
     deviations: float
     window: int = 100
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no rule.
+        """Check the numbers.
 
         Raises:
             ConfigurationError: naming the number.
@@ -46,21 +45,18 @@ class SpikeRule:
             )
 
     def start(self) -> Losses:
-        """What a state carries: "recent", fp32 ``[window]``, and "count", int32, of those that are filled."""
+        """The initial losses: "recent", fp32 ``[window]``, and "count", int32, how many of them are set."""
         return {"recent": jnp.zeros(self.window, jnp.float32), "count": jnp.int32(0)}
 
     def limit(self, losses: Losses) -> Float[Array, ""]:
-        """The largest loss that is no spike; infinite until the window is full."""
+        """The largest loss that is not a spike; infinite until the window is full."""
         mean, deviation = jnp.mean(losses["recent"]), jnp.std(losses["recent"])
-        # Of equal losses the mean may be rounded to less than each of them.
+        # The mean of equal losses may be rounded to less than each of them.
         deviation = jnp.maximum(deviation, 1e-6 * jnp.abs(mean))
         return jnp.where(losses["count"] < self.window, jnp.inf, mean + self.deviations * deviation)
 
     def add(self, losses: Losses, loss: Float[Array, ""], ok: Bool[Array, ""]) -> Losses:
-        """One more in the place of the oldest; the losses as they are where the step is not ``ok``."""
+        """Replace the oldest loss by this one if the step is ``ok``."""
         recent = jnp.append(losses["recent"][1:], loss.astype(jnp.float32))
-        count = jnp.minimum(losses["count"] + 1, self.window)
-        return {
-            "recent": jnp.where(ok, recent, losses["recent"]),
-            "count": jnp.where(ok, count, losses["count"]),
-        }
+        added = {"recent": recent, "count": jnp.minimum(losses["count"] + 1, self.window)}
+        return {name: jnp.where(ok, added[name], losses[name]) for name in losses}

@@ -1,9 +1,9 @@
-"""The train state: what a step takes and returns, how it is created, and how to get the whole model back."""
+"""The train state: its fields and specs, its creation, and the whole model gathered from it."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
@@ -25,37 +25,23 @@ from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.zero_config import ZeroConfig
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "step",
-        "skipped_in_row",
-        "seed",
-        "params",
-        "opt_state",
-        "model_state",
-        "secondary",
-        "residual",
-        "losses",
-    ],
-    meta_fields=["spec"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes, as global arrays, and what never changes.
+    """The global arrays that a step changes, and the ``TrainSpec`` that stays the same.
 
     Attributes:
         step: steps taken, skipped ones included.
         skipped_in_row: steps skipped since the last that was not.
-        seed: all that is random in a run follows from it and from ``step``.
+        seed: determines, with ``step``, all random bits of a run.
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
-        opt_state: the optimizer's.
+        opt_state: the optimizer's state.
         model_state: non-parameter state by name, replicated.
-        secondary: with ``weights_delta``, the node-local copies, nested by path, those of fp8 products in
-            ``Scaled`` codes; else empty.
-        residual: with ``error_feedback``, what the node hop lost, nested by path; else empty.
-        losses: with a rule for loss spikes, recent losses as ``SpikeRule.start`` has them; else empty.
-        spec: what never changes.
+        secondary: with ``weights_delta``, the node-local copies, nested by path, those that fp8 products read
+            as ``Scaled`` codes; else empty.
+        residual: with ``error_feedback``, the node hop's encoding error, nested by path; else empty.
+        losses: with a ``SpikeRule``, recent losses as ``SpikeRule.start`` returns them; else empty.
+        spec: the model, optimizer, loss, mesh and config.
     """
 
     step: Int32[Array, ""]
@@ -67,7 +53,7 @@ class TrainState:
     secondary: PyTree
     residual: PyTree
     losses: Losses
-    spec: TrainSpec
+    spec: TrainSpec = field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -82,18 +68,18 @@ class TrainState:
         sample_batch: Any = None,
         spikes: SpikeRule | None = None,
     ) -> "TrainState":
-        """Make a model and its optimizer state, sharded from birth: no device ever holds all of it.
+        """Create a model and its optimizer state, sharded from the start: no device ever holds all of it.
 
         Args:
             model: a callable ``rngs -> nnx.Module``, or a Linen module.
             tx: an optax transform that works on shards, or one made by ``zerojax.chain``.
-            loss_fn: ``(model, batch[, rngs]) -> scalar`` or ``-> (scalar, aux dict of scalars)``. Where
-                aux has ``"tokens"``, the loss is taken as the mean over so many.
+            loss_fn: ``(model, batch[, rngs]) -> scalar`` or ``-> (scalar, aux dict of scalars)``. If aux
+                has ``"tokens"``, the loss is the mean over that many tokens.
             mesh: from ``zerojax.make_mesh``.
             zero: by default exact ZeRO-3.
-            seed: of the parameters and of everything random later.
+            seed: of the initial parameters and of all random bits later.
             sample_batch: for a Linen module, arrays of a batch's shapes and dtypes.
-            spikes: also skip steps whose loss is a spike; by default none is.
+            spikes: also skip steps whose loss is a spike; by default none is skipped for that.
 
         Raises:
             ConfigurationError: something does not fit; before any device is touched.
@@ -115,16 +101,16 @@ class TrainState:
         sample_batch: Any = None,
         spikes: SpikeRule | None = None,
     ) -> "TrainState":
-        """The state's shapes, dtypes and shardings, without its values: for ahead-of-time compiles.
+        """The state's shapes, dtypes and shardings without values, for ahead-of-time compiles.
 
-        The mesh may be of devices that are not there. Arguments and errors as ``create``.
+        The mesh's devices may be descriptions (``zerojax.aot``). Arguments and errors as ``create``.
         """
         zero = zero or ZeroConfig()
         spec = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes)
         return cls(**abstract_fields(spec), spec=spec)
 
     def replace(self, **changes: Any) -> Self:
-        """The same state but for ``changes``."""
+        """A copy of the state with ``changes``."""
         return dataclasses.replace(self, **changes)
 
 
@@ -168,7 +154,7 @@ def shardings_of(tree: PyTree) -> PyTree:
 
 
 def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
-    """Delta's secondary copies, made whole from master weights: at birth, and after a change of mesh."""
+    """Delta's secondary copies, computed from the master weights: for a new state or a new mesh."""
     shard_map = functools.partial(jax.shard_map, mesh=spec.mesh, check_vma=False)
 
     def copies(blocks: Blocks) -> dict[Path, Any]:
@@ -184,10 +170,9 @@ def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
 
 
 def gather_params(state: TrainState) -> dict[str, Any]:
-    """The whole model on every host: natural shapes and dtypes, nested by path.
+    """The whole model on every host, in the model's own shapes and dtypes, nested by path.
 
-    Leaves are gathered one at a time, so a device holds one whole leaf at most. In several processes all
-    must call.
+    Leaves are gathered one at a time, so a device holds at most one whole leaf. All processes must call it.
 
     Returns:
         A nested dict of numpy arrays, which share no memory with the state.
@@ -201,24 +186,24 @@ def gather_params(state: TrainState) -> dict[str, Any]:
     everyone = spec.sharding(PartitionSpec())
     whole = {}
     for leaf in spec.leaves:
-        natural = spec.once(
-            f"natural {leaf.name}",
+        gather = spec.once(
+            f"gather {leaf.name}",
             lambda leaf=leaf: jax.jit(
                 lambda x: from_stored(x, leaf).astype(leaf.dtype), out_shardings=everyone
             ),
         )
-        whole[leaf.path] = np.asarray(natural(params[leaf.path]))
+        whole[leaf.path] = np.asarray(gather(params[leaf.path]))
     return to_tree(whole)
 
 
 def put_params(state: TrainState, params: PyTree) -> TrainState:
-    """A state whose master weights are ``params``; the optimizer's state stays as it is.
+    """A state whose master weights are ``params``; the optimizer's state is unchanged.
 
-    All but the weights it shares with ``state``: a step from one donates the other as well.
+    It shares all other arrays with ``state``, so a step from either donates those of both.
 
     Args:
         state: any.
-        params: natural shapes, nested by path, as ``gather_params`` returns; on the host.
+        params: on the host, in the model's shapes, nested by path, as ``gather_params`` returns.
 
     Raises:
         ConfigurationError: a path is missing, unknown, or of the wrong shape.
@@ -236,16 +221,19 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
         placed[path] = jax.device_put(stored, spec.sharding(spec.param_spec(leaf)))
-    whole = to_tree(placed)
-    secondary = jax.jit(functools.partial(secondary_of, spec))(whole) if state.secondary else {}
-    return state.replace(params=whole, secondary=secondary)
+    return _with_params(state, to_tree(placed))
+
+
+def _with_params(state: TrainState, params: PyTree) -> TrainState:
+    secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
+    return state.replace(params=params, secondary=secondary)
 
 
 def gather_model(state: TrainState) -> Any:
-    """An ordinary, unsharded model with the state's weights: for sampling, or to take away.
+    """An ordinary, unsharded model with the state's weights, for sampling or for use without zerojax.
 
     Returns:
-        The ``nnx.Module`` in evaluation mode, or for Linen the module's ``apply`` with all its variables. It
+        The ``nnx.Module`` in evaluation mode, or for Linen the module's ``apply`` bound to its variables. It
         shares no memory with the state.
 
     Raises:
@@ -258,10 +246,10 @@ def gather_model(state: TrainState) -> Any:
 
 
 def check_there(state: TrainState) -> None:
-    """Refuse a state without values, which no compiled function could be given.
+    """Refuse a state without values, which no compiled function accepts.
 
     Raises:
-        ConfigurationError: its arrays were donated to a step, or never made.
+        ConfigurationError: its arrays were donated to a step, or never created.
     """
     if isinstance(state.step, jax.ShapeDtypeStruct):
         raise ConfigurationError(
@@ -275,9 +263,9 @@ def check_there(state: TrainState) -> None:
 
 
 def averaged(state: TrainState) -> TrainState:
-    """A state whose weights are the average: to evaluate or to gather, not to train on.
+    """A state whose weights are the average, for evaluation or gathering, not for training.
 
-    It shares its arrays with `state`, and is gone when a step is taken from that.
+    It shares its arrays with ``state``, and is invalid after a step from that.
 
     Raises:
         ConfigurationError: the optimizer keeps no average, or has made no update yet.
@@ -291,18 +279,17 @@ def averaged(state: TrainState) -> TrainState:
         )
     if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
         raise ConfigurationError("the average of the weights is of no update yet: take a step first.")
-    secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
-    return state.replace(params=params, secondary=secondary)
+    return _with_params(state, params)
 
 
 @jax.jit
 def copied(x: Array) -> Array:
-    """A copy, which outlives a donation of ``x``."""
+    """A copy that outlives a donation of ``x``."""
     return jnp.copy(x)
 
 
 def initializer(state: TrainState) -> Any:
-    """The compiled function from a seed to a state's first values, each made where it will live."""
+    """The compiled function from a seed to a state's first values, each computed where it is stored."""
     spec = state.spec
 
     def init(seed: Array) -> dict[str, Any]:
@@ -317,16 +304,16 @@ def initializer(state: TrainState) -> Any:
 
 
 def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
-    """A state at step 0 with given master weights; everything else is as ``TrainState.create`` makes it.
+    """A state at step 0 with given master weights, and otherwise as ``TrainState.create`` makes it.
 
     Args:
         state: abstract.
-        params: as ``TrainState.params``, where they belong already; they are not copied.
+        params: as ``TrainState.params``, already in place; they are not copied.
         seed: as of ``create``.
     """
 
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:
-        # The initial weights are never read, so that XLA leaves them out.
+        # The initial weights are never read, so XLA does not compute them.
         _, model_state = state.spec.adapter.init(jax.random.key(seed))
         return _first_values(state, seed, stored, model_state)
 

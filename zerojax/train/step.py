@@ -28,7 +28,7 @@ from zerojax.train.state import TrainState, abstract_fields, check_there, shardi
 
 Metrics = dict[str, Array]
 NUMBER = (bool, int, float, complex)
-"""Python's: what has no dtype of its own."""
+"""Python's numbers, which have no dtype of their own."""
 
 
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -44,17 +44,16 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     is not donated.
 
     Args:
-        state: the state so far; its arrays are gone afterwards.
+        state: the state so far; its arrays are invalid afterwards.
         batch: a pytree of arrays whose leading axis is the global batch, a multiple of the number of
             devices times ``ZeroConfig.accumulate``; in several processes, this process's part of it.
-            Scalars among them (of no axis, or Python's numbers), such as a schedule's weight, are given to
-            every device and micro-batch as they are; all processes pass the same.
+            Scalars among them (arrays without axes, or Python's numbers), such as a schedule's weight, go
+            unchanged to every device and micro-batch; all processes pass the same ones.
 
     Returns:
-        The next state, and the metrics as scalar arrays that are still being computed: "loss" and what
-        else the loss function measured (means over the world), "grad_norm", "skipped" (0 or 1),
-        "skipped_in_row"; with a ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that
-        would have been none.
+        The next state, and the metrics as scalar arrays that are still being computed: "loss" and the loss
+        function's aux (means over the world), "grad_norm", "skipped" (0 or 1), "skipped_in_row"; with a
+        ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
 
     Raises:
         ConfigurationError: the batch does not divide, or the state was donated before.
@@ -66,14 +65,14 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
 
 
 def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
-    """The loss on a batch and what else the loss function measured; nothing changes.
+    """Evaluate the loss function on a batch; returns the loss and its aux as means over the world.
 
     Args:
         state: any; it is not donated.
-        batch: as of ``train_step``, but for ``accumulate``, which does not matter here.
-        loss_fn: what to measure, as the loss of ``TrainState.create``, which it is by default. A Linen module
-            is told of evaluation by its own arguments, so by a loss that gives them: ``model(x,
-            train=False)``. Each function is compiled once: don't make it anew for every call.
+        batch: as of ``train_step``, but it need not be a multiple of ``accumulate``.
+        loss_fn: by default the state's; its signature is that of ``TrainState.create``'s. A Linen module
+            learns of evaluation from its own arguments, so pass a loss that gives them: ``model(x,
+            train=False)``. Each function is compiled once: do not create a new one for every call.
 
     Raises:
         ConfigurationError: as ``train_step``.
@@ -85,12 +84,12 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
-    """The mean gradients that ``train_step`` would hand to the optimizer; nothing changes.
+    """The mean gradients that ``train_step`` would pass to the optimizer; the state is not donated.
 
     Arguments and errors as ``train_step``.
 
     Returns:
-        Nested by path, fp32, stored as the parameters are (``ParamLayout.stored_shape``).
+        Nested by path, fp32, stored like the parameters (``ParamLayout.stored_shape``).
     """
     spec = state.spec
     step = spec.once(
@@ -127,13 +126,13 @@ def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
 
 
 def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
-    """A batch's shapes, dtypes and places: of the global batch, as one process sees it."""
+    """The global batch's shapes, dtypes and shardings, as one process sees it."""
     _check_batch(batch)
 
     def place_one(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
-        _check_rows(spec, np.shape(x), spec.world.size, spec.zero.accumulate)
+        _check_rows(np.shape(x), spec.world.size, spec.zero.accumulate)
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         sharding = spec.sharding(_batch_spec(spec, x))
         return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
@@ -142,10 +141,10 @@ def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
 
 
 def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
-    """Spread a host batch over the devices, and give its scalars to each of them.
+    """Spread a host batch over the devices, and replicate its scalars.
 
-    Arrays that are already in place stay as they are, and Python's numbers are left to jit, for which they
-    have no dtype of their own.
+    Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
+    weak dtypes.
     """
     _check_batch(batch)
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
@@ -156,7 +155,7 @@ def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
         sharding = spec.sharding(_batch_spec(spec, x))
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
-        _check_rows(spec, np.shape(x), spec.world.size // processes, accumulate)
+        _check_rows(np.shape(x), spec.world.size // processes, accumulate)
         if processes == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
@@ -168,12 +167,11 @@ def _check_batch(batch: Any) -> None:
     leaves = jax.tree.leaves(batch)
     if leaves and not any(map(np.shape, leaves)):
         raise ConfigurationError(
-            "the batch has scalars alone, which every device is given: no array in it has a leading axis to "
-            "be spread."
+            "the batch has only scalars, which every device gets: no array has a leading axis to spread."
         )
 
 
-def _check_rows(spec: TrainSpec, shape: tuple[int, ...], devices: int, accumulate: int) -> None:
+def _check_rows(shape: tuple[int, ...], devices: int, accumulate: int) -> None:
     if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
         raise ConfigurationError(
             f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
@@ -182,7 +180,7 @@ def _check_rows(spec: TrainSpec, shape: tuple[int, ...], devices: int, accumulat
 
 
 def _batch_spec(spec: TrainSpec, x: Any) -> PartitionSpec:
-    """How an array of a batch is sharded: a scalar is everyone's."""
+    """The sharding of an array of a batch: scalars are replicated."""
     return spec.batch_spec if np.shape(x) else PartitionSpec()
 
 
@@ -223,7 +221,7 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     with jax.named_scope("optimizer"):
         updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-    keep = functools.partial(_where, ok)
+    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, ok))
     following = state.replace(
         step=state.step + 1,
         skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
@@ -242,12 +240,8 @@ def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     return following, metrics
 
 
-def _where(ok: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
-
-
 def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
-    """Mean gradients at their owners under "params", the other fields that the passes changed; metrics."""
+    """Mean gradients at their owners under "params", with the other fields that changed; and the metrics."""
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         blocks, secondary, residual = (
@@ -284,7 +278,7 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
         masters, secondary = per_device.with_scales(spec, masters, from_tree(shards["secondary"]))
         step = shards["step"]
         if secondary:
-            # As the next training step will do, or the loss would be that of the weights one update ago.
+            # As the next training step will do: otherwise the loss would be of the weights one update ago.
             secondary = per_device.next_secondary(spec, masters, secondary, step)
         weights = per_device.sources(spec, masters, secondary)
         sums = per_device.evaluate(spec, weights, shards["model_state"], batch, mix(shards["seed"], step))
@@ -303,7 +297,8 @@ def _on_devices(
     """Run ``local`` on each device's part of a state and of a batch.
 
     Args:
-        local: given a state's fields but the optimizer's, by name; returns those of ``out``, and metrics.
+        local: takes a state's fields by name, without the optimizer's, and a batch; returns the fields of
+            ``out``, and metrics.
         state: the state.
         batch: a global batch.
         out: the fields that ``local`` returns.

@@ -159,7 +159,7 @@ def _done(program: Program, computation: Computation, start: Instruction) -> tup
 
 
 def _count(program: Program, instruction: Instruction, kind: Callable[[Instruction], bool]) -> int:
-    """How many of a kind an instruction is or, as a loop, runs; a loop of unknown trip count runs once."""
+    """The number of instructions of a kind that an instruction executes; unknown trip counts are 1."""
     if instruction.opcode != "while":
         return int(kind(instruction))
     body = program.computations[instruction.attribute(r"body=%?([\w.-]+)") or ""].instructions

@@ -1,4 +1,4 @@
-"""The cluster of a plan, and a program laid out on it, without its devices."""
+"""The cluster of a plan, and a train spec laid out on it, without its devices."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -106,9 +106,9 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     """The same model and optimizer with other options on another mesh, for inspection only.
 
     Args:
-        program: built for any mesh.
+        spec: built for any mesh.
         world: extents of the other mesh.
-        zero: the other options; ``units`` are the program's.
+        zero: the other options; ``units`` are those of ``spec``.
 
     Raises:
         ConfigurationError: the options do not fit the mesh.

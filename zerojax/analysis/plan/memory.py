@@ -96,10 +96,10 @@ def predict_memory(
     """The peak memory of a training step.
 
     Args:
-        program: of the step.
+        spec: of the step.
         work: gives its activations; None counts the backward pass without any.
         workspace: bytes of the matmul library.
-        held: ``held_bytes(program)``, if known already.
+        held: ``held_bytes(spec)``, if known already.
     """
     lasting = held_bytes(spec) if held is None else held
     moments = [_in_backward(spec, work)]
@@ -123,7 +123,7 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
 
 
 def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> dict[str, int]:
-    """``held_bytes(there)``, for ``program`` on another mesh or under other options, without tracing.
+    """``held_bytes(there)``, where ``there`` is ``spec`` on another mesh or with other options, not traced.
 
     Assumes that the optimizer state is proportional to the parameters on a device, as moments are.
     """
@@ -181,7 +181,7 @@ def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
 
 
 def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
-    """At the end, when the embedding's gradient is there and leaves outside units are reduced."""
+    """At the end, when the embedding's gradient exists and leaves outside units are reduced."""
     sharded = spec.strategy.sink != "full"
     return {
         "gradients": _gradients(spec),
@@ -247,12 +247,12 @@ def _hpz_copy(spec: TrainSpec) -> int:
 
 
 def _weight_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
-    """Bytes of one whole layer of a leaf in the dtype of its compute."""
+    """Bytes of one whole layer of a leaf in its compute dtype."""
     return leaf.padded * spec.strategy.weight_dtype(leaf).itemsize
 
 
 def _gathered(spec: TrainSpec, units: int) -> int:
-    """Weights whole at the same time: all below stage 3, else those of some units and outside units."""
+    """Weights that are whole at the same time: all below stage 3, else some units and those outside units."""
     if spec.zero.stage < 3:
         return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in spec.leaves)
     return _of_no_unit(spec) + sum(_largest_units(spec, _weight_bytes, units))

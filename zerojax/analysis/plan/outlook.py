@@ -106,7 +106,7 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
     """Predict a run of a decoder under its own options and under every preset.
 
     Args:
-        program: of the decoder, built for any mesh with the config's own options.
+        spec: of the decoder, built for any mesh with the config's own options.
         config: the decoder's shape.
         cluster: to run on.
         sequences: per device and micro-batch.

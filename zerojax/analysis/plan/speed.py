@@ -56,7 +56,7 @@ class StepTime:
         return max(0.0, self.seconds - self.compute - self.local - self.optimizer)
 
     def to_dict(self) -> dict[str, float]:
-        """As plain data."""
+        """The times as plain data, for JSON."""
         return asdict(self) | {"waiting": self.waiting}
 
 
@@ -72,10 +72,10 @@ def predict_step(
     """The time of a step.
 
     Args:
-        program: laid out on the cluster.
+        spec: laid out on the cluster.
         work: of one micro-batch.
-        hops: of the program.
-        memory: of the program; gives the bytes that the optimizer reads and writes.
+        hops: of the step.
+        memory: of the step; gives the bytes that the optimizer reads and writes.
         cluster: to run on.
     """
     micro = spec.zero.accumulate

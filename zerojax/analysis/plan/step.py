@@ -90,7 +90,7 @@ class Plan:
 
 
 def plan_state(of: TrainState | TrainSpec) -> Plan:
-    """The plan of a training step, from a filled or abstract state or its program."""
+    """The plan of a training step, from a filled or abstract state or its spec."""
     spec = of.spec if isinstance(of, TrainState) else of
     return Plan(
         nodes=spec.world.nodes,

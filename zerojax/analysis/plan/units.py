@@ -86,7 +86,7 @@ def _without_effect(named: dict[str, str | None]) -> str:
 
 
 def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
-    """The groups of a program, those of the same kind merged."""
+    """The groups of a train spec, those of the same kind merged."""
     kinds: dict[Any, int] = {}
     for group in spec.groups:
         leaves = tuple(

@@ -154,5 +154,5 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
 
 
 def _distance_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
-    """For a bare stack, whose loss is a distance in fp32."""
+    """Bytes of a bare stack's loss, a distance in fp32."""
     return {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}

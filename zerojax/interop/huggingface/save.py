@@ -24,7 +24,7 @@ def tensor_specs(
     """The tensors of an export, in the model's order.
 
     Args:
-        program: of the model.
+        spec: of the model.
         parts: of its family.
         dtypes: of tensors by name, if known; the second copy of a tied matrix is written only if it is among
             them.

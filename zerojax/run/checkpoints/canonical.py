@@ -70,13 +70,13 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     """The inverse of ``to_canonical``, on any mesh, stage and wire format.
 
     Args:
-        state: of the program that will use it; gives structure and shardings.
+        state: of the spec that will use it; gives structure and shardings.
         tree: as ``to_canonical`` returns it. Where it lacks them, the average of weights and the recent
             losses of the spike rule start empty, Delta's secondary copies are made from the parameters, and
             residuals of this mesh start at zero.
 
     Raises:
-        ConfigurationError: the tree lacks a parameter or an optimizer state of this program.
+        ConfigurationError: the tree lacks a parameter or an optimizer state of this spec.
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
@@ -115,7 +115,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
 
 
 def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
-    """Add the secondary copies that the program of ``state`` keeps, made from the parameters."""
+    """Add the secondary copies that the spec of ``state`` asks for, computed from the parameters."""
     if not state.secondary:
         return filled
     shardings = shardings_of(state.secondary)
@@ -207,7 +207,7 @@ def _layouts(state: TrainState) -> Any:
 def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has.
 
-    One function is compiled per layout and cached by the program.
+    One function is compiled per layout and cached by the spec.
     """
     source, target = _spec(x), _spec(like)
     cut = _cut_rows if _is_cut_by_rows(leaf) else _gather_and_cut

@@ -15,13 +15,13 @@ from zerojax.train.state import TrainState
 
 
 def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainState:
-    """Read a checkpoint into a state's program.
+    """Read a checkpoint into a train state.
 
     Args:
         path: of a verified checkpoint.
-        state: of the program that will use it, filled or abstract; its values are not used.
-        average: restore the average of the weights in their place, into a ``state`` of a program that keeps
-            no average.
+        state: gives the spec, filled or abstract; its values are not used.
+        average: restore the average of the weights in their place; the optimizer of ``state`` keeps no
+            average.
 
     Raises:
         ConfigurationError: the checkpoint has no average, or is of another model or optimizer; names the

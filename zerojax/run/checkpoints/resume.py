@@ -41,13 +41,12 @@ def resume(
 
     Args:
         folder: of the checkpoints, as for ``Checkpoints``; need not exist.
-        state: of the program to continue, filled or abstract (``TrainState.abstract``); its values are not
-            used.
+        state: gives the spec, filled or abstract (``TrainState.abstract``); its values are not used.
         checksums: read every byte of the checkpoint first; otherwise compare names and sizes only.
         say: prints a line for each damaged checkpoint, on the first process.
 
     Returns:
-        None if there is no checkpoint yet: then make a state by ``TrainState.create``.
+        None if there is no checkpoint yet: then create a state by ``TrainState.create``.
 
     Raises:
         ConfigurationError: all checkpoints are damaged, or the newest valid one is of another model or

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zerojax.formatting import abbreviated
@@ -25,7 +25,7 @@ class Series:
         name: in the legend.
         steps: along x.
         values: along y; None leaves a gap.
-        look: "line"; "dots" joins few points and marks each; "faint" is what a smoothed line is of.
+        look: "line"; "dots" joins few points and marks each; "faint" is the original of a smoothed line.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart that is ready to be put into the page.
+    """A chart, ready for the page.
 
     Attributes:
         title: above it.
         unit: beside the title.
         width: of the box, in its own units.
         height: likewise.
-        lines: per series what the page draws: name, look, path, dots.
+        lines: the drawing of each series: name, look, path, dots.
         x_ticks: (position, label).
         y_ticks: likewise.
-        marks: positions along x of the steps that were skipped.
-        restarts: likewise of those from which the run went on.
-        data: what the page shows under the pointer.
+        marks: positions along x of skipped steps.
+        restarts: positions along x of the steps from which the run resumed.
+        data: the values that the page shows under the pointer.
     """
 
     title: str
@@ -78,36 +78,31 @@ def draw(
     width: int = 560,
     height: int = 230,
 ) -> Chart | None:
-    """Lay a chart out, or None where no series has a finite value.
+    """Lay out a chart; None if no series has a finite value.
 
     Args:
         title: of the chart.
         unit: of y.
-        series: what is drawn.
-        label: makes text of a value of y.
-        last_step: where x ends.
-        log: y by its logarithm; values that are not positive are left out.
+        series: the lines.
+        label: formats a value of y.
+        last_step: the end of x.
+        log: whether y is logarithmic; values that are not positive are left out.
         from_zero: whether y begins at zero.
         capped: whether y ends at twice its median: a few far outliers are drawn at the edge.
         marks: steps to mark as skipped.
-        restarts: steps to mark as those from which the run went on.
+        restarts: steps to mark as those from which the run resumed.
         width: of the box.
         height: of the box.
     """
     label = label or abbreviated
     if log:
-        series = [
-            Series(s.name, s.steps, [v if v and v > 0 else None for v in s.values], s.look) for s in series
-        ]
+        series = [replace(s, values=[v if v and v > 0 else None for v in s.values]) for s in series]
     known = [v for s in series for v in s.values if v is not None]
     if not known:
         return None
     if capped:
         cap = 2 * sorted(known)[len(known) // 2]
-        series = [
-            Series(s.name, s.steps, [v if v is None else min(v, cap) for v in s.values], s.look)
-            for s in series
-        ]
+        series = [replace(s, values=[v if v is None else min(v, cap) for v in s.values]) for s in series]
         known = [min(v, cap) for v in known]
     low, high = _range(known, log=log, from_zero=from_zero)
     first = min(s.steps[0] for s in series if s.steps)
@@ -129,12 +124,8 @@ def draw(
         lines.append({"name": one.name, "look": one.look, "path": _path(points), "dots": dots})
         if one.look != "faint":
             kept = [(s, v) for s, v in zip(steps, values, strict=True) if v is not None]
-            shown.append(
-                {
-                    "name": one.name,
-                    "points": [[s, x_of(s), y_of(v), label(v)] for s, v in kept],
-                }
-            )
+            points = [[s, x_of(s), y_of(v), label(v)] for s, v in kept]
+            shown.append({"name": one.name, "points": points})
     return Chart(
         title,
         unit,
@@ -150,13 +141,13 @@ def draw(
 
 
 def smoothed(name: str, steps: Sequence[int], values: Values, *, rate: bool = False) -> list[Series]:
-    """A noisy line as two: all of it, faint, and its moving mean; a short one as it is.
+    """Split a noisy line into all of it, faint, and its moving mean; a short line stays as it is.
 
     Args:
         name: of the line.
         steps: along x.
         values: along y.
-        rate: whether it is something per second, so that the seconds are what is averaged.
+        rate: whether the values are per second: then the seconds are averaged.
     """
     if len(values) < _SMOOTHED_FROM:
         return [Series(name, steps, values)]
@@ -176,7 +167,7 @@ def smoothed(name: str, steps: Sequence[int], values: Values, *, rate: bool = Fa
 
 
 def thinned(steps: Sequence[int], values: Values) -> tuple[list[int], list[float | None]]:
-    """At most some hundreds of points: of each stretch the lowest and the highest, so no peak is lost."""
+    """At most some hundreds of points: the lowest and the highest of each stretch, so no peak is lost."""
     if len(steps) <= _POINTS:
         return list(steps), list(values)
     stretch = math.ceil(2 * len(steps) / _POINTS)

@@ -38,22 +38,22 @@ def measure_bytes(
     plain JSON data.
 
     Args:
-      target: "package.module:function", importable from the current directory.
-      arguments: keyword arguments for it, plain JSON data.
-      nodes: number of nodes, one process each.
-      devices_per_node: emulated CPU devices of each.
+        target: "package.module:function", importable from the current directory.
+        arguments: keyword arguments for it, plain JSON data.
+        nodes: number of nodes, one process each.
+        devices_per_node: emulated CPU devices of each.
         rate: of the links, see ``EmulatedCluster``. If the processors cannot keep up, TCP retransmits packets
             (up to a tenth of the bytes were measured), which count here as on a real link.
         timeout: seconds for the whole measurement.
         output: destination of the processes' lines.
 
     Returns:
-      One measurement per node.
+        One measurement per node.
 
     Raises:
-      ClusterError: this machine cannot emulate a cluster.
-      RuntimeError: a process failed; its output says why.
-      TimeoutError: the processes did not finish in time.
+        ClusterError: this machine cannot emulate a cluster.
+        RuntimeError: a process failed; its output says why.
+        TimeoutError: the processes did not finish in time.
     """
     with (
         tempfile.TemporaryDirectory(prefix="zerojax-measure-") as folder,

@@ -51,7 +51,7 @@ def bytes_per_second(rate: str) -> int:
     """``"10gbit"`` -> 1250000000.
 
     Raises:
-      ValueError: it is not a number with the unit kbit, mbit or gbit.
+        ValueError: it is not a number with the unit kbit, mbit or gbit.
     """
     found = _RATE.fullmatch(rate.strip())
     if found is None or not 0 < float(found[1]) < 1e9:
@@ -63,7 +63,7 @@ def microseconds(time: str) -> int:
     """``"50us"`` -> 50.
 
     Raises:
-      ValueError: it is not a number with the unit us, ms or s.
+        ValueError: it is not a number with the unit us, ms or s.
     """
     found = _TIME.fullmatch(time.strip())
     if found is None or float(found[1]) > 1e9:
@@ -92,7 +92,7 @@ def link_bytes() -> LinkBytes:
     """The bytes that this process's node has sent and received so far.
 
     Raises:
-      ClusterError: the process does not run in a node of an emulated cluster.
+        ClusterError: the process does not run in a node of an emulated cluster.
     """
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
@@ -109,11 +109,11 @@ def limit_link(rate: str) -> None:
     call this in one process of every node.
 
     Args:
-      rate: as for ``bytes_per_second``.
+        rate: as for ``bytes_per_second``.
 
     Raises:
-      ValueError: an argument is invalid.
-      ClusterError: the process does not run in a node of an emulated cluster whose links have a rate.
+        ValueError: an argument is invalid.
+        ClusterError: the process does not run in a node of an emulated cluster whose links have a rate.
     """
     limit = bytes_per_second(rate)
     link_bytes()  # raises an error if this is not a node
