@@ -9,19 +9,9 @@ from environment import ROOT
 
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
-    *(
-        "errors",
-        "log",
-        "versions",
-        "formatting",
-        "validation",
-        "zero_config",
-        "matmul",
-        "sharding",
-        "comm",
-        "schedule",
-    ),
-    *("adapters", "optim", "train", "models", "analysis", "multihost", "run", "interop", "testing", "cli"),
+    *("errors", "log", "versions", "formatting", "validation", "zero_config", "matmul", "sharding", "comm"),
+    *("schedule", "adapters", "optim", "train", "models", "analysis", "multihost", "run", "interop"),
+    *("testing", "cli"),
 )
 
 

@@ -91,8 +91,8 @@ def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
     own, own_scale, codes, scale, (like_x, like_gradient) = residuals
     weight = lax.bitcast_convert_type(codes, E4M3)
     arrived, arrived_scale = _narrow(cotangent, E5M2)
-    # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, at a third
-    # of the speed at which it transposes bytes.
+    # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, which is
+    # three times slower than to transpose bytes.
     own, arrived = lax.optimization_barrier((own, arrived))
     arrived = (arrived, arrived_scale)
     of_x = _dot(arrived, (weight, scale), (1, 1), dtype).astype(like_x.dtype)
