@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import ROOT, for_programs
+from environment import ROOT, for_programs, zerojax
 
 FOLDER = ROOT / "scripts" / "bench"
 sys.path.append(str(FOLDER))
@@ -77,6 +77,58 @@ def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_changes_its_formats_halfway(text, tmp_path):
+    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
+    where += ("--data.source", text, "--train.steps", 4, "--model.layers", 1)
+    done = convergence(*where, "--variants", "zero3", "zero++-256", "weights-int8", "zero++-second-half")
+    assert done.returncode == 0, done.stderr
+    _, quantized, exact, half = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert half["variant"] == "zero++-second-half"
+    assert half["train_loss"][:2] == exact["train_loss"][:2]
+    assert half["curve"][0] == exact["curve"][0]
+    assert half["train_loss"][3] != exact["train_loss"][3]
+    assert half["train_loss"][3] == pytest.approx(exact["train_loss"][3], rel=1e-3)
+    assert half["between_nodes"] == (quantized["between_nodes"] + exact["between_nodes"]) / 2
+    assert half["zero"] == quantized["zero"]
+
+
+def test_runs_begin_with_trained_weights(text, tmp_path):
+    toy = {**TOY, "mesh.nodes": 1, "train.steps": 8, "data.source": text, "data.tokenizer": "bpe"}
+    toy |= {"data.vocab-size": 300, "model.vocab-size": 300}
+    words = [word for name, value in toy.items() for word in (f"--{name}", str(value))]
+    done = zerojax("train", "gpt-tiny", *words, "--run-dir", tmp_path / "base")
+    assert done.returncode == 0, done.stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(40):
+        (other / f"{i}.txt").write_text(f"{i}: " + "she sells sea shells on the sea shore " * (i + 10))
+    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
+    where += ("--data.source", other, "--model.vocab-size", 300, "--init-from", tmp_path / "base")
+    picture = tmp_path / "picture.png"
+    variants = ("zero3", "weights-int2", "deltas-int2", "deltas-int4")
+    done = convergence(*where, "--variants", *variants, "--picture", picture)
+    assert done.returncode == 0, done.stderr
+    exact, direct, *deltas = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert exact["curve"][0][0] == 0
+    assert exact["base"]["step"] == 8
+    assert exact["curve"][0][1] < math.log(300) - 0.3  # has learned something
+    assert direct["curve"][0][1] != pytest.approx(exact["curve"][0][1], rel=1e-3)
+    for run in deltas:  # the copies begin as the weights are
+        assert run["curve"][0][1] == pytest.approx(exact["curve"][0][1], rel=1e-5)
+        assert run["loss"] == pytest.approx(exact["loss"], rel=0.05)
+    tokenizer, base = (tmp_path / folder / "tokenizer.json" for folder in ("data/tokens", "base/data"))
+    assert tokenizer.read_bytes() == base.read_bytes()
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows[0][2] == "perplexity"
+    assert rows[1][2] == f"{math.exp(exact['loss']):.4f}"
+    assert rows[6][:2] == ["| zero3", f"{math.exp(exact['curve'][0][1]):.4f}"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    done = convergence(*where[:-2], "--data.tokenizer", tmp_path / "base" / "data" / "tokenizer.json")
+    assert done.returncode == 2
+    assert "runs of seed 0 that began with other weights: name other --seeds" in done.stderr
+
+
 def test_unknown_variants_are_refused():
     done = convergence("--variants", "zero4")
     assert done.returncode == 2
@@ -116,6 +168,21 @@ def test_table_has_means_and_standard_errors():
     assert exact == "| zero3 | 2 | 3.0000 | 1.4142 |  | -1.00% | 3.0 MB |"
     assert delta == "| delta | 2 | 3.0700 | 1.4849 | +2.00% ± 1.00% | -1.00% | 3.0 MB |"
     assert int8 == "| int8 | 1 | 3.9600 |  | -1.00% | -1.00% | 3.0 MB |"
+
+
+def test_perplexities_are_of_losses():
+    found = paired.in_perplexity(RUNS[:1])
+    assert found[0]["loss"] == pytest.approx(math.exp(2))
+    assert found[0]["loss_exact"] == pytest.approx(math.exp(1.98))
+    assert found[0]["curve"][0] == (1, pytest.approx(math.exp(4)))
+
+
+def test_curves_are_means_of_the_seeds():
+    assert paired.by_step(RUNS)[::2] == [
+        "| step | 1 | 2 |",
+        "| zero3 | 6.0000 | 3.0000 |",
+        "| int8 | 7.9200 | 3.9600 |",
+    ]
 
 
 def test_chance_is_what_variants_and_seeds_leave():
@@ -192,6 +259,15 @@ def test_text_has_each_document_once(tmp_path):
     assert sum(map(len, texts)) == found["bytes"]
     assert found["kinds"].keys() <= machine_text.KINDS.keys()
     assert found == collected(tmp_path / "again.jsonl", [root], 1)[0]
+
+
+def test_text_is_of_some_kinds(tmp_path):
+    (tmp_path / "a.py").write_text(lines(0, 20))
+    (tmp_path / "b.h").write_text(lines(100, 120))
+    out = tmp_path / "text.jsonl"
+    found = machine_text.collect(out, [tmp_path], 1, ["C and C++"])
+    assert found["kinds"].keys() == {"C and C++"}
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [lines(100, 120)]
 
 
 def test_text_ends_at_its_size(tmp_path):
