@@ -10,6 +10,8 @@ say how much of it is chance. The first seed of all variants is trained before t
 The JSON file gets each run when it is done. Started again with the same file, the command trains what is not
 in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
 
+It runs as one process, or as one per node (zerojax launch, zerojax emulate) with the folder in common.
+
 With --init-from every run fine-tunes the weights of a trained run (zerojax train) on text cut into that run's
 tokens, and the table gives perplexities.
 """
@@ -37,12 +39,13 @@ import zerojax
 from zerojax import ZeroError, cli
 from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
-from zerojax.cli.cluster import emulate_devices
+from zerojax.cli.cluster import joined_cluster
 from zerojax.models import parameter_count
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
-from zerojax.run.build import RunSetup, abstract_batch, make_batches, mean_loss
+from zerojax.run.build import RunSetup, abstract_batch, is_first, make_batches, mean_loss
 from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
-from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config import DataSection, RunConfig, config_to_dict
 from zerojax.run.data import Batch, Dataset, open_dataset, prepare
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
@@ -122,7 +125,9 @@ def main() -> None:
     """Read the command line and do what it asks for."""
     begun = time.monotonic()
     try:
-        run(on_config.parse(Options, "convergence", sys.argv[1:]), begun)
+        options = on_config.parse(Options, "convergence", sys.argv[1:])
+        with joined_cluster(options.settings.mesh, options.settings.cluster):
+            run(options, begun)
     except ZeroError as error:
         raise SystemExit(cli.report(error)[0]) from error
 
@@ -145,8 +150,9 @@ def run(options: Options, begun: float) -> None:
     runs, quantity = results.content["runs"], "validation loss"
     if options.init_from:
         runs, quantity = in_perplexity(runs), "perplexity"
-    print("\n".join([*table(runs, EXACT, quantity), "", *by_step(runs)]))
-    if options.picture:
+    if is_first():
+        print("\n".join([*table(runs, EXACT, quantity), "", *by_step(runs)]))
+    if options.picture and is_first():
         draw(runs, EXACT, options.picture, quantity)
     for name, error in broken.items():
         raise RuntimeError(f"{name} does not compile") from error
@@ -161,14 +167,18 @@ def train_all(
         Which variants do not compile, and why; the others are trained.
     """
     config = options.settings
-    emulate_devices(config.mesh)
+    if options.text:
+        config = replace(config, data=replace(config.data, source=str(options.folder / "text.jsonl")))
     RunSetup.of(config).check()
     names = list(dict.fromkeys([EXACT, *(half for name, _ in missing for half in halves(name))]))
     spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
-    with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor() as threads:
-        text = process.submit(prepare_text, config, options.folder, options.text, options.kinds)
+    # The processes of a job tune kernels together, so that all must compile in the same order.
+    workers = None if jax.process_count() == 1 else 1
+    with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor(workers) as threads:
+        wanted = (config.data, options.folder, options.text, options.kinds)
+        text = process.submit(prepare_text, *wanted) if is_first() else None
         trainees = {name: Trainee(config, name, threads) for name in names}
-        config, described = text.result()
+        described = run_on_process_zero(lambda: text and text.result())
         data = open_dataset(config.data, options.folder / "tokens")
         results.set_data(described, data)
         say(begun, data.describe())
@@ -180,7 +190,8 @@ def train_all(
     longest = 0.0
     for name, seed in missing:
         now = time.monotonic()
-        if options.minutes and now + longest > begun + 60 * options.minutes:
+        late = bool(options.minutes) and now + longest > begun + 60 * options.minutes
+        if run_on_process_zero(lambda late=late: late):
             break
         if {*halves(name), EXACT}.isdisjoint(broken):
             results.add(
@@ -192,7 +203,8 @@ def train_all(
 
 def say(begun: float, what: str) -> None:
     """Print a line with the time since the start."""
-    print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
+    if is_first():
+        print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
 
 
 def halves(name: str) -> tuple[str, ...]:
@@ -218,23 +230,26 @@ def with_tokenizer_of(run: Path, config: RunConfig) -> RunConfig:
 
 
 def prepare_text(
-    config: RunConfig, folder: Path, megabytes: float, kinds: tuple[Kind, ...]
-) -> tuple[RunConfig, dict[str, Any]]:
+    settings: DataSection, folder: Path, megabytes: float, kinds: tuple[Kind, ...]
+) -> dict[str, Any]:
     """Collect this machine's text if asked to, and write tokens; what is there already stays.
 
     Returns:
-        The settings with the text as their source, and what it is, as `machine_text.collect` says; of text
-        that was given, the settings as they are and nothing.
+        What the text is, as `machine_text.collect` says; of text that was given, nothing.
+
+    Raises:
+        ZeroError: the folder has text of other kinds.
     """
-    text, described = folder / "text.jsonl", folder / "text.json"
+    text, path = folder / "text.jsonl", folder / "text.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if megabytes:
-        config = replace(config, data=replace(config.data, source=str(text)))
-        if not described.exists():
-            found = machine_text.collect(text, machine_text.default_roots(), megabytes, kinds)
-            described.write_text(json.dumps(found, indent=1) + "\n")
-    prepare(config.data, folder / "tokens")
-    return config, json.loads(described.read_text()) if megabytes else {}
+    if megabytes and not path.exists():
+        found = machine_text.collect(text, machine_text.default_roots(), megabytes, kinds)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    described = json.loads(path.read_text()) if megabytes else {}
+    if other := described.get("kinds", {}).keys() - set(kinds):
+        raise ZeroError(f"{folder} holds text of other kinds ({', '.join(other)}): name another --folder")
+    prepare(settings, folder / "tokens")
+    return described
 
 
 class Results:
@@ -293,6 +308,8 @@ class Results:
     def add(self, record: dict[str, Any]) -> None:
         """Append a run to the file, which is whole at any time."""
         self.content["runs"].append(record)
+        if not is_first():
+            return
         shared = {key: value for key, value in self.content.items() if key != "runs"}
         runs = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line each
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -451,7 +468,7 @@ def means(values: list[float]) -> list[float]:
     return [float(np.mean(some)) for some in np.array_split(values, min(_CURVE_POINTS, len(values)))]
 
 
-def environment() -> dict[str, str]:
+def environment() -> dict[str, Any]:
     """On what, when and by which version of the code a run was made."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
@@ -460,6 +477,7 @@ def environment() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     return {
+        "processes": jax.process_count(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "jax": jax.__version__,
