@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import ROOT, for_programs, zerojax
+from environment import ROOT, for_programs
 
 FOLDER = ROOT / "scripts" / "bench"
 sys.path.append(str(FOLDER))
 
+import convergence as grid  # noqa: E402
 import machine_text  # noqa: E402
 import paired  # noqa: E402
+
+from zerojax import ZeroError  # noqa: E402
+from zerojax.run.config import RunConfig  # noqa: E402
 
 TOY = {
     "mesh.local": 1,
@@ -31,8 +35,12 @@ TOY = {
 
 
 def convergence(*arguments: object) -> subprocess.CompletedProcess[str]:
-    toy = [word for name, value in TOY.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(FOLDER / "convergence.py"), "gpt-tiny", *toy, *map(str, arguments)]
+    toy = [word for name, value in TOY.items() for word in (f"--{name}", value)]
+    return start("gpt-tiny", *toy, *arguments)
+
+
+def start(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "convergence.py"), *map(str, arguments)]
     return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)
 
 
@@ -92,41 +100,61 @@ def test_a_run_changes_its_formats_halfway(text, tmp_path):
     assert half["zero"] == quantized["zero"]
 
 
-def test_runs_begin_with_trained_weights(text, tmp_path):
-    toy = {**TOY, "mesh.nodes": 1, "train.steps": 8, "data.source": text, "data.tokenizer": "bpe"}
-    toy |= {"data.vocab-size": 300, "model.vocab-size": 300}
-    words = [word for name, value in toy.items() for word in (f"--{name}", str(value))]
-    done = zerojax("train", "gpt-tiny", *words, "--run-dir", tmp_path / "base")
-    assert done.returncode == 0, done.stderr
-    other = tmp_path / "other"
-    other.mkdir()
-    for i in range(40):
-        (other / f"{i}.txt").write_text(f"{i}: " + "she sells sea shells on the sea shore " * (i + 10))
-    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
-    where += ("--data.source", other, "--model.vocab-size", 300, "--init-from", tmp_path / "base")
+def test_runs_begin_with_trained_weights(finished, tmp_path):
+    """Both seeds begin with the same weights; copies of deltas are exact then, two bits are not."""
+    where = (finished.config, "--mesh.local", 1, "--mesh.emulate", "--init-from", finished.path)
+    where += (
+        "--json",
+        tmp_path / "runs.json",
+        "--folder",
+        tmp_path / "data",
+        "--text",
+        0,
+        "--train.steps",
+        3,
+    )
+    where += ("--variants", "zero3", "weights-int2", "deltas-int2", "--train.eval-every", 2)
     picture = tmp_path / "picture.png"
-    variants = ("zero3", "weights-int2", "deltas-int2", "deltas-int4")
-    done = convergence(*where, "--variants", *variants, "--picture", picture)
+    done = start(*where, "--seeds", 0, 1, "--picture", picture)
     assert done.returncode == 0, done.stderr
-    exact, direct, *deltas = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert exact["curve"][0][0] == 0
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    exact, direct, deltas, again = runs[:4]
+    assert exact["base"] == again["base"]
     assert exact["base"]["step"] == 8
-    assert exact["curve"][0][1] < math.log(300) - 0.3  # has learned something
-    assert direct["curve"][0][1] != pytest.approx(exact["curve"][0][1], rel=1e-3)
-    for run in deltas:  # the copies begin as the weights are
-        assert run["curve"][0][1] == pytest.approx(exact["curve"][0][1], rel=1e-5)
-        assert run["loss"] == pytest.approx(exact["loss"], rel=0.05)
-    tokenizer, base = (tmp_path / folder / "tokenizer.json" for folder in ("data/tokens", "base/data"))
-    assert tokenizer.read_bytes() == base.read_bytes()
+    assert [step for step, _ in exact["curve"]] == [0, 2, 3]
+    before = exact["base"]["validation_loss"]
+    assert [run["curve"][0][1] for run in (exact, again)] == [pytest.approx(before, rel=1e-4)] * 2
+    assert exact["loss"] != again["loss"]
+    assert deltas["curve"][0][1] == pytest.approx(before, rel=1e-4)
+    assert abs(direct["curve"][0][1] / before - 1) > 1e-3
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert rows[0][2] == "perplexity"
-    assert rows[1][2] == f"{math.exp(exact['loss']):.4f}"
-    assert rows[6][:2] == ["| zero3", f"{math.exp(exact['curve'][0][1]):.4f}"]
+    assert rows[1][2] == f"{(math.exp(exact['loss']) + math.exp(again['loss'])) / 2:.4f}"
+    assert rows[5][:2] == ["| zero3", f"{math.exp(exact['curve'][0][1]):.4f}"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    done = convergence(*where[:-2], "--data.tokenizer", tmp_path / "base" / "data" / "tokenizer.json")
+    content = json.loads((tmp_path / "runs.json").read_text())
+    content["runs"][0]["base"]["saved_at"] += 1
+    (tmp_path / "runs.json").write_text(json.dumps(content))
+    done = start(*where, "--seeds", 0, 2, "--minutes", 1e-9)
     assert done.returncode == 2
     assert "runs of seed 0 that began with other weights: name other --seeds" in done.stderr
+
+
+def test_text_is_cut_into_the_tokens_of_the_trained_run(tmp_path):
+    config = RunConfig()
+    assert grid.with_tokenizer_of(tmp_path, config) == config  # bytes
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tokenizer.json").touch()
+    assert grid.with_tokenizer_of(tmp_path, config).data.tokenizer == str(
+        tmp_path / "data" / "tokenizer.json"
+    )
+
+
+def test_text_of_other_kinds_is_refused(tmp_path):
+    (tmp_path / "text.json").write_text('{"kinds": {"Python": 1, "C and C++": 1}}')
+    with pytest.raises(ZeroError, match=r"holds text of other kinds \(Python\): name another --folder"):
+        grid.prepare_text(RunConfig().data, tmp_path, 1, ("C and C++",))
 
 
 def test_unknown_variants_are_refused():
