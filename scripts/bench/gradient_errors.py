@@ -18,6 +18,7 @@ Writes OUT.md, a table.
 
 import argparse
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from zerojax.zero_config import ZeroConfig
 
 NODES, LOCAL = 2, 4
 LeafPath = tuple[str, ...]
+Shapes = tuple[tuple[LeafPath, tuple[int, ...]], ...]
 Unit = dict[LeafPath, np.ndarray]
 """Matrices that are reduced together, by path: ``[devices, *shape]``, fp32."""
 
@@ -115,7 +117,7 @@ def device_gradients(trained: TrainedRun, data: Dataset, sequences: int) -> list
 
 def reduced(unit: Unit, zero: ZeroConfig, seed: int) -> Unit:
     """The mean over the mesh as the two hops give it."""
-    leaves, reduce = reducer(tuple((path, x.shape[1:]) for path, x in unit.items()), zero)
+    leaves, reduce = reducer(shapes_of(unit), zero)
     sums = reduce(list(unit.values()), np.uint32(seed))
     return {
         leaf.path: np.asarray(unflatten(x, leaf)) / (NODES * LOCAL)
@@ -123,8 +125,22 @@ def reduced(unit: Unit, zero: ZeroConfig, seed: int) -> Unit:
     }
 
 
+def shapes_of(unit: Unit) -> Shapes:
+    """The shapes of a unit's matrices."""
+    return tuple((path, x.shape[1:]) for path, x in unit.items())
+
+
+def compile_all(units: list[Unit]) -> None:
+    """Compile all reductions, several at a time."""
+    with ThreadPoolExecutor() as threads:
+        for case in cases():
+            for shapes, unit in {shapes_of(unit): unit for unit in units}.items():
+                lowered = reducer(shapes, case.zero)[1].lower(list(unit.values()), np.uint32(0))
+                threads.submit(lowered.compile)
+
+
 @cache
-def reducer(shapes: tuple[tuple[LeafPath, tuple[int, ...]], ...], zero: ZeroConfig) -> tuple[Any, Any]:
+def reducer(shapes: Shapes, zero: ZeroConfig) -> tuple[Any, Any]:
     """The layouts of some matrices, and the compiled reduction, which all layers share."""
     world = MeshShape(NODES, LOCAL)
     leaves = tuple(
@@ -210,6 +226,7 @@ def main() -> None:
         "| local / node | block | rotation | rounding | error | theory | ratio | bias |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    compile_all(units)
     for case in cases():
         lines.append(row(case, units))
         print(lines[-1], flush=True)

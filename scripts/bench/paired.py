@@ -179,7 +179,8 @@ def draw(runs: Sequence[Run], exact: str, path: Path, quantity: str = "validatio
         axes.grid(alpha=0.3)
     left.axhline(0, color="black", linewidth=0.8)
     left.set(xlabel="step", ylabel=f"{quantity} from {exact}'s, %, mean of the seeds")
-    left.legend(fontsize=8)
+    if paired.keys() - {exact}:
+        left.legend(fontsize=8)
     right.axvline(0, color="black", linewidth=0.8)
     if chance := Chance.of(runs):
         reach = 100 * chance.deviation
