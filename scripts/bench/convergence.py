@@ -9,6 +9,11 @@ say how much of it is chance. The first seed of all variants is trained before t
 
 The JSON file gets each run when it is done. Started again with the same file, the command trains what is not
 in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
+
+It runs as one process, or as one per node (zerojax launch, zerojax emulate) with the folder in common.
+
+With --init-from every run fine-tunes the weights of a trained run (zerojax train) on text cut into that run's
+tokens, and the table gives perplexities.
 """
 
 import datetime
@@ -27,21 +32,25 @@ from typing import Any
 import jax
 import machine_text
 import numpy as np
-from paired import draw, table
+from machine_text import KINDS, Kind
+from paired import by_step, draw, in_perplexity, table
 
 import zerojax
 from zerojax import ZeroError, cli
 from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
-from zerojax.cli.cluster import emulate_devices
+from zerojax.cli.cluster import joined_cluster
 from zerojax.models import parameter_count
-from zerojax.run.build import RunSetup, abstract_batch, make_batches, mean_loss
-from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.run import checkpoints
+from zerojax.run.build import RunSetup, abstract_batch, is_first, make_batches, mean_loss
+from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
+from zerojax.run.config import DataSection, RunConfig, config_to_dict
 from zerojax.run.data import Batch, Dataset, open_dataset, prepare
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.state import initializer, shardings_of
+from zerojax.train.state import initializer, secondary_of, shardings_of
 from zerojax.train.step import lower_eval_step
 
 EXACT = "zero3"
@@ -53,6 +62,8 @@ DELTA: dict[str, Any] = {
     "rotation": 32,
     "rounding": "nearest",
 }
+EXACT_GRADIENTS: dict[str, Any] = {"grads": ("compute", "compute"), "rotation": 0}
+DIRECT: dict[str, Any] = {"preset": "zero++", "block_size": 256, **EXACT_GRADIENTS}
 VARIANTS: dict[str, dict[str, Any]] = {
     EXACT: {"preset": "zero3"},
     "delta-stochastic": {**DELTA, "rounding": "stochastic"},
@@ -65,10 +76,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-stochastic-int8": {**DELTA, "rounding": "stochastic", "grads": ("int8", "int8")},
     "delta-stochastic-weights-int8": {**DELTA, "rounding": "stochastic", "weights": "int8"},
     "delta-nearest-256": {**DELTA, "block_size": 256},
-    "delta-exact-gradients": {**DELTA, "grads": ("compute", "compute"), "rotation": 0},
+    "zero++-fp6": {"preset": "zero++", "block_size": 256, "weights": "fp6"},
+    **{f"weights-{fmt}": {**DIRECT, "weights": fmt} for fmt in ("int8", "fp6", "int4", "int2")},
+    **{f"deltas-{fmt}": {**DELTA, **EXACT_GRADIENTS, "weights": fmt} for fmt in ("int8", "int4", "int2")},
+    "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
+    "delta-fp8": {**DELTA, "rounding": "stochastic", "matmul_dtype": "fp8"},
     "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
 }
 """By name, what they set of ``ZeroSection``: what presets may come to set otherwise, too."""
+
+HALVES = {
+    "zero++-first-half": ("zero++-256", "weights-int8"),
+    "zero++-second-half": ("weights-int8", "zero++-256"),
+    "zero++-fp6-first-half": ("zero++-fp6", "weights-fp6"),
+    "zero++-fp6-second-half": ("weights-fp6", "zero++-fp6"),
+}
+"""Variants that quantize gradients in one half of the run only: of which variant each half is."""
 
 _CURVE_POINTS = 50
 
@@ -82,45 +105,57 @@ class Options(on_config.Options):
         variants: Which, in this order; the first seed of all of them comes first.
         seeds: Of the weights, the data order and the random bits.
         minutes: Begin no run that would end later than so many minutes after the start; 0 runs all.
+        init_from: A run's folder, whose weights and tokenizer all runs begin with.
         text: Megabytes of this machine's text to train on; 0 reads data.source as it is.
+        kinds: Which kinds of it.
         folder: Where text and tokens are kept.
         picture: A PNG to draw.
     """
 
     json: Path = Path("build/convergence/runs.json")
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = (EXACT, "delta-stochastic", "zero++-256")
     seeds: tuple[int, ...] = (0, 1, 2)
     minutes: float = 0
+    init_from: Path | None = None
     text: float = 300
+    kinds: tuple[Kind, ...] = tuple(KINDS)
     folder: Path = Path("build/convergence")
     picture: Path | None = None
 
 
 def main() -> None:
-    """Run the command line."""
+    """Read the command line and do what it asks for."""
     begun = time.monotonic()
     try:
-        run(on_config.parse(Options, "convergence", sys.argv[1:]), begun)
+        options = on_config.parse(Options, "convergence", sys.argv[1:])
+        with joined_cluster(options.settings.mesh, options.settings.cluster):
+            run(options, begun)
     except ZeroError as error:
         raise SystemExit(cli.report(error)[0]) from error
 
 
 def run(options: Options, begun: float) -> None:
-    """Train the missing runs, print the table and draw the picture.
+    """Train what is missing, print the table, draw the picture.
 
     Raises:
-        ZeroError: a variant that is not there, settings that contradict each other, a file of other runs.
+        ZeroError: a variant that is not there, settings that contradict each other, no trained run to begin
+            with, a file of other runs.
     """
-    for name in options.variants:
-        with_variant(options.settings, name)
+    if options.init_from:
+        options = replace(options, settings=with_tokenizer_of(options.init_from, options.settings))
+    for half in (half for name in options.variants for half in halves(name)):
+        with_variant(options.settings, half)
     results = Results(options.json, options.settings)
     missing = [(name, seed) for seed in options.seeds for name in options.variants]
     missing = [run for run in missing if run not in results.done]
     broken = train_all(missing, results, options, begun) if missing else {}
-    runs = results.content["runs"]
-    print("\n".join(table(runs, EXACT)))
-    if options.picture:
-        draw(runs, EXACT, options.picture)
+    runs, quantity = results.content["runs"], "validation loss"
+    if options.init_from:
+        runs, quantity = in_perplexity(runs), "perplexity"
+    if is_first():
+        print("\n".join([*table(runs, EXACT, quantity), "", *by_step(runs)]))
+    if options.picture and is_first():
+        draw(runs, EXACT, options.picture, quantity)
     for name, error in broken.items():
         raise RuntimeError(f"{name} does not compile") from error
 
@@ -134,34 +169,49 @@ def train_all(
         Which variants do not compile, and why; the others are trained.
     """
     config = options.settings
-    emulate_devices(config.mesh)
+    if options.text:
+        config = replace(config, data=replace(config.data, source=str(options.folder / "text.jsonl")))
     RunSetup.of(config).check()
-    names = list(dict.fromkeys([EXACT, *(name for name, _ in missing)]))
+    names = list(dict.fromkeys([EXACT, *(half for name, _ in missing for half in halves(name))]))
     spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
-    with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor() as threads:
-        text = process.submit(prepare_text, config, options.folder, options.text)
+    # The processes of a job tune kernels together, so that all must compile in the same order.
+    workers = None if jax.process_count() == 1 else 1
+    with ProcessPoolExecutor(1, spawn) as process, ThreadPoolExecutor(workers) as threads:
+        wanted = (config.data, options.folder, options.text, options.kinds)
+        text = process.submit(prepare_text, *wanted) if is_first() else None
         trainees = {name: Trainee(config, name, threads) for name in names}
-        config, described = text.result()
+        described = run_on_process_zero(lambda: text and text.result())
         data = open_dataset(config.data, options.folder / "tokens")
         results.set_data(described, data)
         say(begun, data.describe())
     # All is compiled here: beside training, either would slow the other.
     broken = {name: error for name, trainee in trainees.items() if (error := trainee.error())}
     say(begun, f"compiled {', '.join(name for name in trainees if name not in broken)}")
+    base = Base.of(options.init_from, trainees[EXACT]) if options.init_from else None
+    results.check_base(base, options.seeds)
     longest = 0.0
     for name, seed in missing:
         now = time.monotonic()
-        if options.minutes and now + longest > begun + 60 * options.minutes:
+        late = bool(options.minutes) and now + longest > begun + 60 * options.minutes
+        if run_on_process_zero(lambda late=late: late):
             break
-        if {name, EXACT}.isdisjoint(broken):
-            results.add(train(trainees[name], seed, data, trainees[EXACT]))
+        if {*halves(name), EXACT}.isdisjoint(broken):
+            results.add(
+                train(name, [trainees[half] for half in halves(name)], seed, data, trainees[EXACT], base)
+            )
             longest = max(longest, time.monotonic() - now)
     return broken
 
 
 def say(begun: float, what: str) -> None:
     """Print a line with the time since the start."""
-    print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
+    if is_first():
+        print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
+
+
+def halves(name: str) -> tuple[str, ...]:
+    """The variants of the halves of a run, or the one of all of it."""
+    return HALVES.get(name, (name,))
 
 
 def with_variant(config: RunConfig, name: str) -> RunConfig:
@@ -171,26 +221,37 @@ def with_variant(config: RunConfig, name: str) -> RunConfig:
         ZeroError: there is none of that name.
     """
     if name not in VARIANTS:
-        raise ZeroError(f"no variant {name!r}: there are {', '.join(VARIANTS)}")
+        raise ZeroError(f"no variant {name!r}: there are {', '.join([*VARIANTS, *HALVES])}")
     return replace(config, zero=replace(config.zero, **VARIANTS[name]))
 
 
-def prepare_text(config: RunConfig, folder: Path, megabytes: float) -> tuple[RunConfig, dict[str, Any]]:
-    """Collect this machine's text if asked to, and write tokens; existing files stay.
+def with_tokenizer_of(run: Path, config: RunConfig) -> RunConfig:
+    """The settings with the tokenizer that another run trained, if it trained one."""
+    trained = run / "data" / "tokenizer.json"
+    return replace(config, data=replace(config.data, tokenizer=str(trained))) if trained.exists() else config
+
+
+def prepare_text(
+    settings: DataSection, folder: Path, megabytes: float, kinds: tuple[Kind, ...]
+) -> dict[str, Any]:
+    """Collect this machine's text if asked to, and write tokens; what is there already stays.
 
     Returns:
-        The settings with the text as their source, and what it is, as `machine_text.collect` says; of text
-        that was given, the settings as they are and nothing.
+        What the text is, as `machine_text.collect` says; of text that was given, nothing.
+
+    Raises:
+        ZeroError: the folder has text of other kinds.
     """
-    text, described = folder / "text.jsonl", folder / "text.json"
+    text, path = folder / "text.jsonl", folder / "text.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if megabytes:
-        config = replace(config, data=replace(config.data, source=str(text)))
-        if not described.exists():
-            found = machine_text.collect(text, machine_text.default_roots(), megabytes)
-            described.write_text(json.dumps(found, indent=1) + "\n")
-    prepare(config.data, folder / "tokens")
-    return config, json.loads(described.read_text()) if megabytes else {}
+    if megabytes and not path.exists():
+        found = machine_text.collect(text, machine_text.default_roots(), megabytes, kinds)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    described = json.loads(path.read_text()) if megabytes else {}
+    if other := described.get("kinds", {}).keys() - set(kinds):
+        raise ZeroError(f"{folder} holds text of other kinds ({', '.join(other)}): name another --folder")
+    prepare(settings, folder / "tokens")
+    return described
 
 
 class Results:
@@ -233,9 +294,24 @@ class Results:
             self._check("data", described)
         self.content["data"] = described
 
+    def check_base(self, base: "Base | None", seeds: tuple[int, ...]) -> None:
+        """Refuse to pair runs of a seed that begin with different weights.
+
+        Raises:
+            ZeroError: some of these seeds have runs that began otherwise.
+        """
+        now = None if base is None else base.described
+        if other := {run["seed"] for run in self.content["runs"] if run.get("base") != now} & {*seeds}:
+            raise ZeroError(
+                f"{self._path} holds runs of seed {min(other)} that began with other weights: "
+                "name other --seeds"
+            )
+
     def add(self, record: dict[str, Any]) -> None:
         """Append a run to the file, which is whole at any time."""
         self.content["runs"].append(record)
+        if not is_first():
+            return
         shared = {key: value for key, value in self.content.items() if key != "runs"}
         runs = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line each
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +333,7 @@ class Results:
 
 
 def difference(before: Any, now: Any, path: str = "") -> str:
-    """The differences between two trees of settings, in words."""
+    """Where two trees of settings differ, and how."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return f"{path[1:]} was {before!r} and is {now!r}"
     keys = [key for key in before | now if before.get(key) != now.get(key)]
@@ -268,7 +344,7 @@ class Trainee:
     """A variant, compiled once for all seeds."""
 
     def __init__(self, config: RunConfig, name: str, threads: Executor) -> None:
-        """Lower the programs of a run, and compile them in ``threads``."""
+        """Lower what a run of it needs, and have it compiled by ``threads``."""
         self.name = name
         self.config = with_variant(config, name)
         self.state = RunSetup.of(self.config).abstract_state()
@@ -279,6 +355,12 @@ class Trainee:
             zerojax.lower_train_step(self.state, batch),
             lower_eval_step(self.state, batch),
         )
+        copies = jax.jit(
+            partial(secondary_of, self.state.spec), out_shardings=shardings_of(self.state.secondary)
+        )
+        self.copies = copies if self.state.secondary else None
+        if self.copies:
+            lowered += (self.copies.lower(self.state.params),)
         self._compiled = [threads.submit(one.compile) for one in lowered]
         self.between_nodes = comm_report(self.state, batch).between_nodes
 
@@ -287,23 +369,62 @@ class Trainee:
         return next((error for one in self._compiled if (error := one.exception())), None)
 
 
-def train(trainee: Trainee, seed: int, data: Dataset, exact: Trainee) -> dict[str, Any]:
-    """One run, as a record for the JSON file."""
+@dataclass(frozen=True)
+class Base:
+    """Trained weights that runs begin with.
+
+    Attributes:
+        described: the checkpoint, for the JSON file.
+        state: exact, with the weights.
+    """
+
+    described: dict[str, Any]
+    state: zerojax.TrainState
+
+    @classmethod
+    def of(cls, run: Path, exact: Trainee) -> "Base":
+        """The newest checkpoint of a run."""
+        path = checkpoints.find(run)
+        manifest = checkpoints.read_manifest(path)
+        state = checkpoints.restore_weights(path, exact.state.replace(**exact.init(np.uint32(0))))
+        return cls({"step": manifest.step, "saved_at": manifest.saved_at, **manifest.record.metrics}, state)
+
+    def into(self, trainee: Trainee, state: zerojax.TrainState) -> zerojax.TrainState:
+        """A state of a variant with these weights."""
+        params = moved(self.state.params, self.state, state)
+        secondary = trainee.copies(params) if trainee.copies else {}
+        return state.replace(params=params, secondary=secondary)
+
+
+def train(
+    name: str, phases: list[Trainee], seed: int, data: Dataset, exact: Trainee, base: Base | None
+) -> dict[str, Any]:
+    """One run of a variant, or of one after the other in equal parts, as a record for the JSON file."""
     begun = time.monotonic()
-    config = replace(trainee.config, train=replace(trainee.config.train, seed=seed))
+    first, *later = phases
+    config = replace(first.config, train=replace(first.config.train, seed=seed))
     batches, validation = make_batches(config, data)
-    state = trainee.state.replace(**trainee.init(np.uint32(seed)))
+    state = first.state.replace(**first.init(np.uint32(seed)))
+    curve = []
+    if base is not None:
+        state = base.into(first, state)
+        curve = [(0, float(mean_loss(state, validation)))]
     queue, steps = MetricsQueue(), []
     for step in range(1, config.train.steps + 1):
         state, metrics = zerojax.train_step(state, next(batches))
         due = step % config.train.eval_every == 0 or step == config.train.steps
         steps += queue.push(step, metrics, partial(measure, state, validation) if due else None)
+        if later and step == config.train.steps // 2:
+            steps += queue.drain()
+            state = from_canonical(later[0].state, to_canonical(state))
+            queue.restart_clock()
     batches.close()
-    curve = [(one.step, one.values["validation_loss"]) for one in steps if "validation_loss" in one.values]
+    curve += [(one.step, one.values["validation_loss"]) for one in steps if "validation_loss" in one.values]
     size = config.train.batch_size * config.train.sequence_length
     return {
-        "variant": trainee.name,
+        "variant": name,
         "seed": seed,
+        "base": None if base is None else base.described,
         "zero": {key: value for key, value in vars(state.spec.zero).items() if key != "units"},
         "steps": config.train.steps,
         "tokens": config.train.steps * size,
@@ -313,7 +434,7 @@ def train(trainee: Trainee, seed: int, data: Dataset, exact: Trainee) -> dict[st
         "train_loss": means([one.values["loss"] for one in steps]),
         "grad_norm": means([one.values["grad_norm"] for one in steps]),
         "skipped": sum(one.values["skipped"] for one in steps),
-        "between_nodes": trainee.between_nodes,
+        "between_nodes": statistics.fmean(phase.between_nodes for phase in phases),
         "tokens_per_second": size / statistics.median(one.seconds for one in steps),
         "seconds": time.monotonic() - begun,
         **environment(),
@@ -349,7 +470,7 @@ def means(values: list[float]) -> list[float]:
     return [float(np.mean(some)) for some in np.array_split(values, min(_CURVE_POINTS, len(values)))]
 
 
-def environment() -> dict[str, str]:
+def environment() -> dict[str, Any]:
     """On what, when and by which version of the code a run was made."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
@@ -358,6 +479,7 @@ def environment() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     return {
+        "processes": jax.process_count(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "jax": jax.__version__,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the errors of the wire formats on the gradients of a trained GPT, beside their theoretical values.
+"""What the wire formats do to the gradients of a trained GPT, beside what theory gives.
 
     scripts/bench/gradient_errors.py runs/gpt-tiny --out docs/gradient_errors
 
@@ -18,9 +18,11 @@ Writes OUT.md, a table.
 
 import argparse
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -32,12 +34,13 @@ from jax.sharding import PartitionSpec
 
 import pallas_kernels
 import zerojax
-from zerojax.cli.trained import open_trained
+from zerojax.cli.trained import TrainedRun, open_trained
 from zerojax.comm.collectives import UnitComm
+from zerojax.models import parameter_count
 from zerojax.run.config import MeshSection, ZeroSection
-from zerojax.run.data import TrainBatches, make_rows, open_dataset
+from zerojax.run.data import Dataset, TrainBatches, make_rows, open_dataset
 from zerojax.run.run_dir import RunFolder
-from zerojax.sharding.layout import ParamLayout, make_layout, unflatten
+from zerojax.sharding.layout import make_layout, unflatten
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.strategy import ShardingStrategy
@@ -45,6 +48,10 @@ from zerojax.train.step import gradients
 from zerojax.zero_config import ZeroConfig
 
 NODES, LOCAL = 2, 4
+LeafPath = tuple[str, ...]
+Shapes = tuple[tuple[LeafPath, tuple[int, ...]], ...]
+Unit = dict[LeafPath, np.ndarray]
+"""Matrices that are reduced together, by path: ``[devices, *shape]``, fp32."""
 
 
 @dataclass(frozen=True)
@@ -84,62 +91,79 @@ def cases() -> list[Case]:
     ]
 
 
-def device_gradients(run: Path) -> dict[tuple[str, ...], np.ndarray]:
-    """Per matrix ``[devices, *shape]``: each device's gradient of its part of one batch, fp32."""
-    folder = RunFolder(run)
-    config = replace(folder.read_config(), zero=ZeroSection(compute_dtype="float32"))
-    trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
-    data = open_dataset(config.data, folder.data)
+def device_gradients(trained: TrainedRun, data: Dataset, sequences: int) -> list[Unit]:
+    """Each device's gradient of its part of one batch: of the matrices outside the layers, then per layer."""
+    train, devices = trained.config.train, NODES * LOCAL
     batches = TrainBatches(
-        [make_rows(part.train, config.train.sequence_length, config.data.packing) for part in data.parts],
+        [make_rows(part.train, train.sequence_length, trained.config.data.packing) for part in data.parts],
         weights=data.weights,
-        batch_size=4 * NODES * LOCAL,
+        batch_size=sequences * devices,
         seed=12345,
     )
-    batch = {name: x.reshape(NODES * LOCAL, 4, -1) for name, x in next(batches).items()}
-    parts = [{name: x[device] for name, x in batch.items()} for device in range(NODES * LOCAL)]
-    found = [from_tree(gradients(trained.state, part)) for part in parts]
-    leaves = {leaf.path: leaf for leaf in trained.state.spec.leaves if len(leaf.shape) > 1}
-
-    def natural(path: tuple[str, ...], leaf: ParamLayout) -> np.ndarray:
-        layers = leaf.layers
-        rows = [np.asarray(each[path]).reshape(layers, -1)[:, : leaf.size] for each in found]
-        return np.stack(rows).reshape(len(found), layers, *leaf.shape)
-
-    return {
-        (*path, str(layer)): natural(path, leaf)[:, layer]
-        for path, leaf in leaves.items()
-        for layer in range(leaf.layers)
-    }
+    batch = {name: x.reshape(devices, sequences, -1) for name, x in next(batches).items()}
+    batches.close()
+    units: list[Unit] = [{} for _ in range(1 + max(leaf.layers for leaf in trained.state.spec.leaves))]
+    for device in range(devices):
+        found = from_tree(gradients(trained.state, {name: x[device] for name, x in batch.items()}))
+        for leaf in trained.state.spec.leaves:
+            if len(leaf.shape) < 2:
+                continue
+            whole = np.asarray(found[leaf.path]).reshape(leaf.layers, -1)[:, : leaf.size]
+            for unit, layer in zip(units[1:] if leaf.stack else units, whole, strict=False):
+                unit.setdefault(leaf.path, np.empty((devices, *leaf.shape), np.float32))
+                unit[leaf.path][device] = layer.reshape(leaf.shape)
+    return [unit for unit in units if unit]
 
 
-def reduced(grads: dict[tuple[str, ...], np.ndarray], zero: ZeroConfig) -> dict[tuple[str, ...], np.ndarray]:
+def reduced(unit: Unit, zero: ZeroConfig, seed: int) -> Unit:
     """The mean over the mesh as the two hops give it."""
-    mesh = zerojax.make_mesh(NODES, LOCAL)
-    leaves = tuple(
-        make_layout(path, x.shape[1:], "float32", (), index=i, world=MeshShape(NODES, LOCAL), zero=zero)
-        for i, (path, x) in enumerate(grads.items())
-    )
-    comm = UnitComm(ShardingStrategy.of(zero), leaves)
-
-    @jax.jit
-    @partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=PartitionSpec(AXES),
-        out_specs=PartitionSpec(("local", "node")),
-        check_vma=False,
-    )
-    def reduce(values: list[jax.Array]) -> list[jax.Array]:
-        return list(comm.reduce_gradients(tuple(x[0] for x in values), jnp.uint32(7)))
-
-    sums = reduce(list(grads.values()))
+    leaves, reduce = reducer(shapes_of(unit), zero)
+    sums = reduce(list(unit.values()), np.uint32(seed))
     return {
         leaf.path: np.asarray(unflatten(x, leaf)) / (NODES * LOCAL)
         for leaf, x in zip(leaves, sums, strict=True)
     }
 
 
+def shapes_of(unit: Unit) -> Shapes:
+    """The shapes of a unit's matrices."""
+    return tuple((path, x.shape[1:]) for path, x in unit.items())
+
+
+def compile_all(units: list[Unit]) -> None:
+    """Compile all reductions, several at a time."""
+    with ThreadPoolExecutor() as threads:
+        for case in cases():
+            for shapes, unit in {shapes_of(unit): unit for unit in units}.items():
+                lowered = reducer(shapes, case.zero)[1].lower(list(unit.values()), np.uint32(0))
+                threads.submit(lowered.compile)
+
+
+@cache
+def reducer(shapes: Shapes, zero: ZeroConfig) -> tuple[Any, Any]:
+    """The layouts of some matrices, and the compiled reduction, which all layers share."""
+    world = MeshShape(NODES, LOCAL)
+    leaves = tuple(
+        make_layout(path, shape, "float32", (), index=i, world=world, zero=zero)
+        for i, (path, shape) in enumerate(shapes)
+    )
+    comm = UnitComm(ShardingStrategy.of(zero), leaves)
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=zerojax.make_mesh(NODES, LOCAL),
+        in_specs=(PartitionSpec(AXES), PartitionSpec()),
+        out_specs=PartitionSpec(("local", "node")),
+        check_vma=False,
+    )
+    def reduce(values: list[jax.Array], seed: jax.Array) -> list[jax.Array]:
+        return list(comm.reduce_gradients(tuple(x[0] for x in values), seed))
+
+    return leaves, reduce
+
+
+@cache
 def gaussian_error(fmt: str, block: int, rounding: str) -> float:
     """The relative error of one encoding of Gaussian numbers."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1 << 20)), jnp.float32)
@@ -151,26 +175,51 @@ def gaussian_error(fmt: str, block: int, rounding: str) -> float:
     return float(jnp.linalg.norm(back - x) / jnp.linalg.norm(x))
 
 
-def norm(parts: list[np.ndarray]) -> float:
-    """The Euclidean norm of all values together."""
-    return float(np.sqrt(sum(float(np.sum(np.square(part, dtype=np.float64))) for part in parts)))
+def square(x: np.ndarray) -> float:
+    """The sum of the squares."""
+    return float(np.sum(np.square(x, dtype=np.float64)))
 
 
-def row(case: Case, grads: dict[tuple[str, ...], np.ndarray]) -> str:
+class Exact(NamedTuple):
+    """What is known of a matrix's gradients.
+
+    Attributes:
+        mean: over the devices, fp64.
+        devices: sum of the squares of each device's.
+        nodes: sum of the squares of each node's sum.
+    """
+
+    mean: np.ndarray
+    devices: float
+    nodes: float
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> "Exact":
+        """Of gradients ``[devices, *shape]``."""
+        nodes = x.reshape(NODES, LOCAL, *x.shape[1:]).sum(1)
+        return cls(x.mean(0, dtype=np.float64), square(x), square(nodes))
+
+
+def row(case: Case, units: list[Unit], known: list[dict[LeafPath, Exact]]) -> str:
     """Measure one case."""
-    exact = {path: x.astype(np.float64).mean(0) for path, x in grads.items()}
-    got = reduced(grads, case.zero)
-    difference = {path: got[path] - exact[path] for path in exact}
-    length = norm(list(exact.values()))
-    error = norm(list(difference.values())) / length
-    bias = sum(float(np.sum(difference[path] * exact[path])) for path in exact) / length**2
-    first, second = (gaussian_error(fmt, case.block, case.rounding) for fmt in (case.local, case.node))
-    nodes = [x.reshape(NODES, LOCAL, *x.shape[1:]).sum(1) for x in grads.values()]
-    spread = np.sqrt((first * norm(list(grads.values()))) ** 2 + (second * norm(nodes)) ** 2)
-    theory = float(spread) / (length * NODES * LOCAL)
+    zero, length, error, along, variance = case.zero, 0.0, 0.0, 0.0, 0.0
+    for seed, (unit, exact) in enumerate(zip(units, known, strict=True)):
+        for path, got in reduced(unit, zero, seed).items():
+            mean, devices, nodes = exact[path]
+            difference = got - mean
+            length += square(mean)
+            error += square(difference)
+            along += float(np.vdot(difference, mean))
+            name = "/".join(path)
+            first, second = (
+                gaussian_error(zero.wire_format_of(name, mean.ndim, fmt), case.block, case.rounding)
+                for fmt in (case.local, case.node)
+            )
+            variance += (first**2 * devices + second**2 * nodes) / (NODES * LOCAL) ** 2
+    relative, theory = (error / length) ** 0.5, (variance / length) ** 0.5
     return (
         f"| {case.local} / {case.node} | {case.block} | {case.rotation or '-'} | {case.rounding} "
-        f"| {error:.2%} | {theory:.2%} | {error / theory:.2f} | {bias:+.3%} |"
+        f"| {relative:.2%} | {theory:.2%} | {relative / theory:.2f} | {along / length:+.3%} |"
     )
 
 
@@ -178,21 +227,28 @@ def main() -> None:
     """Parse the command line, measure all cases, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder with a checkpoint")
+    parser.add_argument("--sequences", type=int, default=4, help="of each device's part of the batch")
     parser.add_argument("--out", type=Path, default=Path("docs/gradient_errors"))
     options = parser.parse_args()
-    grads = device_gradients(options.run)
+    folder = RunFolder(options.run)
+    config = replace(folder.read_config(), zero=ZeroSection(compute_dtype="float32"))
+    trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
+    units = device_gradients(trained, open_dataset(config.data, folder.data), options.sequences)
     lines = [
         "# Gradient errors",
         "",
-        "The error that each wire format adds to a gradient: [how it was measured](wire.md#gradient-errors).",
+        f"The error that each wire format adds to a gradient of a model of {parameter_count(config.model):,} "
+        f"parameters after {trained.step:,} steps: [how it was measured](wire.md#gradient-errors).",
         "",
         "| local / node | block | rotation | rounding | error | theory | ratio | bias |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    known = [{path: Exact.of(x) for path, x in unit.items()} for unit in units]
+    compile_all(units)
     for case in cases():
-        lines.append(row(case, grads))
+        lines.append(row(case, units, known))
         print(lines[-1], flush=True)
-    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

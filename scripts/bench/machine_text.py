@@ -1,10 +1,14 @@
-"""Collects text to train on from the files of this machine: source code, headers and documentation.
+#!/usr/bin/env python3
+"""Collect text to train on from the files of this machine: source code, headers and documentation.
+
+    scripts/bench/machine_text.py text.jsonl --kinds Python --megabytes 150
 
 Every machine that can train a model has the sources of its Python packages, the headers of its C and C++
 libraries, and their documentation. Files are taken in the order of a hash of their paths, so that a limit on
 the size cuts all kinds alike and the same machine gives the same text again.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -15,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-KINDS = {
+Kind = Literal["Python", "C and C++", "documentation"]
+KINDS: dict[Kind, tuple[str, ...]] = {
     "Python": (".py", ".pyi"),
     "C and C++": (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hh", ".hpp", ".inl"),
     "documentation": (".md", ".rst", ".txt"),
@@ -42,7 +47,9 @@ def default_roots() -> list[Path]:
     return [*own, Path("/usr/include"), Path("/usr/local"), Path("/usr/share")]
 
 
-def collect(path: Path, roots: Iterable[Path], megabytes: float) -> dict[str, Any]:
+def collect(
+    path: Path, roots: Iterable[Path], megabytes: float, kinds: Iterable[Kind] = tuple(KINDS)
+) -> dict[str, Any]:
     """Write documents as JSON lines, ``{"text": ...}``, up to a number of megabytes.
 
     A document is left out if another has the same text, or if more than half of its lines (of at least 16
@@ -52,6 +59,7 @@ def collect(path: Path, roots: Iterable[Path], megabytes: float) -> dict[str, An
         path: of the file, which appears when it is complete.
         roots: folders to search; links to folders are not followed.
         megabytes: of text, 10^6 bytes each.
+        kinds: of text to take.
 
     Returns:
         A description of the text: documents, bytes, bytes of each kind, SHA-256 in the order of the file, and
@@ -60,12 +68,12 @@ def collect(path: Path, roots: Iterable[Path], megabytes: float) -> dict[str, An
     seen: set[bytes] = set()
     lines: set[int] = set()
     found: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     total = hashlib.sha256()
     draft = path.with_name(path.name + ".unfinished")
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft.open("w", encoding="utf-8") as out:
-        for file, text in _texts(_files(roots)):
+        for file, text in _texts(_files(roots, kinds)):
             raw = text.encode()
             digest = hashlib.blake2b(raw, digest_size=16).digest()
             if digest in seen:
@@ -79,22 +87,23 @@ def collect(path: Path, roots: Iterable[Path], megabytes: float) -> dict[str, An
             lines |= own
             out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             total.update(raw)
-            kinds[KIND_OF[file.suffix]] += len(raw)
+            sizes[KIND_OF[file.suffix]] += len(raw)
             found["documents"] += 1
-            if kinds.total() >= megabytes * 1e6:
+            if sizes.total() >= megabytes * 1e6:
                 break
     draft.rename(path)
-    return {"bytes": kinds.total(), "sha256": total.hexdigest(), "kinds": dict(kinds), **found}
+    return {"bytes": sizes.total(), "sha256": total.hexdigest(), "kinds": dict(sizes), **found}
 
 
-def _files(roots: Iterable[Path]) -> list[Path]:
-    """The files of the kinds above, in the order of their paths' hashes."""
+def _files(roots: Iterable[Path], kinds: Iterable[Kind]) -> list[Path]:
+    """The files of some kinds, in the order of their paths' hashes."""
+    suffixes = {suffix for kind in kinds for suffix in KINDS[kind]}
     files = {
         Path(folder, name)
         for root in roots
         for folder, _, names in os.walk(root)
         for name in names
-        if os.path.splitext(name)[1] in KIND_OF
+        if os.path.splitext(name)[1] in suffixes
     }
     return sorted(files, key=lambda file: hashlib.blake2b(os.fsencode(file), digest_size=8).digest())
 
@@ -120,3 +129,17 @@ def _read(file: Path) -> str | None:
         return None
     raw = text.encode()
     return text if len(raw.translate(None, _LETTERS)) <= (1 - LEAST_LETTERS) * len(raw) else None
+
+
+def main() -> None:
+    """Write the text and print its description."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path, help="JSON lines to write")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--megabytes", type=float, default=300)
+    options = parser.parse_args()
+    print(json.dumps(collect(options.out, default_roots(), options.megabytes, options.kinds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """Statistics of runs of several variants and seeds: how far each ends from the exact run of its seed."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import scipy.stats
 
 Run = dict[str, Any]
 """A run in the output of `convergence.py`."""
+
+_FAR = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,39 @@ def _residual(values: np.ndarray, columns: np.ndarray) -> tuple[int, float]:
     return len(values) - int(rank), float(np.sum((values - columns @ fit) ** 2))
 
 
-def table(runs: Sequence[Run], exact: str) -> list[str]:
+def in_perplexity(runs: Sequence[Run]) -> list[Run]:
+    """The runs with perplexities in the place of losses."""
+    return [
+        {
+            **run,
+            "loss": math.exp(run["loss"]),
+            "loss_exact": math.exp(run["loss_exact"]),
+            "curve": [(step, math.exp(loss)) for step, loss in run["curve"]],
+        }
+        for run in runs
+    ]
+
+
+def by_step(runs: Sequence[Run]) -> list[str]:
+    """A Markdown table of the mean over seeds at each evaluation, a row per variant."""
+    steps = [step for step, _ in runs[0]["curve"]]
+    lines = [f"| step | {' | '.join(map(str, steps))} |", "|---" * (1 + len(steps)) + "|"]
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        curves = [[loss for _, loss in run["curve"]] for run in runs if run["variant"] == name]
+        means = [f"{statistics.fmean(losses):.4f}" for losses in zip(*curves, strict=True)]
+        lines.append(f"| {name} | {' | '.join(means)} |")
+    return lines
+
+
+def table(runs: Sequence[Run], exact: str, quantity: str = "validation loss") -> list[str]:
     """A Markdown table, a row per variant in the order of their first runs.
 
-    Columns: the mean loss over seeds and the standard deviation of one run; the mean of the paired
-    differences and its standard error; by how much the loss falls if the same weights are evaluated without
-    their wire formats; the bytes that a node sends per step. Below, the effect of `Chance`.
+    Columns: the mean loss (or ``quantity``) over seeds and the standard deviation of one run; the mean of the
+    paired differences and its standard error; by how much the loss falls if the same weights are evaluated
+    without their wire formats; the bytes that a node sends per step. Below, the effect of `Chance`.
     """
     lines = [
-        f"| variant | seeds | validation loss | spread | from {exact} | weights as they are | sent |",
+        f"| variant | seeds | {quantity} | spread | from {exact} | weights as they are | sent |",
         "|---|---|---|---|---|---|---|",
     ]
     paired = differences(runs, exact)
@@ -122,8 +149,11 @@ def table(runs: Sequence[Run], exact: str) -> list[str]:
     return lines
 
 
-def draw(runs: Sequence[Run], exact: str, path: Path) -> None:
-    """Draw a PNG of two panels: the distance from the exact run during training, and at the end, per seed."""
+def draw(runs: Sequence[Run], exact: str, path: Path, quantity: str = "validation loss") -> None:
+    """Draw a PNG of two panels: the distance from the exact run during training, and at the end, per seed.
+
+    Distances of more than 10% are drawn on a logarithmic scale.
+    """
     from matplotlib.figure import Figure
 
     names = [name for name in dict.fromkeys(run["variant"] for run in runs) if name != exact]
@@ -148,8 +178,9 @@ def draw(runs: Sequence[Run], exact: str, path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.axhline(0, color="black", linewidth=0.8)
-    left.set(xlabel="step", ylabel=f"validation loss from {exact}'s, %, mean of the seeds")
-    left.legend(fontsize=8)
+    left.set(xlabel="step", ylabel=f"{quantity} from {exact}'s, %, mean of the seeds")
+    if paired.keys() - {exact}:
+        left.legend(fontsize=8)
     right.axvline(0, color="black", linewidth=0.8)
     if chance := Chance.of(runs):
         reach = 100 * chance.deviation
@@ -158,5 +189,8 @@ def draw(runs: Sequence[Run], exact: str, path: Path) -> None:
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
     right.set(xlabel="at the end, %: each seed; the mean and its standard error")
+    if any(abs(distance) > _FAR for name in names for distance in paired.get(name, {}).values()):
+        left.set_yscale("symlog", linthresh=100 * _FAR)
+        right.set_xscale("symlog", linthresh=100 * _FAR)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

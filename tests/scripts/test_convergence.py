@@ -13,8 +13,12 @@ from environment import ROOT, for_programs
 FOLDER = ROOT / "scripts" / "bench"
 sys.path.append(str(FOLDER))
 
+import convergence as grid  # noqa: E402
 import machine_text  # noqa: E402
 import paired  # noqa: E402
+
+from zerojax import ZeroError  # noqa: E402
+from zerojax.run.config import RunConfig  # noqa: E402
 
 TOY = {
     "mesh.local": 1,
@@ -31,8 +35,12 @@ TOY = {
 
 
 def convergence(*arguments: object) -> subprocess.CompletedProcess[str]:
-    toy = [word for name, value in TOY.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(FOLDER / "convergence.py"), "gpt-tiny", *toy, *map(str, arguments)]
+    toy = [word for name, value in TOY.items() for word in (f"--{name}", value)]
+    return start("gpt-tiny", *toy, *arguments)
+
+
+def start(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "convergence.py"), *map(str, arguments)]
     return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)
 
 
@@ -77,6 +85,78 @@ def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_changes_its_formats_halfway(text, tmp_path):
+    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
+    where += ("--data.source", text, "--train.steps", 4, "--model.layers", 1)
+    done = convergence(*where, "--variants", "zero3", "zero++-256", "weights-int8", "zero++-second-half")
+    assert done.returncode == 0, done.stderr
+    _, quantized, exact, half = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert half["variant"] == "zero++-second-half"
+    assert half["train_loss"][:2] == exact["train_loss"][:2]
+    assert half["curve"][0] == exact["curve"][0]
+    assert half["train_loss"][3] != exact["train_loss"][3]
+    assert half["train_loss"][3] == pytest.approx(exact["train_loss"][3], rel=1e-3)
+    assert half["between_nodes"] == (quantized["between_nodes"] + exact["between_nodes"]) / 2
+    assert half["zero"] == quantized["zero"]
+
+
+def test_runs_begin_with_trained_weights(finished, tmp_path):
+    """Both seeds begin with the same weights; copies of deltas are exact then, two bits are not."""
+    where = (finished.config, "--mesh.local", 1, "--mesh.emulate", "--init-from", finished.path)
+    where += (
+        "--json",
+        tmp_path / "runs.json",
+        "--folder",
+        tmp_path / "data",
+        "--text",
+        0,
+        "--train.steps",
+        3,
+    )
+    where += ("--variants", "zero3", "weights-int2", "deltas-int2", "--train.eval-every", 2)
+    picture = tmp_path / "picture.png"
+    done = start(*where, "--seeds", 0, 1, "--picture", picture)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    exact, direct, deltas, again = runs[:4]
+    assert exact["base"] == again["base"]
+    assert exact["base"]["step"] == 8
+    assert [step for step, _ in exact["curve"]] == [0, 2, 3]
+    before = exact["base"]["validation_loss"]
+    assert [run["curve"][0][1] for run in (exact, again)] == [pytest.approx(before, rel=1e-4)] * 2
+    assert exact["loss"] != again["loss"]
+    assert deltas["curve"][0][1] == pytest.approx(before, rel=1e-4)
+    assert abs(direct["curve"][0][1] / before - 1) > 1e-3
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows[0][2] == "perplexity"
+    assert rows[1][2] == f"{(math.exp(exact['loss']) + math.exp(again['loss'])) / 2:.4f}"
+    assert rows[5][:2] == ["| zero3", f"{math.exp(exact['curve'][0][1]):.4f}"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    content = json.loads((tmp_path / "runs.json").read_text())
+    content["runs"][0]["base"]["saved_at"] += 1
+    (tmp_path / "runs.json").write_text(json.dumps(content))
+    done = start(*where, "--seeds", 0, 2, "--minutes", 1e-9)
+    assert done.returncode == 2
+    assert "runs of seed 0 that began with other weights: name other --seeds" in done.stderr
+
+
+def test_text_is_cut_into_the_tokens_of_the_trained_run(tmp_path):
+    config = RunConfig()
+    assert grid.with_tokenizer_of(tmp_path, config) == config  # bytes
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tokenizer.json").touch()
+    assert grid.with_tokenizer_of(tmp_path, config).data.tokenizer == str(
+        tmp_path / "data" / "tokenizer.json"
+    )
+
+
+def test_text_of_other_kinds_is_refused(tmp_path):
+    (tmp_path / "text.json").write_text('{"kinds": {"Python": 1, "C and C++": 1}}')
+    with pytest.raises(ZeroError, match=r"holds text of other kinds \(Python\): name another --folder"):
+        grid.prepare_text(RunConfig().data, tmp_path, 1, ("C and C++",))
+
+
 def test_unknown_variants_are_refused():
     done = convergence("--variants", "zero4")
     assert done.returncode == 2
@@ -116,6 +196,21 @@ def test_table_has_means_and_standard_errors():
     assert exact == "| zero3 | 2 | 3.0000 | 1.4142 |  | -1.00% | 3.0 MB |"
     assert delta == "| delta | 2 | 3.0700 | 1.4849 | +2.00% ± 1.00% | -1.00% | 3.0 MB |"
     assert int8 == "| int8 | 1 | 3.9600 |  | -1.00% | -1.00% | 3.0 MB |"
+
+
+def test_perplexities_are_of_losses():
+    found = paired.in_perplexity(RUNS[:1])
+    assert found[0]["loss"] == pytest.approx(math.exp(2))
+    assert found[0]["loss_exact"] == pytest.approx(math.exp(1.98))
+    assert found[0]["curve"][0] == (1, pytest.approx(math.exp(4)))
+
+
+def test_curves_are_means_of_the_seeds():
+    assert paired.by_step(RUNS)[::2] == [
+        "| step | 1 | 2 |",
+        "| zero3 | 6.0000 | 3.0000 |",
+        "| int8 | 7.9200 | 3.9600 |",
+    ]
 
 
 def test_chance_is_what_variants_and_seeds_leave():
@@ -192,6 +287,15 @@ def test_text_has_each_document_once(tmp_path):
     assert sum(map(len, texts)) == found["bytes"]
     assert found["kinds"].keys() <= machine_text.KINDS.keys()
     assert found == collected(tmp_path / "again.jsonl", [root], 1)[0]
+
+
+def test_text_is_of_some_kinds(tmp_path):
+    (tmp_path / "a.py").write_text(lines(0, 20))
+    (tmp_path / "b.h").write_text(lines(100, 120))
+    out = tmp_path / "text.jsonl"
+    found = machine_text.collect(out, [tmp_path], 1, ["C and C++"])
+    assert found["kinds"].keys() == {"C and C++"}
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [lines(100, 120)]
 
 
 def test_text_ends_at_its_size(tmp_path):
