@@ -392,7 +392,7 @@ class Base:
     def into(self, trainee: Trainee, state: zerojax.TrainState) -> zerojax.TrainState:
         """A state of a variant with these weights."""
         params = moved(self.state.params, self.state, state)
-        secondary = trainee.copies(params) if trainee.copies else {}
+        secondary = jax.block_until_ready(trainee.copies(params)) if trainee.copies else {}
         return state.replace(params=params, secondary=secondary)
 
 
@@ -404,7 +404,7 @@ def train(
     first, *later = phases
     config = replace(first.config, train=replace(first.config.train, seed=seed))
     batches, validation = make_batches(config, data)
-    state = first.state.replace(**first.init(np.uint32(seed)))
+    state = first.state.replace(**jax.block_until_ready(first.init(np.uint32(seed))))
     curve = []
     if base is not None:
         state = base.into(first, state)
@@ -462,7 +462,10 @@ def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> 
 
     shardings = shardings_of(other.params)
     name = f"moved to {id(other.spec)}"
-    return state.spec.once(name, lambda: jax.jit(move, out_shardings=shardings))(values)
+    # Awaited, because two cores run few programs of XLA:CPU at once: those that wait for each other hang.
+    return jax.block_until_ready(
+        state.spec.once(name, lambda: jax.jit(move, out_shardings=shardings))(values)
+    )
 
 
 def means(values: list[float]) -> list[float]:
