@@ -179,18 +179,19 @@ def draw(runs: Sequence[Run], exact: str, path: Path, quantity: str = "validatio
         axes.grid(alpha=0.3)
     left.axhline(0, color="black", linewidth=0.8)
     left.set(xlabel="step", ylabel=f"{quantity} from {exact}'s, %, mean of the seeds")
-    if paired.keys() - {exact}:
-        left.legend(fontsize=8)
     right.axvline(0, color="black", linewidth=0.8)
     if chance := Chance.of(runs):
         reach = 100 * chance.deviation
         right.axvspan(-reach, reach, color="black", alpha=0.07, linewidth=0, label="one pair, by chance")
-        right.legend(fontsize=8)
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
     right.set(xlabel="at the end, %: each seed; the mean and its standard error")
     if any(abs(distance) > _FAR for name in names for distance in paired.get(name, {}).values()):
         left.set_yscale("symlog", linthresh=100 * _FAR)
         right.set_xscale("symlog", linthresh=100 * _FAR)
+        for axis in (left.yaxis, right.xaxis):
+            axis.set_major_formatter("{x:g}")
+    if paired.keys() - {exact}:
+        figure.legend(loc="outside lower center", ncols=5, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
