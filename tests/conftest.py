@@ -14,6 +14,7 @@ from environment import prepare, share_compiled
 
 _MAPS = Path("/proc/self/maps")
 
+gc.set_threshold(50_000, 20)
 prepare()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
