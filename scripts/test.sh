@@ -14,5 +14,5 @@ NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 if [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi
-.venv/bin/pytest -n 2 --dist loadfile -m "not slow and not alone"
+.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
 .venv/bin/pytest -m "alone and not slow"

@@ -189,7 +189,8 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
     os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     }
     command = [
         sys.executable, "-m", "zerojax", "launch", "--nodes", str(options.processes),

@@ -1,7 +1,7 @@
 """What JAX finds in the environment of the tests, and of the programs that they start.
 
 Most of a test's time is compiling: so the compiler optimizes less than it does by default, and what one test
-has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3 pytest`` optimizes all.
+has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3 pytest`` compiles as usual.
 """
 
 import os
@@ -15,7 +15,12 @@ _FLAGS = {
     "--xla_force_host_platform_device_count": 12,  # enough for a 4 x 3 mesh
     # Twelve devices on two busy cores may take longer to meet than the 40 s after which XLA aborts.
     "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+}
+_QUICK = {
     _LEVEL: 0,
+    # The newer emitters set up MLIR's passes for each fusion, which takes most of a compile.
+    "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count": 1,
 }
 
 
@@ -23,7 +28,8 @@ def prepare() -> None:
     """Set the variables of this process, before JAX reads them."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     given = os.environ.get("XLA_FLAGS", "")
-    flags = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in given]
+    wanted = _FLAGS if _LEVEL in given else _FLAGS | _QUICK
+    flags = [f"{flag}={value}" for flag, value in wanted.items() if flag not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
 
 
@@ -43,8 +49,8 @@ def share_compiled(folder: Path) -> None:
 
 def for_programs() -> dict[str, str]:
     """The variables of a program that emulates its devices itself, as one that a person starts does."""
-    level = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.startswith(_LEVEL)]
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(level)}
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.startswith(tuple(_QUICK))]
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
 def zerojax(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -18,8 +18,6 @@ from zerojax.errors import EXIT_STOPPED
 from zerojax.run.checkpoints import newest_valid, read_manifest, step_dirs
 from zerojax.run.metrics import read_metrics
 
-pytestmark = pytest.mark.alone
-
 CONFIG = """
 [train]
 steps = 100000

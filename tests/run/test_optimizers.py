@@ -59,7 +59,12 @@ def settings(steps: int, **optimizer: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("before", "now", "updates", "said"),
     [
-        (settings(100), settings(200), 100, "200 steps: 1 for the next, instead of 0"),
+        (
+            settings(100, final_fraction=0.25),
+            settings(200, final_fraction=0.25),
+            100,
+            "200 steps: 1.25 for the next, instead of 0.5",
+        ),
         (settings(100), settings(200), 50, "200 steps: 1.5 for the next, instead of 1"),
         (settings(100), settings(100, learning_rate=4.0), 50, "100 steps: 2 for the next, instead of 1"),
         (
