@@ -21,6 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, UInt8
 
+from zerojax.errors import ConfigurationError
+
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 SCALE = "zerojax: scale of fp8 activations"
@@ -40,7 +42,7 @@ def scale_for(peak: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."
     fraction, exponent = np.frexp(float(jnp.finfo(dtype).max))
     own, power = jnp.frexp(peak.astype(jnp.float32))
     power = int(exponent) - power - (own > np.float32(fraction))
-    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -100, 100))
+    scale = jnp.ldexp(jnp.float32(1), jnp.minimum(power, 100))
     return jnp.where((peak > 0) & jnp.isfinite(peak), scale, 1)
 
 
@@ -82,31 +84,55 @@ def product(
 def _forward(x: Any, codes: Any, scale: Any, gradient: Any, dtype: Any) -> tuple[Array, Any]:
     own, own_scale = _narrow(x, E4M3)
     weight = lax.bitcast_convert_type(codes, E4M3)
-    # An array of no elements remembers the dtypes of the arguments.
-    like = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), gradient.dtype))
-    return _dot((own, own_scale), (weight, scale), (1, 0), dtype), (own, own_scale, codes, scale, like)
+    # Arrays of no elements: they remember the dtypes of the arguments, and that they are differentiated.
+    like = (x[:0], gradient[:0])
+    out = _underivable(_dot((own, own_scale), (weight, scale), (1, 0), dtype), like)
+    return out, (own, own_scale, codes, scale, like)
 
 
 def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
-    own, own_scale, codes, scale, (like_x, like_gradient) = residuals
+    own, own_scale, codes, scale, like = residuals
     weight = lax.bitcast_convert_type(codes, E4M3)
     arrived, arrived_scale = _narrow(cotangent, E5M2)
     # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, which is
     # three times slower than to transpose bytes.
     own, arrived = lax.optimization_barrier((own, arrived))
     arrived = (arrived, arrived_scale)
-    of_x = _dot(arrived, (weight, scale), (1, 1), dtype).astype(like_x.dtype)
+    of_x = _dot(arrived, (weight, scale), (1, 1), dtype)
     of_weight = _dot((own, own_scale), arrived, (0, 0), dtype, precision=lax.Precision.HIGHEST)
+    found = (of_x.astype(like[0].dtype), of_weight.astype(like[1].dtype))
+    of_x, of_weight = _underivable(found, (like, cotangent[:0]))
     no_codes = np.zeros(codes.shape, jax.dtypes.float0)
-    return of_x, no_codes, jnp.zeros_like(scale), of_weight.astype(like_gradient.dtype)
+    return of_x, no_codes, jnp.zeros_like(scale), of_weight
 
 
 product.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def _underivable[T](values: T, given: Any) -> T:
+    """Values computed in a derivative from what is ``given``, which have no derivative of their own.
+
+    Codes have none, through which a part of it would go.
+    """
+    del given
+    return values
+
+
+def _refuse(*_: Any) -> Any:
+    raise ConfigurationError(
+        "a loss that takes a gradient of its own (by jax.grad, say) is not differentiated through fp8 "
+        'matmuls: set matmul_dtype="compute".'
+    )
+
+
+_underivable.defvjp(lambda values, given: (_underivable(values, given), None), _refuse)
+
+
 def _narrow(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     """An array in an fp8 dtype, and its scale: that of its own largest magnitude."""
-    peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    x = x.astype(_wide(x.dtype))
+    peak = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     scale = checkpoint_name(scale_for(peak, dtype), SCALE)
     return (x * scale.astype(x.dtype)).astype(dtype), scale
 
@@ -119,6 +145,12 @@ def _dot(
     **options: Any,
 ) -> Array:
     """The product of two scaled matrices: the pattern of which XLA makes fp8 calls."""
-    wide = [x.astype(dtype) * (1 / scale).astype(dtype) for x, scale in (a, b)]
+    wide = _wide(dtype)
+    factors = [x.astype(wide) * (1 / scale).astype(wide) for x, scale in (a, b)]
     axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(*wide, axes, preferred_element_type=dtype, **options)
+    return lax.dot_general(*factors, axes, preferred_element_type=wide, **options).astype(dtype)
+
+
+def _wide(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype, or fp32 if it has not the range that scales need, as fp16."""
+    return jnp.promote_types(dtype, jnp.bfloat16)
