@@ -154,8 +154,8 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         sinks.
     """
     comm, (sources, sinks, seed), _ = take_apart(weights)
-    run = on_operands(body, comm.leaves)
-    body = as_layer(lambda whole, inputs: run(whole, *inputs), comm.strategy)
+    on_whole = on_operands(body, comm.leaves)
+    body = as_layer(lambda whole, inputs: on_whole(whole, *inputs), comm.strategy)
     inputs = (scales_of(weights), inputs)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
