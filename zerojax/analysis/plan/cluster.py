@@ -119,9 +119,17 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     zero = zero.replace(units=spec.zero.units)
     moved = {
         leaf.path: make_layout(
-            leaf.path, leaf.shape, leaf.dtype, leaf.stack, index=leaf.index, world=world, zero=zero
+            leaf.path,
+            leaf.shape,
+            leaf.dtype,
+            leaf.stack,
+            index=leaf.index,
+            world=world,
+            zero=zero,
+            fp8=zero.without_fp8(leaf.name, leaf.shape, group.unit) is None,
         )
-        for leaf in spec.leaves
+        for group in spec.groups
+        for leaf in group.leaves
     }
     groups = tuple(
         ParamGroup(group.unit, tuple(moved[leaf.path] for leaf in group.leaves)) for group in spec.groups
