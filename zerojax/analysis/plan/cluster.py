@@ -7,7 +7,7 @@ from typing import cast
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 
-from zerojax.analysis.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
+from zerojax.analysis.gpus import FP8_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import make_layout
 from zerojax.sharding.mesh import AXES, MeshShape
@@ -100,6 +100,11 @@ class Cluster:
         """FLOP/s that matmuls reach in bfloat16, or in float32 (TF32: half of it)."""
         name = dtype_name(dtype, "dtype", tuple(COMPUTE_FORMAT))
         return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
+
+    def fp8_flops(self, dtype: DTypeLike) -> float:
+        """FLOP/s that products with weights reach in fp8; on a GPU without it, those of ``dtype``."""
+        reached = FP8_EFFICIENCY / MATMUL_EFFICIENCY * self.efficiency
+        return self.gpu.fp8_flops * reached or self.flops(dtype)
 
 
 def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
