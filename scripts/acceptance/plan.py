@@ -47,6 +47,7 @@ class Case:
     sequences: int
     nodes: int
     local: int
+    matmuls: str = "compute"
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _state(case: Case, config: RunConfig) -> zerojax.TrainState:
     flash = flash_attention(config.model, config.zero.compute_dtype or "bfloat16")
     model = dataclasses.replace(config.model, attention="cudnn" if flash else "xla")
     section = dataclasses.replace(config.zero, preset=case.preset, remat=case.remat)
+    section = dataclasses.replace(section, matmul_dtype=case.matmuls)
     return zerojax.TrainState.abstract(
         lambda rngs: GPT(model, rngs=rngs),
         make_optimizer(config.optimizer, config.train.steps),
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--remat", nargs="+", choices=("full", "attention", "none"), default=["full"])
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1])
     parser.add_argument("--order", choices=("depth", "breadth"), default="depth", help="of micro-batches")
+    parser.add_argument("--matmuls", choices=("compute", "fp8"), default="compute")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--local", type=int, default=4)
@@ -139,7 +142,7 @@ def main() -> None:
     for config, preset, remat, accumulate in itertools.product(
         options.configs, options.presets, options.remat, options.accumulate
     ):
-        more = options.order, options.sequences, options.nodes, options.local
+        more = options.order, options.sequences, options.nodes, options.local, options.matmuls
         case = Case(config, preset, remat, accumulate, *more)
         result = check(case)
         worst = max(worst, abs(result.error))

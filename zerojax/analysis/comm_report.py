@@ -49,6 +49,7 @@ PHASES = {
     "resync": "the whole weights instead of the delta, every delta_resync steps",
     "gradients": "the hops of the gradients",
     "optimizer": "matrices sent to be orthogonalised, and back",
+    "scales": "the largest magnitudes of the weights of fp8 matmuls",
     "metrics": "sums of losses, counts and model state",
     "other": "collectives of the model's own",
 }
@@ -300,7 +301,7 @@ def _phase(place: _Place) -> str:
         return "resync"
     if scopes & {"gather_node", "gather_local"}:
         return "weights backward" if "transpose" in scopes else "weights forward"
-    return "metrics" if "metrics" in scopes else "other"
+    return next((phase for phase in ("scales", "metrics") if phase in scopes), "other")
 
 
 def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollective:

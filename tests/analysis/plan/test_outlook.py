@@ -10,6 +10,7 @@ from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import held_bytes, held_elsewhere
+from zerojax.analysis.plan.outlook_tables import assumptions
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.cli import main
 from zerojax.cli.untrained import abstract_run
@@ -45,8 +46,12 @@ def by_name(outlook):
 
 def test_laid_out_elsewhere_is_what_is_built_there(spec):
     """The shortcut that derives every cluster's memory from one abstract state."""
-    for preset, mesh in (("delta", MeshSection(nodes=4, local=3)), ("zero++", MeshSection(nodes=3, local=2))):
-        built = build(mesh, preset=preset)
+    for zero, mesh in (
+        ({"preset": "delta"}, MeshSection(nodes=4, local=3)),
+        ({"preset": "zero++"}, MeshSection(nodes=3, local=2)),
+        ({"preset": "delta", "matmul_dtype": "fp8"}, MeshSection(nodes=2, local=2)),
+    ):
+        built = build(mesh, **zero)
         there = on_world(spec, MeshShape(mesh.nodes, mesh.local), built.zero)
         assert there.leaves == built.leaves
         assert there.groups == built.groups
@@ -161,6 +166,22 @@ def test_the_command_draws_and_prints_what_its_json_says(capsys, tmp_path):
 def test_half_a_cluster_is_refused(options, said, capsys):
     assert main(["plan", "gpt2-124m", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_fp8_matmuls_take_half_the_bytes_and_less_time_where_the_gpu_has_them(spec):
+    own = build(MeshSection(nodes=2, local=1), matmul_dtype="fp8")
+    plain, fp8 = by_name(outlook(spec, bandwidth=FAST)), by_name(outlook(own, bandwidth=FAST))
+    assert outlook(own).configured == "zero3"
+    assert outlook(own).to_dict()["fp8"]
+    for name in ("zero3", "zero++", "delta"):
+        assert fp8[name].time.compute < 0.95 * plain[name].time.compute
+        assert fp8[name].memory.total < plain[name].memory.total
+    assert fp8["zero3"].time.local < 0.8 * plain["zero3"].time.local
+    assert fp8["stage 2"] == plain["stage 2"]
+    without = by_name(outlook(own, gpu="a100-80", bandwidth=FAST))["zero3"].time.compute
+    assert without > by_name(outlook(spec, gpu="a100-80", bandwidth=FAST))["zero3"].time.compute
+    assert any("at 1088 of 1979 TFLOP/s" in line for line in assumptions(outlook(own)))
+    assert any("no fp8 matmuls" in line for line in assumptions(outlook(own, gpu="a100-80")))
 
 
 def test_figures_that_cannot_be_are_refused():

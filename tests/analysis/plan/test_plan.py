@@ -8,7 +8,7 @@ import pytest
 from wire_models import abstract_state, batch_of
 
 import zerojax
-from zerojax.analysis.comm_report import comm_report
+from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.analysis.plan import describe_plan, plan_state
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
@@ -33,16 +33,28 @@ SETTINGS = {
     "delta in breadth": {"preset": "delta", "accumulate": 3, "accumulate_order": "breadth"},
 }
 
+IN_FP8 = {
+    "zero3": {},
+    "zero++": {"preset": "zero++"},
+    "delta": {"preset": "delta"},
+    "resync": {"preset": "delta", "delta_resync": 4},
+    "zero3 with accumulation": {"accumulate": 2},
+    "qwZ in int4": {"weights": "int4", "hpz": True},
+    "zero++ in breadth": {"preset": "zero++", "accumulate": 2, "accumulate_order": "breadth"},
+}
+SMALL = ("metrics", "scales")
+"""Phases of a few bytes, which plans leave out."""
+
 
 def config(preset: str = "zero3", **settings) -> zerojax.ZeroConfig:
     return zerojax.ZeroConfig.preset(preset, **settings)
 
 
-def check(style: str, zero: zerojax.ZeroConfig, nodes: int, local: int) -> None:
-    state = abstract_state(style, zerojax.make_mesh(nodes, local), zero)
+def check(style: str, zero: zerojax.ZeroConfig, nodes: int, local: int, **sizes: int) -> CommReport:
+    state = abstract_state(style, zerojax.make_mesh(nodes, local), zero, **sizes)
     report = comm_report(state, batch_of(nodes * local * zero.accumulate))
     plan = plan_state(state)
-    counted = {phase: sent for phase, sent in report.phases().items() if phase != "metrics" and any(sent)}
+    counted = {phase: sent for phase, sent in report.phases().items() if phase not in SMALL and any(sent)}
     assert plan.phases() == counted
     seldom = sum(c.node_bytes for c in report.collectives if not c.usual)
     assert sum(hop.node_bytes for hop in plan.hops if not hop.usual) == seldom
@@ -51,6 +63,7 @@ def check(style: str, zero: zerojax.ZeroConfig, nodes: int, local: int) -> None:
         assert plan.between_nodes == report.between_nodes == 0
         assert "one node" in plan.summary()
         assert any("no hop over node" in line for line in plan.settings)
+    return report
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -70,6 +83,50 @@ def test_they_agree_on_every_mesh(name, mesh):
 )
 def test_they_agree_for_lists_of_blocks_and_for_linen(style, name):
     check(style, config(**SETTINGS[name]), 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("style", "name"),
+    [*(("stacked", name) for name in IN_FP8), ("listed", "delta"), ("linen", "zero3"), ("linen", "zero++")],
+)
+def test_they_agree_where_matmuls_are_in_fp8(style, name):
+    zero = config(**IN_FP8[name], matmul_dtype="fp8")
+    report = check(style, zero, 2, 4, width=32, hidden=48)
+    (scales,) = (c for c in report.collectives if c.phase == "scales")
+    assert (scales.primitive, scales.dtype, scales.elements, scales.count) == ("pmax", "float32", 6, 1)
+
+
+def test_half_the_bytes_of_bf16_weights_are_sent_in_fp8():
+    def weights(**settings):
+        state = abstract_state("stacked", zerojax.make_mesh(2, 4), config(**settings), width=32, hidden=48)
+        return plan_state(state).phases()["weights forward"]
+
+    kernels, others = 3 * 2 * 32 * 48, 3 * 48 + 4 * 32 + 32 + 32 + 8
+    local, node = weights(matmul_dtype="fp8")
+    assert node == (kernels + 2 * others) // 8
+    assert local == 3 * 2 * node
+    assert 1.9 < weights()[1] / node < 2
+
+
+def test_weights_computed_with_in_fp8_are_listed_and_the_others_with_the_reason():
+    zero = config("zero++", matmul_dtype="fp8", fp8=("*kernel", "!*down*"))
+    state = abstract_state("listed", zerojax.make_mesh(2, 4), zero, width=32, hidden=48)
+    plan = plan_state(state)
+    assert plan.fp8 is not None
+    assert [(row.name, row.copies, row.elements) for row in plan.fp8.chosen] == [
+        ("blocks/*/up/kernel", 3, 3 * 32 * 48)
+    ]
+    reasons = {row.name: row.left_out for row in plan.fp8.rows}
+    assert reasons["blocks/*/down/kernel"] == "left out by '!*down*'"
+    assert reasons["blocks/*/up/bias"] == "not two-dimensional"
+    assert reasons["embed/kernel"] == "in no unit"
+    assert plan.fp8.share == pytest.approx(32 * 48 / (2 * 32 * 48 + 48))
+    for words in ("Matmuls in fp8: 3 weights, 49.23% of the units' parameters", "left out by '!*down*'"):
+        assert words in str(plan)
+    found = json.loads(json.dumps(plan.to_dict()))["fp8"]
+    assert found["weights"] == 3
+    assert [row["name"] for row in found["rows"] if row["left_out"] is None] == ["blocks/*/up/kernel"]
+    assert plan_state(abstract_state("listed", zerojax.make_mesh(2, 4), config())).fp8 is None
 
 
 def test_awkward_sizes():

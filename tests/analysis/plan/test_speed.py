@@ -1,5 +1,6 @@
 """Predicted steps against those that docs/benchmark-notes.md measured on H200s."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -71,6 +72,13 @@ PEAK_GIB = {
     (1, "full", "delta"): 6.8,
 }
 
+# Two H200 of one host, bf16 and fp8 in one session, nothing recomputed: milliseconds.
+IN_FP8 = {
+    "GPT 24 x 2048": (CONFIG, 4, 137.2, 118.3),
+    "LLaMA 12 x 4096": (dataclasses.replace(LLAMA, layers=12), 2, 250.5, 182.0),
+    "GPT 2 x 8192": (dataclasses.replace(CONFIG, layers=2, d_model=8192, heads=64), 4, 145.2, 95.5),
+}
+
 
 class BlockStack(nnx.Module):
     """The model of scripts/bench/train.py."""
@@ -137,6 +145,18 @@ def test_llama_7b_is_within_10_percent_of_its_measured_step_and_memory():
     step, _, memory = predicted(program_of(LLAMA), 1, 4, 2, "none", "zero3", LLAMA)
     assert 1e3 * step.seconds == pytest.approx(662.7, rel=0.10)
     assert memory / 2**30 == pytest.approx(49.2, rel=0.10)
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_fp8_steps_are_within_10_percent_and_their_gain_over_bf16_within_5(name):
+    config, sequences, *measured = IN_FP8[name]
+    spec, seconds = program_of(config), []
+    for dtype in ("compute", "fp8"):
+        micro = {"matmul_dtype": dtype}
+        step, _, _ = predicted(spec, 1, 2, sequences, "none", "zero3", config, micro)
+        seconds.append(step.seconds)
+    assert [1e3 * found for found in seconds] == pytest.approx(measured, rel=0.10)
+    assert seconds[0] / seconds[1] == pytest.approx(measured[0] / measured[1], rel=0.05)
 
 
 def test_a_measured_local_rate_takes_the_place_of_the_data_sheet(spec):

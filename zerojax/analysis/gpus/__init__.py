@@ -13,6 +13,13 @@ MATMUL_EFFICIENCY = 0.61
 One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TFLOP (docs/benchmark-notes.md).
 """
 
+FP8_EFFICIENCY = 0.55
+"""Fraction of the fp8 peak that products with weights reach, conversions apart; measured on H200.
+
+With the bytes of conversions in ``zerojax.analysis.plan.speed`` it fits three stacks, of widths 2048, 4096
+and 8192 (docs/planner.md).
+"""
+
 MEMORY_EFFICIENCY = 0.9
 """Fraction of the memory bandwidth that a plain device copy reaches; measured on H200 (docs/kernels.md)."""
 
@@ -33,6 +40,7 @@ class Gpu:
         memory: bytes.
         memory_rate: bytes/s of its memory.
         link_rate: bytes/s that it sends to the others of its node, by NVLink or PCIe, in one direction.
+        fp8_flops: peak dense FLOP/s in fp8; 0 for a GPU without fp8 matmuls.
         workspace: bytes of cuBLAS for matmuls.
         measured: whether the efficiencies above were measured on this GPU; for others they are assumed.
     """
@@ -42,6 +50,7 @@ class Gpu:
     memory: float
     memory_rate: float
     link_rate: float
+    fp8_flops: float = 0.0
     workspace: int = 8 << 20
     measured: bool = False
 
@@ -49,19 +58,19 @@ class Gpu:
 _HOPPER = 32 << 20
 
 GPUS: dict[str, Gpu] = {
-    "b200": Gpu("B200", 2250e12, 192e9, 8000e9, 900e9, _HOPPER),
-    "h200": Gpu("H200", 989e12, 150e9, 4800e9, 450e9, _HOPPER, measured=True),
-    "h100": Gpu("H100", 989e12, 84.9e9, 3350e9, 450e9, _HOPPER),
-    "h100-pcie": Gpu("H100 PCIe", 756e12, 84.9e9, 2000e9, 64e9, _HOPPER),
+    "b200": Gpu("B200", 2250e12, 192e9, 8000e9, 900e9, 4500e12, _HOPPER),
+    "h200": Gpu("H200", 989e12, 150e9, 4800e9, 450e9, 1979e12, _HOPPER, measured=True),
+    "h100": Gpu("H100", 989e12, 84.9e9, 3350e9, 450e9, 1979e12, _HOPPER),
+    "h100-pcie": Gpu("H100 PCIe", 756e12, 84.9e9, 2000e9, 64e9, 1513e12, _HOPPER),
     "a100-80": Gpu("A100-SXM4-80GB", 312e12, 84.9e9, 2039e9, 300e9),
     "a100-40": Gpu("A100-SXM4-40GB", 312e12, 42.4e9, 1555e9, 300e9),
     "v100-32": Gpu("V100-SXM2-32GB", 125e12, 34.1e9, 900e9, 150e9),
     "v100-16": Gpu("V100-SXM2-16GB", 125e12, 16.9e9, 900e9, 150e9),
-    "l40s": Gpu("L40S", 362e12, 48e9, 864e9, 32e9),
-    "l4": Gpu("L4", 121e12, 24e9, 300e9, 32e9),
+    "l40s": Gpu("L40S", 362e12, 48e9, 864e9, 32e9, 733e12),
+    "l4": Gpu("L4", 121e12, 24e9, 300e9, 32e9, 242e12),
     "a10g": Gpu("A10G", 70e12, 24e9, 600e9, 32e9),
     "a6000": Gpu("A6000", 155e12, 48e9, 768e9, 32e9),
-    "rtx4090": Gpu("4090", 165e12, 24e9, 1008e9, 32e9),
+    "rtx4090": Gpu("4090", 165e12, 24e9, 1008e9, 32e9, 330e12),
 }
 """GPUs by their names for ``zerojax plan --gpu``."""
 

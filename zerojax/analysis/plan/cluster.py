@@ -7,7 +7,7 @@ from typing import cast
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 
-from zerojax.analysis.gpus import LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
+from zerojax.analysis.gpus import FP8_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import make_layout
 from zerojax.sharding.mesh import AXES, MeshShape
@@ -101,6 +101,11 @@ class Cluster:
         name = dtype_name(dtype, "dtype", tuple(COMPUTE_FORMAT))
         return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
 
+    def fp8_flops(self, dtype: DTypeLike) -> float:
+        """FLOP/s that products with weights reach in fp8; on a GPU without it, those of ``dtype``."""
+        reached = FP8_EFFICIENCY / MATMUL_EFFICIENCY * self.efficiency
+        return self.gpu.fp8_flops * reached or self.flops(dtype)
+
 
 def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     """The same model and optimizer with other options on another mesh, for inspection only.
@@ -119,9 +124,17 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     zero = zero.replace(units=spec.zero.units)
     moved = {
         leaf.path: make_layout(
-            leaf.path, leaf.shape, leaf.dtype, leaf.stack, index=leaf.index, world=world, zero=zero
+            leaf.path,
+            leaf.shape,
+            leaf.dtype,
+            leaf.stack,
+            index=leaf.index,
+            world=world,
+            zero=zero,
+            fp8=zero.without_fp8(leaf.name, leaf.shape, group.unit) is None,
         )
-        for leaf in spec.leaves
+        for group in spec.groups
+        for leaf in group.leaves
     }
     groups = tuple(
         ParamGroup(group.unit, tuple(moved[leaf.path] for leaf in group.leaves)) for group in spec.groups

@@ -12,7 +12,8 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 3           12 N / D       4 N / D        two units        one unit
 =========== ============== ============== ================ ====================
 
-and hpZ or delta weights add 2 N / L. Activations depend on the model and the batch (``work.py``). With them,
+and hpZ or delta weights add 2 N / L; weights computed with in fp8 take one byte instead of two where they are
+gathered or copied. Activations depend on the model and the batch (``work.py``). With them,
 the peak is at one of three moments: in the backward pass; with a large vocabulary, in the loss, when there
 are logits but no gradients yet (except sums of earlier micro-batches); or at the end, when there are the fp32
 gradients of the embedding tables.
@@ -247,7 +248,12 @@ def _hpz_copy(spec: TrainSpec) -> int:
 
 
 def _weight_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
-    """Bytes of one whole layer of a leaf in its compute dtype."""
+    """Bytes of one whole layer of a leaf as it is gathered: in its compute dtype, or in fp8."""
+    return leaf.padded if leaf.fp8 else _gradient_bytes(spec, leaf)
+
+
+def _gradient_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
+    """Bytes of one whole layer of a leaf's gradient, in the compute dtype."""
     return leaf.padded * spec.strategy.weight_dtype(leaf).itemsize
 
 
@@ -274,9 +280,9 @@ def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
         return every * (2 if spec.zero.passes > 1 else 1)
     outside = _of_no_unit(spec) if rest else 0
     if all(leaf.grads.local.raw for leaf in spec.leaves):
-        return outside + sum(_largest_units(spec, _weight_bytes, 1))
+        return outside + sum(_largest_units(spec, _gradient_bytes, 1))
     in_units = [leaf for group in spec.groups if group.unit is not None for leaf in group.leaves]
-    return outside + max((_weight_bytes(spec, leaf) for leaf in in_units), default=0)
+    return outside + max((_gradient_bytes(spec, leaf) for leaf in in_units), default=0)
 
 
 def _payload(spec: TrainSpec) -> int:

@@ -30,7 +30,8 @@ class Forecast:
 
     Attributes:
         name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; with several micro-batches
-            also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``).
+            also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages below 3 have no
+            fp8 matmuls.
         memory: peak of one device in a step.
         fits: whether the memory is within the GPU's budget.
         hops: of a step.
@@ -66,6 +67,7 @@ class Outlook:
         accumulate: micro-batches per step.
         configured: name of the forecast for the config's own options.
         forecasts: one per way of sharding.
+        fp8: whether matmuls with weights are computed in fp8 where the stage is 3.
         advice: which way to take, and why.
     """
 
@@ -75,6 +77,7 @@ class Outlook:
     accumulate: int
     configured: str
     forecasts: tuple[Forecast, ...]
+    fp8: bool
     advice: str
 
     @property
@@ -97,6 +100,7 @@ class Outlook:
             "sequences": self.sequences,
             "batch": self.batch,
             "configured": self.configured,
+            "fp8": self.fp8,
             "advice": self.advice,
             "forecasts": [_to_dict(forecast, self.cluster) for forecast in self.forecasts],
         }
@@ -137,7 +141,8 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
 
     forecasts = tuple(_forecast(name, zero, cluster, sequences, try_out) for name, zero in ways.items())
     advice = recommend(forecasts, cluster, sequences)
-    return Outlook(cluster, sequences, length, own.accumulate, configured, forecasts, advice)
+    fp8 = own.matmul_dtype == "fp8"
+    return Outlook(cluster, sequences, length, own.accumulate, configured, forecasts, fp8, advice)
 
 
 def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
@@ -145,10 +150,11 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
     kept: dict[str, Any] = {
         name: getattr(own, name) for name in ("units", "compute_dtype", "remat", "accumulate", "precise")
     }
+    stage_3 = kept | {"matmul_dtype": own.matmul_dtype, "fp8": own.fp8}
     for name in PRESETS:
-        yield name, ZeroConfig.preset(name, **kept)
+        yield name, ZeroConfig.preset(name, **stage_3)
         if own.accumulate > 1:
-            yield name + IN_BREADTH, ZeroConfig.preset(name, accumulate_order="breadth", **kept)
+            yield name + IN_BREADTH, ZeroConfig.preset(name, accumulate_order="breadth", **stage_3)
     for stage in (1, 2):
         yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
 

@@ -24,7 +24,7 @@ def assumptions(outlook: Outlook) -> list[str]:
     network = ""
     if cluster.nodes > 1:
         network = f", {8 * cluster.bandwidth / 1e9:g} Gb/s between nodes"
-    return [
+    lines = [
         "A prediction: nothing was run.",
         f"- {cluster.nodes} x {cluster.local} {gpu.kind}{network}",
         f"- sequences of {outlook.length} tokens: {outlook.sequences} a device and micro-batch x "
@@ -34,6 +34,12 @@ def assumptions(outlook: Outlook) -> list[str]:
         f"- {size(cluster.budget)} of {size(gpu.memory)} for arrays "
         f"(XLA_CLIENT_MEM_FRACTION={cluster.memory_fraction:g})",
     ]
+    if outlook.fp8 and gpu.fp8_flops:
+        reached = f"{cluster.fp8_flops('bfloat16') / 1e12:.0f} of {gpu.fp8_flops / 1e12:g} TFLOP/s"
+        lines.append(f"- matmuls with weights in fp8, at {reached} and conversions; below stage 3 in bf16")
+    elif outlook.fp8:
+        lines.append(f"- {gpu.kind} has no fp8 matmuls: their reference path is slower than predicted here")
+    return lines
 
 
 def _memory(outlook: Outlook) -> Table:

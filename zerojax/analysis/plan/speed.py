@@ -5,6 +5,9 @@ The parts, in seconds per device and step:
 - compute: FLOPs executed, recomputed ones included, over the rate that matmuls reach; plus, over the rate
   that memory reaches, the bytes that codecs read and write, and four times the kept activations (into the
   stack of all layers and out of it, each a read and a write).
+- compute, where products with weights are in fp8: their FLOPs over the rate that fp8 reaches, and conversions
+  (largest magnitude, fp8, transposition), which take activations and gradients through memory: 10 bytes forward
+  and 10 backward for an element that a product reads, 14 for the gradient of one that it makes.
 - local and node: bytes of the hops over the rates of their links.
 - optimizer: its state and the parameters read and written once, and gradients read or written four times
   (norm, mean, update), over the rate that memory reaches.
@@ -29,6 +32,7 @@ from zerojax.analysis.plan.work import Work
 from zerojax.train.spec import TrainSpec
 
 _TIMES_KEPT = 4
+_FP8_READ, _FP8_MADE = 10, 14
 _TIMES_GRADIENTS = 4
 
 
@@ -80,13 +84,10 @@ def predict_step(
     """
     micro = spec.zero.accumulate
     units = sum(group.layers for group in spec.groups if group.unit is not None) or 1
-    dtype, rate = spec.zero.compute_dtype, cluster.memory_rate
+    rate = cluster.memory_rate
     kept = _TIMES_KEPT / 2 * work.kept / rate  # half of them in each pass
-    compute = {
-        "forward": micro * (work.forward / cluster.flops(dtype) + kept),
-        "backward": micro * (work.backward / cluster.flops(dtype) + kept),
-        "alone": 0.0,
-    }
+    forward, backward = _matmuls(spec, work, cluster)
+    compute = {"forward": micro * (forward + kept), "backward": micro * (backward + kept), "alone": 0.0}
     local, node = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     for hop in hops:
         if hop.usual:
@@ -101,6 +102,23 @@ def predict_step(
         shorter, longer = sorted((compute[part], node[part]))
         seconds += local[part] + longer + shorter / units
     return StepTime(sum(compute.values()), sum(local.values()), sum(node.values()), optimizer, seconds)
+
+
+def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the FLOPs of one micro-batch, forward and backward."""
+    dtype = spec.zero.compute_dtype
+    rate, groups = cluster.flops(dtype), [group for group in spec.groups if group.unit is not None]
+    matrices = [leaf for group in groups for leaf in group.leaves if len(leaf.shape) > 1]
+    share = sum(leaf.count for leaf in matrices if leaf.fp8) / max(1, sum(leaf.count for leaf in matrices))
+    saved = share * (1 / rate - 1 / cluster.fp8_flops(dtype))
+    read = share * _FP8_READ * work.read / cluster.memory_rate
+    made = share * _FP8_MADE * work.made / cluster.memory_rate
+    # Once more for the gradient of the weight, and for a forward pass that is recomputed.
+    again = work.weights_backward / work.weights_forward - 1
+    return (
+        work.forward / rate - work.weights_forward * saved + read,
+        work.backward / rate - work.weights_backward * saved + again * read + made,
+    )
 
 
 def _part_of(hop: HopPlan, spec: TrainSpec) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Group as Rows
 from rich.console import RenderableType
 
+from zerojax.analysis.plan.fp8_weights import Fp8Plan, fp8_of, fp8_table
 from zerojax.analysis.plan.hops import HopPlan, hops_of, hops_table, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
@@ -29,7 +30,9 @@ class Plan:
         parameters: elements of the model.
         settings: the options that differ from plain ZeRO-3, and their effect here.
         units: gathered together.
-        hops: without the sums of losses and of model state, which are a few bytes.
+        fp8: the weights computed with in fp8 and the others; None if there are none.
+        hops: without the sums of losses and of model state and the scales of fp8 weights, which are a few
+            bytes.
         memory: of one device, by kind, without activations.
     """
 
@@ -38,6 +41,7 @@ class Plan:
     parameters: int
     settings: tuple[str, ...]
     units: tuple[UnitPlan, ...]
+    fp8: Fp8Plan | None
     hops: tuple[HopPlan, ...]
     memory: PredictedMemory
 
@@ -68,11 +72,13 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""
         totals = ("local_bytes", "node_bytes", "between_nodes")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+        found = dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+        return found if self.fp8 is None else found | {"fp8": self.fp8.to_dict()}
 
     def __rich__(self) -> RenderableType:
         settings = [f"- {setting}" for setting in self.settings]
-        tables = (units_table(self.units, self.parameters), hops_table(self.hops), self.memory.table())
+        fp8 = () if self.fp8 is None else (fp8_table(self.fp8),)
+        tables = (units_table(self.units, self.parameters), *fp8, hops_table(self.hops), self.memory.table())
         return Rows(*settings, *tables, self.summary())
 
     def __str__(self) -> str:
@@ -98,6 +104,7 @@ def plan_state(of: TrainState | TrainSpec) -> Plan:
         parameters=sum(leaf.count for leaf in spec.leaves),
         settings=tuple(settings_of(spec)),
         units=units_of(spec),
+        fp8=fp8_of(spec),
         hops=hops_of(spec),
         memory=predict_memory(spec),
     )

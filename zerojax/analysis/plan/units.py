@@ -70,6 +70,8 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield "gradients rounded stochastically, reproducibly"
     if zero.error_feedback:
         yield "error feedback on the node hop"
+    if zero.matmul_dtype == "fp8":
+        yield "matmuls with weights of units: in fp8, forward and backward"
     if zero.chunks > 1:
         yield f"gradient hops overlapped in {zero.chunks} chunks"
     if world.nodes == 1:
@@ -91,14 +93,14 @@ def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
     for group in spec.groups:
         leaves = tuple(
             (
-                _pattern(leaf.path),
+                kind_of(leaf.path),
                 leaf.shape,
                 (leaf.weights.node.fmt, leaf.weights.local.fmt),
                 (leaf.grads.local.fmt, leaf.grads.node.fmt),
             )
             for leaf in group.leaves
         )
-        name = None if group.unit is None else _pattern(group.unit.split("/"))
+        name = None if group.unit is None else kind_of(group.unit.split("/"))
         key = name, sum(leaf.size for leaf in group.leaves), leaves
         kinds[key] = kinds.get(key, 0) + (group.layers)
     return tuple(
@@ -113,7 +115,8 @@ def _by_kind(leaves: Sequence[Any], copies: int) -> Iterator[LeafPlan]:
         yield LeafPlan(name, shape, copies * leaves.count(kind), weights, grads)
 
 
-def _pattern(path: Sequence[str]) -> str:
+def kind_of(path: Sequence[str]) -> str:
+    """A path, joined by "/", with numbers replaced by "*"."""
     return "/".join("*" if part.isdigit() else part for part in path)
 
 

@@ -17,6 +17,9 @@ attention d + a                          the same
 none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 ========= ============================== =========================
 
+Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f): these are
+converted where the products are in fp8.
+
 cuDNN's attention also keeps one fp32 number per head. XLA's has fp32 scores, heads x s per token, of which
 "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The loss holds one
 chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With several chunks
@@ -42,6 +45,10 @@ class Work:
         tokens: predicted.
         forward: FLOPs executed in the forward pass, including the head with both its gradients.
         backward: FLOPs executed in the backward pass of the blocks, including recomputation.
+        weights_forward: those of ``forward`` that are products of the blocks' weights.
+        weights_backward: those of ``backward``, likewise.
+        read: elements that products with the blocks' weights read, of all layers.
+        made: elements that they make.
         model_flops: as the MFU counts them (PaLM's convention: nothing twice, attention as a full square).
         stream: bytes of the residual stream between two layers.
         kept: bytes of activations kept for the backward pass, of all layers.
@@ -54,6 +61,10 @@ class Work:
     tokens: int
     forward: float
     backward: float
+    weights_forward: float
+    weights_backward: float
+    read: int
+    made: int
     model_flops: float
     stream: int
     kept: int
@@ -96,7 +107,8 @@ def decoder_work(
     square = 12 * c.layers * c.attention_width * length * tokens
     matrices = model_flops - unembedding - square
     attention = square / 2 if flash else square
-    again = {"full": (matrices + attention) / 3, "attention": matrices / 3, "none": 0.0}[remat]
+    matrices_again = 0.0 if remat == "none" else matrices / 3
+    again = matrices_again + (attention / 3 if remat == "full" else 0)
     item = ITEM[dtype]
     kept = tokens * c.layers * (item * _kept_width(c, remat) + _kept_fp32(c, remat, length, flash=flash) * 4)
     own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
@@ -104,6 +116,10 @@ def decoder_work(
         tokens=tokens,
         forward=(matrices + attention) / 3 + (unembedding if head else 0),
         backward=2 * (matrices + attention) / 3 + again,
+        weights_forward=matrices / 3,
+        weights_backward=2 * matrices / 3 + matrices_again,
+        read=tokens * c.layers * (2 * c.d_model + c.attention_width + c.ffn_width),
+        made=tokens * c.layers * (2 * c.d_model + _qkv_width(c) + _mlp_width(c)),
         model_flops=model_flops - (0 if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
@@ -116,14 +132,17 @@ def _qkv_width(c: GPTConfig) -> int:
     return (c.heads + 2 * c.key_value_heads) * c.head_dim
 
 
+def _mlp_width(c: GPTConfig) -> int:
+    return c.ffn_width * (2 if c.mlp == "swiglu" else 1)
+
+
 def _kept_width(c: GPTConfig, remat: Remat) -> int:
     """Elements per token and layer, in the compute dtype."""
     if remat == "full":
         return c.d_model
     if remat == "attention":
         return c.d_model + c.attention_width
-    hidden = c.ffn_width * (2 if c.mlp == "swiglu" else 1)
-    return 2 * c.d_model + _qkv_width(c) + c.attention_width + hidden
+    return 2 * c.d_model + _qkv_width(c) + c.attention_width + _mlp_width(c)
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:

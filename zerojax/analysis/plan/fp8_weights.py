@@ -1,0 +1,97 @@
+"""The weights that a plan computes with in fp8, and why it leaves the others out."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from zerojax.analysis.plan.units import kind_of
+from zerojax.train.spec import TrainSpec
+
+
+@dataclass(frozen=True)
+class Fp8Row:
+    """Weights of one kind: the same in every layer, or in every unit of the same kind.
+
+    Attributes:
+        name: their path, with numbers replaced by "*".
+        shape: of one of them.
+        copies: their number, layers included.
+        elements: of all of them.
+        left_out: why their matmuls are not computed in fp8; None if they are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    copies: int
+    elements: int
+    left_out: str | None
+
+
+@dataclass(frozen=True)
+class Fp8Plan:
+    """The weights of a model, where ``ZeroConfig.matmul_dtype`` is "fp8".
+
+    Attributes:
+        rows: every kind, in the model's order.
+        in_units: elements of all units.
+    """
+
+    rows: tuple[Fp8Row, ...]
+    in_units: int
+
+    @property
+    def chosen(self) -> tuple[Fp8Row, ...]:
+        """The kinds computed with in fp8."""
+        return tuple(row for row in self.rows if row.left_out is None)
+
+    @property
+    def weights(self) -> int:
+        """The number of weights computed with in fp8, layers included."""
+        return sum(row.copies for row in self.chosen)
+
+    @property
+    def share(self) -> float:
+        """Their share of the units' elements."""
+        return sum(row.elements for row in self.chosen) / max(1, self.in_units)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for JSON."""
+        return dataclasses.asdict(self) | {"weights": self.weights, "share": self.share}
+
+
+def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
+    """The weights of a train spec, those of the same kind merged; None without fp8."""
+    if spec.zero.matmul_dtype != "fp8":
+        return None
+    kinds: dict[tuple[str, tuple[int, ...], str | None], int] = {}
+    for group in spec.groups:
+        for leaf in group.leaves:
+            key = kind_of(leaf.path), leaf.shape, spec.zero.without_fp8(leaf.name, leaf.shape, group.unit)
+            kinds[key] = kinds.get(key, 0) + leaf.layers
+    sizes = {(kind_of(leaf.path), leaf.shape): leaf.size for leaf in spec.leaves}
+    rows = tuple(
+        Fp8Row(name, shape, copies, copies * sizes[name, shape], why)
+        for (name, shape, why), copies in kinds.items()
+    )
+    units = (group for group in spec.groups if group.unit is not None)
+    return Fp8Plan(rows, sum(leaf.count for group in units for leaf in group.leaves))
+
+
+def fp8_table(plan: Fp8Plan) -> Table:
+    """The weights computed with in fp8; then the others, by reason."""
+    table = Table(title=f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters")
+    table.add_column("")
+    table.add_column("weights", overflow="fold")
+    for name in ("copies", "elements"):
+        table.add_column(name, justify="right")
+    for why in dict.fromkeys([None, *(row.left_out for row in plan.rows)]):
+        same = [row for row in plan.rows if row.left_out == why]
+        table.add_row(
+            "in fp8" if why is None else f"left out: {why}",
+            ", ".join(dict.fromkeys(row.name for row in same)),
+            str(sum(row.copies for row in same)),
+            f"{sum(row.elements for row in same):,}",
+        )
+    return table
