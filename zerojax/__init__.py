@@ -15,6 +15,7 @@ from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
 from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
+from zerojax.train.fp8_report import fp8_report
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState, averaged, gather_model, gather_params, put_params
 from zerojax.train.step import eval_step, lower_train_step, train_step
@@ -58,6 +59,7 @@ __all__ = [
     "deepspeed",
     "distributed",
     "eval_step",
+    "fp8_report",
     "gather_model",
     "gather_params",
     "hlo",

@@ -69,7 +69,7 @@ def test_sample(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
 def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--mesh.nodes", "3"]) == 0
     out = capfd.readouterr().out
-    for part in ("jax ", "devices", "4 devices per node", "kernels", "memory"):
+    for part in ("jax ", "devices", "4 devices per node", "kernels", "memory", "fp8 matmuls"):
         assert part in out
     assert main(["doctor", "--mesh.nodes", "99"]) == 0
     assert "refused" in capfd.readouterr().out

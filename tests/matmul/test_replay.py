@@ -180,7 +180,7 @@ def test_a_weight_that_is_read_elsewhere_is_refused(how):
 
 def test_two_weights_are_no_matmul_of_one():
     run = at_matmuls(lambda weights, x: x @ (weights[0] @ weights[1]))
-    with pytest.raises(zerojax.ZeroError, match="'a' .* read by dot_general"):
+    with pytest.raises(zerojax.ZeroError, match=r"'a' .* read by dot_general"):
         jax.eval_shape(run, (operand(exact(1, 16, 8), "a"), operand(exact(2, 8, 16), "b")), exact(3, *CUBE))
 
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import psutil
@@ -16,6 +17,7 @@ from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
+from zerojax.matmul.fp8 import has_fp8
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics import peak_flops
 from zerojax.versions import installed
@@ -84,7 +86,13 @@ def _devices() -> Rows:
         if peak := peak_flops(device.device_kind):
             facts.append(f"{peak / 1e12:.0f} TFLOP/s bf16")
         rows.append((str(device.id), ", ".join(facts)))
-    return rows
+    return [*rows, ("fp8 matmuls", _fp8(jax.local_devices()[0]))]
+
+
+def _fp8(device: Any) -> str:
+    if has_fp8(device):
+        return f"yes, compute capability {device.compute_capability}"
+    return 'no: matmul_dtype = "fp8" would give the same numbers from a slow reference path'
 
 
 def _choice(settings: MeshSection) -> Rows:

@@ -11,6 +11,7 @@ sums alone.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -27,6 +28,12 @@ E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 SCALE = "zerojax: scale of fp8 activations"
 """The name under which rematerialisation keeps the scales of activations (``zerojax.schedule.remat``)."""
+
+
+def has_fp8(device: Any) -> bool:
+    """Whether a device multiplies fp8 itself: NVIDIA's GPUs of compute capability 8.9 and above."""
+    capability = re.match(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return capability is not None and (int(capability[1]), int(capability[2])) >= (8, 9)
 
 
 def scale_for(peak: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
@@ -146,9 +153,9 @@ def _dot(
 ) -> Array:
     """The product of two scaled matrices: the pattern of which XLA makes fp8 calls."""
     wide = _wide(dtype)
-    factors = [x.astype(wide) * (1 / scale).astype(wide) for x, scale in (a, b)]
+    left, right = (x.astype(wide) * (1 / scale).astype(wide) for x, scale in (a, b))
     axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(*factors, axes, preferred_element_type=wide, **options).astype(dtype)
+    return lax.dot_general(left, right, axes, preferred_element_type=wide, **options).astype(dtype)
 
 
 def _wide(dtype: DTypeLike) -> jnp.dtype:

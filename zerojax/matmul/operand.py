@@ -1,6 +1,5 @@
 """A weight in the form in which a product reads it, and how it is told from an array."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,15 +10,15 @@ from jaxtyping import Array, Float, Num, UInt8
 
 
 class Scaled(NamedTuple):
-    """A weight in memory, and the scale of its fp8 codes.
+    """A weight in memory, and the scale of its fp8 codes; or their shardings, or their shapes.
 
     Attributes:
         values: fp32 master values, not multiplied by the scale; or codes, made with it.
         scale: fp32, one per layer where the weight is stacked.
     """
 
-    values: Num[Array, "..."]
-    scale: Float[Array, "..."]
+    values: Any
+    scale: Any
 
     def scaled(self) -> Num[Array, "..."]:
         """Master values times the scale; codes as they are."""
@@ -44,9 +43,6 @@ class Codes(NamedTuple):
         return Codes(codes, jnp.zeros(codes.shape, dtype))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "gradient", "scale"], meta_fields=["name"]
-)
 @dataclass(frozen=True)
 class Fp8Operand:
     """A weight, or what transposes, reshapes and slices made of it, on its way to an fp8 product.
@@ -79,6 +75,9 @@ class Fp8Operand:
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":
         """The same weight to a model that computes in another dtype."""
         return Fp8Operand(self.codes, self.gradient.astype(dtype), self.scale, self.name)
+
+
+jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["name"])
 
 
 def with_values(source: Any, values: Num[Array, "..."]) -> Any:

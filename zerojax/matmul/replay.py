@@ -73,7 +73,10 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
         return results if primitive.multiple_results else [results]
     match primitive.name:
         case "dot_general" if len(weights) == 1 and not any(params["dimension_numbers"][1]):
-            return [_product(*given, params["dimension_numbers"][0], equation.outvars[0].aval.dtype)]
+            lhs, rhs = given
+            contracting, _ = params["dimension_numbers"]
+            result: Any = equation.outvars[0].aval
+            return [_product(lhs, rhs, contracting, result.dtype)]
         case "convert_element_type" if jnp.issubdtype(params["new_dtype"], jnp.floating):
             return [weights[0].astype(params["new_dtype"])]
         case name if name in _MOVES and len(given) == 1:
@@ -103,7 +106,7 @@ def _product(lhs: Any, rhs: Any, contracting: Any, dtype: Any) -> Any:
     size = math.prod(weight.aval.shape[i] for i in axes)
     tokens = lax.transpose(x, (*x_free, *x_axes)).reshape(-1, size)
     matrix = weight.moved(lambda w: lax.transpose(w, (*axes, *free)).reshape(size, -1))
-    out = fp8.product(tokens, matrix.codes, matrix.scale, matrix.gradient, dtype)
+    out: Any = fp8.product(tokens, matrix.codes, matrix.scale, matrix.gradient, dtype)
     shapes = [x.shape[i] for i in x_free], [weight.aval.shape[i] for i in free]
     if flipped:
         return out.T.reshape(*shapes[1], *shapes[0])

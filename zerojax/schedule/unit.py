@@ -21,7 +21,7 @@ from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import Fp8Operand, Scaled, with_values
+from zerojax.matmul.operand import Codes, Fp8Operand, Scaled, with_values
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
@@ -185,10 +185,10 @@ def on_operands(body: Body, leaves: Sequence[ParamLayout]) -> Body:
     """
     run = at_matmuls(body)
 
-    def with_scales(whole: Values, scales: Sequence[Array], *args: Any) -> Any:
+    def with_scales(whole: Sequence[Any], scales: Sequence[Array], *args: Any) -> Any:
         each = iter(scales)
         weights = [
-            Fp8Operand(*x, next(each), leaf.name) if leaf.fp8 else x
+            Fp8Operand(x.codes, x.gradient, next(each), leaf.name) if isinstance(x, Codes) else x
             for x, leaf in zip(whole, leaves, strict=True)
         ]
         return run(tuple(weights), *args)
@@ -227,7 +227,7 @@ def take_apart(
 ) -> tuple[UnitComm, tuple[Values, Values, Seed], Values | None]:
     """A unit's communication; its sources, sinks and seed; its copies, or None."""
     leaves = tuple(weight.leaf for weight in weights)
-    sources = tuple(weight.source for weight in weights)
+    sources: tuple[Any, ...] = tuple(weight.source for weight in weights)
     sinks = tuple(weight.sink for weight in weights)
     copies = tuple(weight.copy for weight in weights if weight.copy is not None)
     return UnitComm(weights[0].strategy, leaves), (sources, sinks, weights[0].seed), copies or None

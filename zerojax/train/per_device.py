@@ -104,7 +104,7 @@ def with_scales(spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any]) 
     with jax.named_scope("scales"):
         peaks = lax.pmax(jnp.concatenate(own), AXES)
     ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
-    scaled = dict(params)
+    scaled: dict[Path, Any] = dict(params)
     for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
         peak = peak.reshape(leaf.stack)
         scale = fp8.scale_for(peak, fp8.E4M3)

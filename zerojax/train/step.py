@@ -19,6 +19,8 @@ from jaxtyping import Array
 from zerojax.adapters import LossFn
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
+from zerojax.log import logger
+from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
@@ -61,6 +63,8 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
+    if spec.zero.matmul_dtype == "fp8":
+        _warn_without_fp8(spec.mesh.devices.flat[0])
     return _compiled(spec)(state, placed)
 
 
@@ -182,6 +186,17 @@ def _check_rows(shape: tuple[int, ...], devices: int, accumulate: int) -> None:
 def _batch_spec(spec: TrainSpec, x: Any) -> PartitionSpec:
     """The sharding of an array of a batch: scalars are replicated."""
     return spec.batch_spec if np.shape(x) else PartitionSpec()
+
+
+@functools.cache
+def _warn_without_fp8(device: Any) -> None:
+    """Log, once in a process, that a device has no fp8 matmuls."""
+    if not has_fp8(device) and jax.process_index() == 0:
+        logger.warning(
+            'matmul_dtype="fp8" on %s, which has no fp8 matmuls (NVIDIA GPUs have them from compute '
+            "capability 8.9 on): the same numbers come from a reference path, slower than bf16",
+            device.device_kind,
+        )
 
 
 def _compiled(spec: TrainSpec) -> Any:

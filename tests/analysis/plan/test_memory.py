@@ -84,6 +84,15 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
         assert min(looped) > 0.45, "a hop between nodes does not last as long as its layer"
 
 
+def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
+    delta = SETTINGS["delta"] | {"matmul_dtype": "fp8"}
+    state, compiled = compiled_step(zerojax.ZeroConfig.preset(delta.pop("preset"), **delta))
+    plan = plan_state(state)
+    copies = sum(leaf.count for leaf in state.spec.leaves if leaf.fp8) / LOCAL
+    assert plan.memory.kinds["secondary"] == pytest.approx(copies, rel=0.01)
+    assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.10)
+
+
 def _named(name: str) -> dict:
     settings = dict(SETTINGS[name])
     return {"name": settings.pop("preset", "zero3"), **settings}
@@ -118,6 +127,12 @@ def _copies(size: int, matrices: list) -> int:
 SCRIPT = ROOT / "scripts" / "acceptance" / "plan.py"
 PRESETS = ("zero3", "zero++", "delta")
 SIZES = (("gpt-tiny", 4), ("gpt2-124m", 4), ("gpt-350m", 2), ("gpt-1.3b", 2))
+IN_FP8 = (
+    ("zero3", "none", 1, "gpt-350m", 2),
+    ("zero3", "full", 1, "gpt-1.3b", 1),
+    ("zero++", "full", 1, "gpt-1.3b", 1),
+    ("delta", "full", 1, "gpt-1.3b", 1),
+)
 FAST = ("zero3", "none", 4, "gpt-tiny", 4)
 IN_BREADTH = (
     ("delta", "full", 4, "gpt-tiny", 4),
@@ -148,8 +163,9 @@ def compare(
     config: str,
     sequences: int,
     order: str = "depth",
+    matmuls: str = "compute",
 ) -> None:
-    case = check_plan.Case(config, preset, remat, accumulate, order, sequences, NODES, LOCAL)
+    case = check_plan.Case(config, preset, remat, accumulate, order, sequences, NODES, LOCAL, matmuls)
     try:
         found = check_plan.check(case)
     except aot.CompilerMissingError as error:
@@ -185,3 +201,9 @@ def test_planned_memory_and_bytes_are_those_of_the_compiled_step(check_plan, cas
 )
 def test_so_they_are_in_breadth(check_plan, case):
     compare(check_plan, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_FP8, ids=str)
+def test_so_they_are_in_fp8(check_plan, case):
+    compare(check_plan, *case, matmuls="fp8")

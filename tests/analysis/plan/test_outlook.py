@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -46,11 +47,12 @@ def by_name(outlook):
 
 def test_laid_out_elsewhere_is_what_is_built_there(spec):
     """The shortcut that derives every cluster's memory from one abstract state."""
-    for zero, mesh in (
+    cases: tuple[tuple[dict[str, Any], MeshSection], ...] = (
         ({"preset": "delta"}, MeshSection(nodes=4, local=3)),
         ({"preset": "zero++"}, MeshSection(nodes=3, local=2)),
         ({"preset": "delta", "matmul_dtype": "fp8"}, MeshSection(nodes=2, local=2)),
-    ):
+    )
+    for zero, mesh in cases:
         built = build(mesh, **zero)
         there = on_world(spec, MeshShape(mesh.nodes, mesh.local), built.zero)
         assert there.leaves == built.leaves

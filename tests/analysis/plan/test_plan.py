@@ -1,6 +1,7 @@
 """The plan's formulas against the count of the traced step: two accounts that share no arithmetic."""
 
 import json
+from typing import Any
 
 import jax
 import optax
@@ -50,7 +51,7 @@ def config(preset: str = "zero3", **settings) -> zerojax.ZeroConfig:
     return zerojax.ZeroConfig.preset(preset, **settings)
 
 
-def check(style: str, zero: zerojax.ZeroConfig, nodes: int, local: int, **sizes: int) -> CommReport:
+def check(style: str, zero: zerojax.ZeroConfig, nodes: int, local: int, **sizes: Any) -> CommReport:
     state = abstract_state(style, zerojax.make_mesh(nodes, local), zero, **sizes)
     report = comm_report(state, batch_of(nodes * local * zero.accumulate))
     plan = plan_state(state)

@@ -6,8 +6,8 @@ The parts, in seconds per device and step:
   that memory reaches, the bytes that codecs read and write, and four times the kept activations (into the
   stack of all layers and out of it, each a read and a write).
 - compute, where products with weights are in fp8: their FLOPs over the rate that fp8 reaches, and conversions
-  (largest magnitude, fp8, transposition), which take activations and gradients through memory: 10 bytes forward
-  and 10 backward for an element that a product reads, 14 for the gradient of one that it makes.
+  (largest magnitude, fp8, transposition), which take activations and gradients through memory: 10 bytes
+  forward and 10 backward for an element that a product reads, 14 for the gradient of one that it makes.
 - local and node: bytes of the hops over the rates of their links.
 - optimizer: its state and the parameters read and written once, and gradients read or written four times
   (norm, mean, update), over the rate that memory reaches.

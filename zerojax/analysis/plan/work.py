@@ -17,8 +17,8 @@ attention d + a                          the same
 none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 ========= ============================== =========================
 
-Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f): these are
-converted where the products are in fp8.
+Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8
+they are converted.
 
 cuDNN's attention also keeps one fp32 number per head. XLA's has fp32 scores, heads x s per token, of which
 "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The loss holds one

@@ -1,0 +1,95 @@
+"""What weights lose in fp8, weight by weight: a function of a state, outside the step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Num
+
+from zerojax.matmul import fp8
+from zerojax.sharding.layout import OWNED, ParamLayout
+from zerojax.sharding.mesh import NODE
+from zerojax.sharding.param_tree import from_tree
+from zerojax.train import per_device
+from zerojax.train.per_device import flat_blocks
+from zerojax.train.state import TrainState, check_there, state_specs
+
+
+class Fp8Loss(NamedTuple):
+    """The loss of precision of one weight's fp8 codes.
+
+    Attributes:
+        saturated: share of elements beyond e4m3's largest value, which they become.
+        underflowed: share of elements that are not zero and become zero.
+        error: root mean square of all errors, over that of the weight.
+    """
+
+    saturated: float
+    underflowed: float
+    error: float
+
+
+def fp8_report(state: TrainState) -> dict[str, Fp8Loss]:
+    """What the weights of fp8 matmuls lose in their codes, in the next step.
+
+    With ``weights_delta`` the codes are those of the copy, after the next update. All processes must call it;
+    it reads each weight once, and changes nothing.
+
+    Args:
+        state: any.
+
+    Returns:
+        By the weight's path, joined by "/"; of all layers together, if it is stacked. Empty without fp8
+        matmuls.
+
+    Raises:
+        ConfigurationError: the state was donated, or is abstract.
+    """
+    check_there(state)
+    found = state.spec.once("fp8 report", lambda: jax.jit(_losses))(state)
+    return {name: Fp8Loss(*map(float, each)) for name, each in jax.device_get(found).items()}
+
+
+def _losses(state: TrainState) -> dict[str, Array]:
+    spec, specs = state.spec, state_specs(state.spec)
+    chosen = [leaf for leaf in spec.leaves if leaf.fp8]
+
+    def local(params: Any, secondary: Any, step: Array) -> dict[str, Array]:
+        masters = flat_blocks(from_tree(params), spec.leaves)
+        masters, copies = per_device.with_scales(spec, masters, from_tree(secondary))
+        if copies:
+            copies = per_device.next_secondary(spec, masters, copies, step)
+        return {leaf.name: _loss(leaf, masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
+
+    given = ("params", "secondary", "step")
+    run = jax.shard_map(
+        local,
+        mesh=spec.mesh,
+        in_specs=tuple(specs[name] for name in given),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return run(*(getattr(state, name) for name in given))
+
+
+def _loss(leaf: ParamLayout, master: Any, copy: Num[Array, "..."] | None) -> Array:
+    """An ``Fp8Loss`` as an array, of the devices together."""
+    exact = master.values * master.scale[..., None]
+    codes = fp8.encode(exact)
+    if copy is not None:
+        rows = copy.reshape(*leaf.stack, leaf.world.nodes, leaf.shard)
+        codes = lax.dynamic_index_in_dim(rows, lax.axis_index(NODE), axis=-2, keepdims=False)
+    sent = fp8.decode(codes, jnp.float32)
+    sums = (
+        jnp.abs(exact) > float(jnp.finfo(fp8.E4M3).max),
+        (exact != 0) & (sent == 0),
+        jnp.square(sent - exact),
+        jnp.square(exact),
+    )
+    saturated, underflowed, error, total = lax.psum(
+        jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in sums]), OWNED
+    )
+    root = jnp.sqrt(error / jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
+    return jnp.stack([saturated / leaf.count, underflowed / leaf.count, root])
