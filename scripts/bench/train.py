@@ -7,8 +7,8 @@
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
 SwiGLU), fed random bf16 activations, to measure the blocks and their communication. "gspmd" is JAX's own
-sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A variant is marked as wrong if its loss
-after the same steps differs by more than 1% from that of the first variant with as many micro-batches. Steps
+sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A loss after the same steps that differs
+by more than 1% from that of the first variant with as many micro-batches is remarked upon. Steps
 after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication beside
 compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated cluster's
 links are timed one after the other, without recompiling.
@@ -115,16 +115,16 @@ def main() -> None:
             for row in measure(variant, options):
                 rows.append(row)
                 if jax.process_index() == 0:
-                    remark = "" if as_first(row, rows) else "  computes something else"
-                    print(line(row) + remark, flush=True)
+                    print(line(row) + remark(row, rows), flush=True)
         if jax.process_index() == 0:
             write(rows, options.json)
 
 
-def as_first(row: Row, rows: list[Row]) -> bool:
-    """Whether the loss is within 1% of the first variant's with the same micro-batches and rate."""
+def remark(row: Row, rows: list[Row]) -> str:
+    """Of a loss that is more than 1% from the first variant's with the same micro-batches and rate."""
     first = next(r for r in rows if (r.micro_batches, r.rate) == (row.micro_batches, row.rate))
-    return abs(row.loss / first.loss - 1) < 0.01
+    apart = row.loss / first.loss - 1
+    return "" if abs(apart) < 0.01 else f"  loss {apart:+.1%} from {first.variant}"
 
 
 def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
