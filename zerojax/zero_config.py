@@ -6,6 +6,7 @@ cannot work or have no effect, before anything is compiled.
 
 import dataclasses
 import fnmatch
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -197,7 +198,7 @@ class ZeroConfig:
         """
         if rank < 2:
             return max(wanted, self.compute_format, key=BITS.__getitem__)
-        floors = [floor for pattern, floor in self.precise if fnmatch.fnmatch(path.lower(), pattern)]
+        floors = [floor for pattern, floor in self.precise if _matches(pattern, path)]
         return max([wanted, *floors], key=BITS.__getitem__)
 
     def without_fp8(self, path: str, shape: tuple[int, ...], unit: str | None) -> str | None:
@@ -216,13 +217,27 @@ class ZeroConfig:
             return "not two-dimensional"
         if any(size % _FP8_MULTIPLE for size in shape):
             return f"sizes are no multiples of {_FP8_MULTIPLE}"
-        deciding = ""
-        for pattern in self.fp8:
-            if fnmatch.fnmatch(path.lower(), pattern.removeprefix("!")):
-                deciding = pattern
+        deciding = next((pattern for pattern in reversed(self.fp8) if _matches(pattern, path)), "")
         if not deciding:
             return "no pattern of fp8 matches"
         return f"left out by {deciding!r}" if deciding.startswith("!") else None
+
+    def check_fp8_patterns(self, paths: Sequence[str]) -> None:
+        """Refuse patterns of ``fp8`` that match none of a model's paths, the default ones aside.
+
+        Raises:
+            ConfigurationError: naming them, and a few paths.
+        """
+        idle = [
+            pattern
+            for pattern in self.fp8
+            if pattern not in FP8_WEIGHTS and not any(_matches(pattern, path) for path in paths)
+        ]
+        if idle:
+            raise ConfigurationError(
+                f"ZeroConfig.fp8: {', '.join(map(repr, idle))} matches no parameter; paths are "
+                f"{', '.join(map(repr, paths[:4]))} and so on."
+            )
 
     def _take_names(self) -> None:
         """Replace dtypes and aliases by their canonical names."""
@@ -365,6 +380,11 @@ def _format_name(given: Any) -> Any:
     with suppress(ConfigurationError):
         return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
     return given
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """Whether a shell pattern, a leading "!" aside, matches a path; upper and lower case are the same."""
+    return fnmatch.fnmatchcase(path.lower(), pattern.lower().removeprefix("!"))
 
 
 def _check_format(field: str, fmt: str | None) -> None:

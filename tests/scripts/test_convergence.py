@@ -73,7 +73,8 @@ def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
     assert again["runs"][2]["train_loss"][0] != pytest.approx(exact["train_loss"][0], abs=1e-6)
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows[1:]] == ["| zero3", "| delta-nearest"]
+    names = [row.split(" | ")[0] for row in rows]
+    assert names == ["| variant", "| zero3", "| delta-nearest", "| step", "| zero3", "| delta-nearest"]
 
     done = convergence(*where, "--seeds", 0, 1, 2, "--minutes", 1e-9)  # no time is left for a run
     assert done.returncode == 0, done.stderr
@@ -259,7 +260,9 @@ def test_page_has_the_perplexities():
     root = FOLDER.parents[1]
     runs = json.loads((root / "docs" / "measured" / "fine-tuning-124m-2x1.json").read_text())["runs"]
     page = (root / "docs" / "quality.md").read_text()
-    rows = [row for row in paired.table(paired.in_perplexity(runs), "zero3", "perplexity")[2:] if row[:2] == "| "]
+    rows = [
+        row for row in paired.table(paired.in_perplexity(runs), "zero3", "perplexity")[2:] if row[:2] == "| "
+    ]
     assert len(rows) == 8
     for row in rows:
         assert row.split(" | ", 1)[1] in page

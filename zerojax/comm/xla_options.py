@@ -39,14 +39,19 @@ ONE_PROCESS_OPTIONS: dict[str, Any] = {
     # one process only, where it has been seen to work.
     "xla_gpu_use_memcpy_local_p2p": True,
 }
+FP8_OPTIONS: dict[str, Any] = {
+    # Small products that read the same array (a layer's queries, keys and values) are not merged: the merged
+    # product would be in bf16, of decoded weights.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """The compiler options for programs on a mesh; none unless it has GPUs."""
+def compiler_options(mesh: Mesh, *, fp8: bool = False) -> dict[str, Any]:
+    """The compiler options for programs on a mesh, with fp8 matmuls or without; none unless it has GPUs."""
     if not on_gpus(mesh.devices.flat):
         return {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
-    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS
+    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | (FP8_OPTIONS if fp8 else {})
 
 
 def on_own_stream(wanted: bool) -> AbstractContextManager[Any]:

@@ -141,7 +141,8 @@ def _narrow(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     x = x.astype(_wide(x.dtype))
     peak = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     scale = checkpoint_name(scale_for(peak, dtype), SCALE)
-    return (x * scale.astype(x.dtype)).astype(dtype), scale
+    # Without the barrier XLA would leave out the rounding where the product is not in fp8.
+    return lax.optimization_barrier((x * scale.astype(x.dtype)).astype(dtype)), scale
 
 
 def _dot(

@@ -164,6 +164,7 @@ def build(
         )
         for i, p in enumerate(adapter.parameters)
     )
+    zero.check_fp8_patterns([leaf.name for leaf in leaves])
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in leaves):
         raise ConfigurationError(
             'matmul_dtype="fp8", and no weight is computed with in it: it takes two-dimensional weights of '

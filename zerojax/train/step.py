@@ -100,7 +100,7 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
         "gradients",
         lambda: jax.jit(
             lambda state, batch: _gradients(spec, state, batch)[0]["params"],
-            compiler_options=compiler_options(spec.mesh),
+            compiler_options=_compiler_options(spec),
         ),
     )
     placed = place(spec, batch, spec.zero.accumulate)
@@ -199,6 +199,10 @@ def _warn_without_fp8(device: Any) -> None:
         )
 
 
+def _compiler_options(spec: TrainSpec) -> dict[str, Any]:
+    return compiler_options(spec.mesh, fp8=spec.zero.matmul_dtype == "fp8")
+
+
 def _compiled(spec: TrainSpec) -> Any:
     def make() -> Any:
         fields = abstract_fields(spec)
@@ -208,7 +212,7 @@ def _compiled(spec: TrainSpec) -> Any:
             _train,
             donate_argnums=0,
             out_shardings=(state, everyone),
-            compiler_options=compiler_options(spec.mesh),
+            compiler_options=_compiler_options(spec),
         )
 
     return spec.once("train", make)
@@ -217,7 +221,7 @@ def _compiled(spec: TrainSpec) -> Any:
 def _compiled_eval(spec: TrainSpec) -> Any:
     return spec.once(
         "eval",
-        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=compiler_options(spec.mesh)),
+        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=_compiler_options(spec)),
     )
 
 

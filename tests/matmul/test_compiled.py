@@ -1,0 +1,87 @@
+"""Steps compiled for H100s: every product of a listed weight is in fp8, and no such weight is decoded."""
+
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax import aot
+from zerojax.analysis.hlo.text import Array, Instruction, parse, walk
+from zerojax.analysis.plan import plan_state
+from zerojax.models import GPT, GPTConfig, lm_loss
+
+NODES, LOCAL, SEQUENCE = 2, 2, 128
+F8 = "__cublas$lt$matmul$f8"
+NO_DECODING = ("custom-call", "tuple", "while", "conditional")
+# Gate and up read the same activations: small as they are, XLA would merge their products.
+CONFIG = GPTConfig(
+    vocab_size=64, layers=5, d_model=192, heads=3, max_seq_len=SEQUENCE, attention="xla", mlp="swiglu"
+)
+
+
+def compiled_step(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, str]:
+    try:
+        devices = aot.topology(NODES, LOCAL, gpu="h100")
+    except aot.CompilerMissingError as error:
+        pytest.skip(str(error))
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(CONFIG, rngs=rngs),
+        optax.adamw(1e-3),
+        lm_loss,
+        mesh=zerojax.make_mesh(NODES, LOCAL, devices=devices),
+        zero=zero,
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((NODES * LOCAL, SEQUENCE + 1), np.int32)}
+    text = zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS)).as_text()
+    assert text is not None
+    return state, text
+
+
+def target(instruction: Instruction) -> str:
+    return instruction.attribute(r'custom_call_target="([^"]+)"') or ""
+
+
+def without_ones(array: Array) -> tuple[int, ...]:
+    return tuple(sorted(size for size in array.dims if size > 1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "zero3", "remat": "none"},
+        pytest.param({"name": "zero++"}, marks=pytest.mark.slow),
+        pytest.param({"name": "delta", "rotation": 0, "rounding": "nearest"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: settings["name"],
+)
+def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
+    state, text = compiled_step(zerojax.ZeroConfig.preset(**settings, matmul_dtype="fp8"))
+    plan = plan_state(state).fp8
+    assert plan is not None
+    kernels = {tuple(sorted(row.shape)) for row in plan.chosen}
+    assert kernels == {(192, 192), (192, 512), (192, 576)}
+    program, in_fp8 = parse(text), 0
+    for visit in walk(program):
+        if target(visit.instruction) == F8:
+            assert visit.count is not None
+            in_fp8 += visit.count
+        elif visit.instruction.opcode == "dot" or "matmul" in target(visit.instruction):
+            sources = [visit.computation.by_name[name] for name in visit.instruction.operands]
+            shapes = [array for each in (visit.instruction, *sources) for array in each.arrays]
+            assert not kernels & {without_ones(array) for array in shapes}, visit.instruction
+    # Forward, and both gradients. Of a layer that is recomputed, the last product is not needed again.
+    again = 0 if settings.get("remat") == "none" else plan.weights * 4 // 5
+    assert in_fp8 == 3 * plan.weights + again
+
+    sizes, gathered = {math.prod(shape) for shape in kernels}, set[int]()
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            wide = {a.elements for a in instruction.arrays if a.dtype in ("bf16", "f32")}
+            sources = [computation.by_name[name] for name in instruction.operands]
+            codes = {a.elements for each in sources for a in each.arrays if a.bits == 8 and a.dtype != "pred"}
+            gathered |= sizes & codes
+            assert not wide & codes & sizes or instruction.opcode in NO_DECODING, instruction
+    assert gathered == sizes
