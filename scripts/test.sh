@@ -4,6 +4,8 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/.."
+# Hundreds of processes import the same modules: they are compiled once.
+unset PYTHONDONTWRITEBYTECODE
 "$here/setup.sh" dev
 # What compiles for GPU clusters without a GPU; the tests that need it skip themselves without it.
 PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
@@ -15,4 +17,4 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi
 .venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
-.venv/bin/pytest -m "alone and not slow"
+.venv/bin/pytest -n 2 --dist worksteal -m "alone and not slow"

@@ -1,14 +1,17 @@
 """The grid of formats x seeds at toy size, what it makes of its runs, and the text that it collects."""
 
+import contextlib
+import io
 import json
 import math
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import ROOT, for_programs
+from environment import ROOT
 
 FOLDER = ROOT / "scripts" / "bench"
 sys.path.append(str(FOLDER))
@@ -40,8 +43,19 @@ def convergence(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / "convergence.py"), *map(str, arguments)]
-    return subprocess.run(command, env=for_programs(), capture_output=True, text=True, timeout=500)
+    """The script, called in this process, which has imported and compiled most of it."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    command = ["convergence.py", *map(str, arguments)]
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        unittest.mock.patch.object(sys, "argv", command),
+    ):
+        try:
+            grid.main()
+        except SystemExit as ended:
+            code = int(str(ended.code or 0))
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):

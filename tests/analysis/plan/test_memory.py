@@ -84,6 +84,7 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
         assert min(looped) > 0.45, "a hop between nodes does not last as long as its layer"
 
 
+@pytest.mark.slow
 def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
     delta = SETTINGS["delta"] | {"matmul_dtype": "fp8"}
     state, compiled = compiled_step(zerojax.ZeroConfig.preset(delta.pop("preset"), **delta))
