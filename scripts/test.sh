@@ -11,8 +11,10 @@ unset PYTHONDONTWRITEBYTECODE
 PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/pyright
+.venv/bin/pyright &
+types=$!
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+wait $types
 if [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi

@@ -49,6 +49,14 @@ def simulated_dot(x: jax.Array, weight: jax.Array, *_: Any, **__: Any) -> jax.Ar
     return simulated(x, weight)
 
 
+def simulated_dot_of_copies(x: jax.Array, weight: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    """The same of delta's copies, which are bf16 before they are encoded."""
+    return simulated(x, weight + jax.lax.stop_gradient(weight.astype(jnp.bfloat16) - weight))
+
+
+DOTS = {"none": jax.lax.dot_general, "weights": simulated_dot, "copies": simulated_dot_of_copies}
+
+
 class Fp8Block(nnx.Module):
     """A norm, two kernels for fp8, and one of sizes that are no multiples of 16."""
 
@@ -115,13 +123,12 @@ class LinenFp8Model(linen.Module):
 
 
 @functools.cache
-def fp8_case(name: str, simulate: bool = False) -> Case:
-    """ "list", "stack", "linen" or "linen-scan"; as it is, or with simulated fp8 matmuls."""
+def fp8_case(name: str, simulate: str = "none") -> Case:
+    """ "list", "stack", "linen" or "linen-scan"; as it is, or with simulated fp8 matmuls (``DOTS``)."""
     if name.startswith("linen"):
-        model = LinenFp8Model(name == "linen-scan", simulated_dot if simulate else None)
+        model = LinenFp8Model(name == "linen-scan", DOTS[simulate] if simulate != "none" else None)
         return Case(model, squared_error, (LinenFp8Block,), regression_batch, linen=True)
-    dot = simulated_dot if simulate else jax.lax.dot_general
-    model = functools.partial(Fp8Model, stacked=name == "stack", dot=dot)
+    model = functools.partial(Fp8Model, stacked=name == "stack", dot=DOTS[simulate])
     return Case(model, squared_error, (Fp8Block,), regression_batch)
 
 

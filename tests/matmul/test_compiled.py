@@ -15,7 +15,7 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 
 NODES, LOCAL, SEQUENCE = 2, 2, 128
 F8 = "__cublas$lt$matmul$f8"
-NO_DECODING = ("custom-call", "tuple", "while", "conditional")
+NO_DECODING = ("custom-call", "get-tuple-element", "tuple", "while", "conditional")
 # Gate and up read the same activations: small as they are, XLA would merge their products.
 CONFIG = GPTConfig(
     vocab_size=64, layers=5, d_model=192, heads=3, max_seq_len=SEQUENCE, attention="xla", mlp="swiglu"

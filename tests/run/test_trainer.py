@@ -143,3 +143,23 @@ class TestRefusals:
         self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot resume with 32")
         seed = micro_config(text, train={"seed": 1})
         self.refuse(seed, finished.path, r"train\.seed")
+
+
+def test_losses_in_fp8_are_logged_with_every_evaluation(text: Path, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 3, "eval_every": 2},
+        "zero": {"preset": "delta", "matmul_dtype": "fp8"},
+        "log": {"fp8": True},
+    }
+    train(micro_config(text, **sections), tmp_path / "run")
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    found = [{name for name in line if name.startswith("fp8/")} for line in lines]
+    kinds = {name.rpartition("/")[2] for name in found[1]}
+    assert kinds == {"saturated", "underflowed", "error"}
+    assert found == [set(), found[1], found[1]]
+    assert all(0.005 < lines[-1][name] < 0.2 for name in found[2] if name.endswith("error"))
+
+
+def test_losses_in_fp8_need_fp8_matmuls(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ZeroError, match=r"log\.fp8 .* set zero\.matmul_dtype"):
+        train(micro_config(text, log={"fp8": True}), tmp_path / "run")

@@ -6,6 +6,8 @@ least twice. ``scripts/acceptance/equivalence.py`` runs the product.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -92,15 +94,22 @@ def check(
     assert losses[-1] < 0.99 * losses[0], "a model that does not learn would hide a wrong step"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+def every_other(*axes: Sequence[Any]) -> list[Any]:
+    """The grid of two axes; every other combination, as on a chessboard, is slow."""
+    grid = itertools.product(*map(enumerate, axes))
+    return [pytest.param(a, b, marks=(pytest.mark.slow,) * ((i + j) % 2)) for (i, a), (j, b) in grid]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), every_other(STAGES, MESHES), ids=str)
 def test_every_stage_on_every_mesh(stage, mesh):
     check("nnx", momentum, mesh, stage=stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["stack", "linen", "linen-scan", "gpt-tied", "awkward"])
-def test_every_model_at_every_stage(name, stage):
+NAMES = ("stack", "linen", "linen-scan", "gpt-tied", "awkward")
+
+
+@pytest.mark.parametrize(("stage", "name"), every_other(STAGES, NAMES))
+def test_every_model_at_every_stage(stage, name):
     check(name, momentum, (3, 2), stage=stage)
 
 

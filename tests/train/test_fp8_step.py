@@ -36,15 +36,15 @@ def start(name: str) -> Any:
     return zerojax.gather_params(case.create(optax.identity(), nodes=1, local=1, units=(), stage=0))
 
 
-def reference(name: str, simulate: bool = True) -> Plain | PlainLinen:
+def reference(name: str, simulate: str) -> Plain | PlainLinen:
     case = fp8_case(name, simulate)
     return PlainLinen(case, start(name)) if case.linen else Plain(case)
 
 
 @functools.cache
-def wanted(name: str, tx: Any, slices: int) -> tuple[list[float], Any]:
+def wanted(name: str, tx: Any, slices: int, simulate: str) -> tuple[list[float], Any]:
     """Losses and the weights at the end."""
-    plain, optimizer = reference(name), tx()
+    plain, optimizer = reference(name, simulate), tx()
 
     @jax.jit
     def step(weights: Any, state: Any, batch: Any) -> Any:
@@ -78,7 +78,7 @@ def check(
         state, metrics = zerojax.train_step(state, batch)
         losses.append(float(metrics["loss"]))
     slices = mesh[0] * mesh[1] * zero.get("accumulate", 1)
-    expected, weights = wanted(name, tx, slices)
+    expected, weights = wanted(name, tx, slices, "copies" if zero.get("weights_delta") else "weights")
     np.testing.assert_allclose(losses, expected, rtol=losses_within)
     both = (
         jax.tree.map(lambda x, first: np.asarray(x) - np.asarray(first), tree, start(name))
@@ -137,8 +137,7 @@ def test_every_option_on_every_mesh(mesh, options):
 @pytest.mark.parametrize("name", ["list", "stack"])
 @pytest.mark.parametrize("order", [{}, {"accumulate": 2, "accumulate_order": "breadth"}], ids=str)
 def test_delta_of_exact_differences(name, order):
-    """Copies are rounded by way of bf16, so that codes on a tie may fall to the other side."""
-    check(name, (2, 2), losses_within=2e-2, moved_within=0.1, **EXACT_DELTA, **order)
+    check(name, (2, 2), **EXACT_DELTA, **order)
 
 
 @pytest.mark.slow
@@ -150,17 +149,17 @@ def test_adam(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("options", "within"),
     [
-        ZeroConfig.preset("zero++", **FP8, compute_dtype="float32").__dict__,
-        ZeroConfig.preset("delta", **FP8, compute_dtype="float32").__dict__,
-        {"weights": "int4"},
-        {"weights": "fp6", "hpz": True},
-        {"compute_dtype": "bfloat16"},
+        (ZeroConfig.preset("zero++", **FP8, compute_dtype="float32").__dict__, 0.1),
+        (ZeroConfig.preset("delta", **FP8, compute_dtype="float32").__dict__, 0.1),
+        ({"weights": "int4"}, 0.4),
+        ({"weights": "fp6", "hpz": True}, 0.1),
+        ({"compute_dtype": "bfloat16"}, 0.1),
     ],
     ids=["zero++", "delta", "int4", "fp6", "bf16"],
 )
 @pytest.mark.parametrize("name", ["list", "stack"])
-def test_formats_learn_as_well(name, options):
+def test_formats_learn_as_well(name, options, within):
     options = {key: value for key, value in options.items() if key not in ("units", "matmul_dtype")}
-    check(name, (2, 2), losses_within=0.1, moved_within=0.5, **options)
+    check(name, (2, 2), losses_within=within, moved_within=5 * within, **options)

@@ -13,6 +13,7 @@ import optax
 import pytest
 from core_models import CASES, Block, LinenListed, Listed, regression_batch, squared_error
 from flax import linen, nnx
+from fp8_models import Fp8Block, Fp8Model
 
 import zerojax
 from zerojax import TrainState, ZeroConfig, ZeroError
@@ -72,6 +73,9 @@ def refused(message: str) -> Any:
             {"error_feedback": True, "grads": ("int8", "fp32"), "grad_sync": "step"},
             r"error_feedback has nothing to feed back",
         ),
+        ({"matmul_dtype": "fp16"}, r"matmul_dtype='fp16' is not one of .*fp8"),
+        ({"fp8": ("*",)}, r'fp8 names weights of fp8 matmuls: set matmul_dtype="fp8"'),
+        ({"matmul_dtype": "fp8", "stage": 2}, r"matmul_dtype=\"fp8\" .* stage 2"),
         ({"chunks": 2, "grads_hops": 1}, r"chunks overlap the two gradient hops: grads_hops=1 has only one"),
     ],
     ids=str,
@@ -189,6 +193,17 @@ def test_options_that_the_mesh_makes_void():
         create(mesh=(1, 4), **feedback)
     with refused("leave chunks at 1"):
         create(chunks=2, **feedback)
+
+
+def test_weights_of_fp8_matmuls():
+    wide = functools.partial(Fp8Model, stacked=False)
+    options = {"units": (Fp8Block,), "matmul_dtype": "fp8"}
+    state = create(wide, **options, fp8=("*Up*", "!*norm*"))
+    assert {leaf.name for leaf in state.spec.leaves if leaf.fp8} == {f"blocks/{i}/up/kernel" for i in (0, 1)}
+    with refused(r"fp8: '!\*attention\*' matches no parameter; paths are 'blocks/0/"):
+        create(wide, **options, fp8=("*kernel", "!*attention*"))
+    with refused("no weight is computed with in it: it takes two-dimensional weights .* multiples of 16"):
+        create(wide, **options, fp8=("*bias",))
 
 
 @pytest.mark.parametrize("units", [(Unused,), (Block, Unused)])

@@ -82,13 +82,17 @@ class RunSetup:
         )
 
     def check(self) -> None:
-        """Refuse missing trackers and a batch size that does not divide, before any data is prepared.
+        """Refuse what cannot be logged and a batch size that does not divide, before any data is prepared.
 
         Raises:
             ConfigurationError: names the setting and a value that works.
         """
         train, devices = self.config.train, self.mesh.size
         check_trackers(self.config.log.trackers)
+        if self.config.log.fp8 and self.config.zero.matmul_dtype != "fp8":
+            raise ConfigurationError(
+                'log.fp8 reports on weights of fp8 matmuls: set zero.matmul_dtype to "fp8", or leave it out'
+            )
         size, parts = train.batch_size, devices * train.accumulate
         if size % parts:
             raise ConfigurationError(

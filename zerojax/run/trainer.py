@@ -47,6 +47,7 @@ from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
+from zerojax.train.fp8_report import fp8_metrics
 
 _DISK_ERRORS = (
     errno.ENOSPC,
@@ -222,9 +223,10 @@ class Trainer:
         return self.evaluation if self.is_due(self.config.train.eval_every) else None
 
     def evaluation(self) -> dict[str, jax.Array]:
-        """Dispatch a measurement of the validation loss."""
+        """Dispatch a measurement of the validation loss, and of losses in fp8 if asked for."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        return {"validation_loss": mean_loss(self.state, self.validation)}
+        losses = fp8_metrics(self.state) if self.config.log.fp8 else {}
+        return losses | {"validation_loss": mean_loss(self.state, self.validation)}
 
     def save(self) -> bool:
         """Begin to save a checkpoint; False if it must wait because the step was skipped."""

@@ -1,4 +1,4 @@
-"""What weights lose in fp8, weight by weight: a function of a state, outside the step."""
+"""The precision that each weight loses in fp8, measured outside the step."""
 
 from typing import Any, NamedTuple
 
@@ -21,18 +21,18 @@ class Fp8Loss(NamedTuple):
     """The loss of precision of one weight's fp8 codes.
 
     Attributes:
-        saturated: share of elements beyond e4m3's largest value, which they become.
-        underflowed: share of elements that are not zero and become zero.
+        saturated: fraction of elements beyond e4m3's largest value, which they become.
+        underflowed: fraction of elements that are not zero and become zero.
         error: root mean square of all errors, over that of the weight.
     """
 
-    saturated: float
-    underflowed: float
-    error: float
+    saturated: Any
+    underflowed: Any
+    error: Any
 
 
 def fp8_report(state: TrainState) -> dict[str, Fp8Loss]:
-    """What the weights of fp8 matmuls lose in their codes, in the next step.
+    """The precision that each weight of fp8 matmuls loses in the codes of the next step.
 
     With ``weights_delta`` the codes are those of the copy, after the next update. All processes must call it;
     it reads each weight once, and changes nothing.
@@ -47,16 +47,25 @@ def fp8_report(state: TrainState) -> dict[str, Fp8Loss]:
     Raises:
         ConfigurationError: the state was donated, or is abstract.
     """
+    return jax.tree.map(float, jax.device_get(_dispatched(state)))
+
+
+def fp8_metrics(state: TrainState) -> dict[str, Array]:
+    """``fp8_report`` as metrics of a run, "fp8/PATH/error" and so on; fp32 scalars, not waited for."""
+    found = _dispatched(state)
+    return {f"fp8/{name}/{kind}": x for name, loss in found.items() for kind, x in loss._asdict().items()}
+
+
+def _dispatched(state: TrainState) -> dict[str, Fp8Loss]:
     check_there(state)
-    found = state.spec.once("fp8 report", lambda: jax.jit(_losses))(state)
-    return {name: Fp8Loss(*map(float, each)) for name, each in jax.device_get(found).items()}
+    return state.spec.once("fp8 report", lambda: jax.jit(_losses))(state)
 
 
-def _losses(state: TrainState) -> dict[str, Array]:
+def _losses(state: TrainState) -> dict[str, Fp8Loss]:
     spec, specs = state.spec, state_specs(state.spec)
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
 
-    def local(params: Any, secondary: Any, step: Array) -> dict[str, Array]:
+    def local(params: Any, secondary: Any, step: Array) -> dict[str, Fp8Loss]:
         masters = flat_blocks(from_tree(params), spec.leaves)
         masters, copies = per_device.with_scales(spec, masters, from_tree(secondary))
         if copies:
@@ -74,8 +83,8 @@ def _losses(state: TrainState) -> dict[str, Array]:
     return run(*(getattr(state, name) for name in given))
 
 
-def _loss(leaf: ParamLayout, master: Any, copy: Num[Array, "..."] | None) -> Array:
-    """An ``Fp8Loss`` as an array, of the devices together."""
+def _loss(leaf: ParamLayout, master: Any, copy: Num[Array, "..."] | None) -> Fp8Loss:
+    """The loss of one weight, over all devices."""
     exact = master.values * master.scale[..., None]
     codes = fp8.encode(exact)
     if copy is not None:
@@ -92,4 +101,4 @@ def _loss(leaf: ParamLayout, master: Any, copy: Num[Array, "..."] | None) -> Arr
         jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in sums]), OWNED
     )
     root = jnp.sqrt(error / jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
-    return jnp.stack([saturated / leaf.count, underflowed / leaf.count, root])
+    return Fp8Loss(saturated / leaf.count, underflowed / leaf.count, root)

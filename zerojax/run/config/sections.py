@@ -381,11 +381,14 @@ class LogSection:
         every: Steps between plain progress lines, if there is no terminal.
         trackers: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
         project: Project of Weights & Biases, experiment of MLflow.
+        fp8: With every evaluation, log what each weight of fp8 matmuls loses: the fractions that saturate and
+            underflow, and the relative error, as "fp8/PATH/error". Needs zero.matmul_dtype = "fp8".
     """
 
     every: int = 10
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     project: str = "zerojax"
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(self, "log.{}".format)
