@@ -188,3 +188,17 @@ def test_a_second_derivative_is_refused():
             jax.eval_shape(jax.grad(loss), weight)
     # One that nothing flows back through is none.
     jax.eval_shape(jax.grad(lambda g: jax.lax.stop_gradient(penalty(g))), weight)
+
+
+def test_gradients_of_weights_are_summed_without_fast_accumulation():
+    """cuBLAS's fast accumulation keeps 14 bits of a sum: cheap for products over a width, not over tokens."""
+
+    def loss(x, gradient):
+        codes = jnp.zeros((16, 32), jnp.uint8)
+        return jnp.sum(fp8.product(x, codes, jnp.float32(1), gradient, jnp.float32))
+
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.zeros((8, 16)), jnp.zeros((16, 32)))
+    dots = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == "dot_general"]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    found = {dot.outvars[0].aval.shape: dot.params["precision"] for dot in dots}
+    assert found == {(8, 32): None, (8, 16): None, (16, 32): highest}

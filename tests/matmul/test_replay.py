@@ -215,3 +215,15 @@ def test_what_a_module_names_and_prints_stays():
     jax.effects_barrier()
     assert (found["none"], found["constant"]) == (None, 3)
     assert seen == [found["out"].sum()]
+
+
+def test_a_unit_s_own_rematerialisation_stays():
+    policy = jax.checkpoint_policies.nothing_saveable
+
+    def body(weights, x):
+        return jax.checkpoint(lambda w, x: jnp.sin(x @ w), policy=policy, prevent_cse=False)(weights[0], x)
+
+    weight = operand(exact(1, 16, 8))
+    traced = jax.make_jaxpr(lambda x: at_matmuls(body)((weight,), x))(exact(3, *CUBE))
+    (found,) = (equation.params for equation in traced.jaxpr.eqns if "policy" in equation.params)
+    assert (found["policy"], found["prevent_cse"]) == (policy, False)
