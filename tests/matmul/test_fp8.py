@@ -200,5 +200,6 @@ def test_gradients_of_weights_are_summed_without_fast_accumulation():
     traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.zeros((8, 16)), jnp.zeros((16, 32)))
     dots = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == "dot_general"]
     highest = (jax.lax.Precision.HIGHEST,) * 2
-    found = {dot.outvars[0].aval.shape: dot.params["precision"] for dot in dots}
+    shapes: list[Any] = [dot.outvars[0].aval for dot in dots]
+    found = {x.shape: dot.params["precision"] for x, dot in zip(shapes, dots, strict=True)}
     assert found == {(8, 32): None, (8, 16): None, (16, 32): highest}
