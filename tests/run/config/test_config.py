@@ -173,7 +173,7 @@ def test_options_are_frozen_in() -> None:
         "mesh": 3,
         "checkpoint": 7,
         "cluster": 6,
-        "log": 3,
+        "log": 4,
     }
 
 
