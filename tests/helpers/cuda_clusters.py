@@ -5,14 +5,36 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zerojax
 from zerojax import aot
+from zerojax.models import GPT, GPTConfig, lm_loss
 
 EVERYWHERE = P(("node", "local"))
 Compile = Callable[..., jax.stages.Compiled]
+
+
+def compiled_gpt(
+    config: GPTConfig, zero: zerojax.ZeroConfig, nodes: int, local: int
+) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
+    """A model's step with AdamW on H100s, a sequence of full length each; skips without a compiler."""
+    try:
+        devices = aot.topology(nodes, local, gpu="h100")
+    except aot.CompilerMissingError as error:
+        pytest.skip(str(error))
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-3),
+        lm_loss,
+        mesh=zerojax.make_mesh(nodes, local, devices=devices),
+        zero=zero,
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((nodes * local, config.max_seq_len + 1), np.int32)}
+    return state, zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
 
 
 @pytest.fixture(scope="session")

@@ -2,42 +2,20 @@
 
 import math
 
-import jax
-import numpy as np
-import optax
 import pytest
+from cuda_clusters import compiled_gpt
 
 import zerojax
-from zerojax import aot
 from zerojax.analysis.hlo.text import Array, Instruction, parse, walk
 from zerojax.analysis.plan import plan_state
-from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models import GPTConfig
 
-NODES, LOCAL, SEQUENCE = 2, 2, 128
 F8 = "__cublas$lt$matmul$f8"
 NO_DECODING = ("custom-call", "get-tuple-element", "tuple", "while", "conditional")
 # Gate and up read the same activations: small as they are, XLA would merge their products.
 CONFIG = GPTConfig(
-    vocab_size=64, layers=5, d_model=192, heads=3, max_seq_len=SEQUENCE, attention="xla", mlp="swiglu"
+    vocab_size=64, layers=5, d_model=192, heads=3, max_seq_len=128, attention="xla", mlp="swiglu"
 )
-
-
-def compiled_step(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, str]:
-    try:
-        devices = aot.topology(NODES, LOCAL, gpu="h100")
-    except aot.CompilerMissingError as error:
-        pytest.skip(str(error))
-    state = zerojax.TrainState.abstract(
-        lambda rngs: GPT(CONFIG, rngs=rngs),
-        optax.adamw(1e-3),
-        lm_loss,
-        mesh=zerojax.make_mesh(NODES, LOCAL, devices=devices),
-        zero=zero,
-    )
-    batch = {"tokens": jax.ShapeDtypeStruct((NODES * LOCAL, SEQUENCE + 1), np.int32)}
-    text = zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS)).as_text()
-    assert text is not None
-    return state, text
 
 
 def target(instruction: Instruction) -> str:
@@ -58,12 +36,13 @@ def without_ones(array: Array) -> tuple[int, ...]:
     ids=lambda settings: settings["name"],
 )
 def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
-    state, text = compiled_step(zerojax.ZeroConfig.preset(**settings, matmul_dtype="fp8"))
+    zero = zerojax.ZeroConfig.preset(**settings, matmul_dtype="fp8")
+    state, compiled = compiled_gpt(CONFIG, zero, nodes=2, local=2)
     plan = plan_state(state).fp8
     assert plan is not None
     kernels = {tuple(sorted(row.shape)) for row in plan.chosen}
     assert kernels == {(192, 192), (192, 512), (192, 576)}
-    program, in_fp8 = parse(text), 0
+    program, in_fp8 = parse(compiled.as_text() or ""), 0
     for visit in walk(program):
         if target(visit.instruction) == F8:
             assert visit.count is not None

@@ -63,8 +63,6 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    if spec.zero.matmul_dtype == "fp8":
-        _warn_without_fp8(spec.mesh.devices.flat[0])
     return _compiled(spec)(state, placed)
 
 
@@ -205,6 +203,8 @@ def _compiler_options(spec: TrainSpec) -> dict[str, Any]:
 
 def _compiled(spec: TrainSpec) -> Any:
     def make() -> Any:
+        if spec.zero.matmul_dtype == "fp8":
+            _warn_without_fp8(spec.mesh.devices.flat[0])
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
         state = TrainState(**shardings_of(fields), spec=spec)

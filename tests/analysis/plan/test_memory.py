@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
+from cuda_clusters import compiled_gpt
 from environment import ROOT
 
 import zerojax
 from zerojax import aot, hlo
 from zerojax.analysis.plan import plan_state
-from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models import GPTConfig
 
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
 D = NODES * LOCAL
@@ -43,22 +43,10 @@ SETTINGS = {
 
 def compiled_step(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
     """A billion parameters, so that workspaces and activations are negligible."""
-    try:
-        devices = aot.topology(NODES, LOCAL, gpu="h100")
-    except aot.CompilerMissingError as error:
-        pytest.skip(str(error))
     config = GPTConfig(
         vocab_size=256, layers=LAYERS, d_model=2048, heads=16, max_seq_len=SEQUENCE, attention="xla"
     )
-    state = zerojax.TrainState.abstract(
-        lambda rngs: GPT(config, rngs=rngs),
-        optax.adamw(1e-3),
-        lm_loss,
-        mesh=zerojax.make_mesh(NODES, LOCAL, devices=devices),
-        zero=zero,
-    )
-    batch = {"tokens": jax.ShapeDtypeStruct((D, SEQUENCE + 1), np.int32)}
-    return state, zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
+    return compiled_gpt(config, zero, NODES, LOCAL)
 
 
 @pytest.mark.parametrize(
