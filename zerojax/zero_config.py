@@ -22,6 +22,9 @@ COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64
 _FP8_MULTIPLE = 16
 """Sizes of the matrices that cuBLASLt multiplies in fp8."""
+NF4 = "nf4"
+NF4_BLOCK = 64
+FROZEN_FORMATS = (*FORMATS, NF4)
 FP8_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
 
 Remat = Literal["full", "attention", "none"]
@@ -87,6 +90,11 @@ class ZeroConfig:
         fp8: shell patterns of paths: with ``matmul_dtype="fp8"`` the weights to use it for, among the
             two-dimensional ones of units whose sizes are multiples of 16. The last pattern that matches
             decides; one that begins with "!" leaves the weight out.
+        frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They have
+            no master weight, optimizer state or gradient. Each node stores them once, spread over its
+            devices, so that they never cross nodes. Needs stage 3.
+        frozen_weights: the format in which frozen weights are stored and gathered over ``local``: one of the wire
+            formats or "nf4" (QLoRA; blocks of 64); None is the compute format. ``precise`` holds for them, too.
     """
 
     stage: int = 3
@@ -111,6 +119,8 @@ class ZeroConfig:
     precise: tuple[tuple[str, str], ...] = (("*embed*", "int8"),)
     matmul_dtype: Literal["compute", "fp8"] = "compute"
     fp8: tuple[str, ...] = FP8_WEIGHTS
+    frozen: tuple[str, ...] = ()
+    frozen_weights: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse options that cannot work.
@@ -137,6 +147,7 @@ class ZeroConfig:
         self._check_stage()
         self._check_delta()
         self._check_fp8()
+        self._check_frozen()
         self._check_no_op()
 
     @classmethod
@@ -197,9 +208,9 @@ class ZeroConfig:
             wanted: "fp32" ... "int2".
         """
         if rank < 2:
-            return max(wanted, self.compute_format, key=BITS.__getitem__)
+            return max(wanted, self.compute_format, key=_bits)
         floors = [floor for pattern, floor in self.precise if _matches(pattern, path)]
-        return max([wanted, *floors], key=BITS.__getitem__)
+        return max([wanted, *floors], key=_bits)
 
     def without_fp8(self, path: str, shape: tuple[int, ...], unit: str | None) -> str | None:
         """Why a weight's matmuls are not computed in fp8; None if they are.
@@ -217,27 +228,29 @@ class ZeroConfig:
             return "not two-dimensional"
         if any(size % _FP8_MULTIPLE for size in shape):
             return f"sizes are no multiples of {_FP8_MULTIPLE}"
-        deciding = next((pattern for pattern in reversed(self.fp8) if _matches(pattern, path)), "")
+        deciding = deciding_pattern(self.fp8, path)
         if not deciding:
             return "no pattern of fp8 matches"
-        return f"left out by {deciding!r}" if deciding.startswith("!") else None
+        if deciding.startswith("!"):
+            return f"left out by {deciding!r}"
+        if self.is_frozen(path) and self.frozen_weights != "fp8":
+            return f"frozen in {self.frozen_weights or self.compute_format}"
+        return None
 
-    def check_fp8_patterns(self, paths: Sequence[str]) -> None:
-        """Refuse patterns of ``fp8`` that match none of a model's paths, the default ones aside.
+    def is_frozen(self, path: str) -> bool:
+        """Whether the weight at a path, joined by "/", is not trained."""
+        deciding = deciding_pattern(self.frozen, path)
+        return bool(deciding) and not deciding.startswith("!")
+
+    def check_patterns(self, paths: Sequence[str]) -> None:
+        """Refuse patterns of ``fp8`` and ``frozen`` that match none of a model's paths, default ones aside.
 
         Raises:
             ConfigurationError: naming them, and a few paths.
         """
-        idle = [
-            pattern
-            for pattern in self.fp8
-            if pattern not in FP8_WEIGHTS and not any(_matches(pattern, path) for path in paths)
-        ]
-        if idle:
-            raise ConfigurationError(
-                f"ZeroConfig.fp8: {', '.join(map(repr, idle))} matches no parameter; paths are "
-                f"{', '.join(map(repr, paths[:4]))} and so on."
-            )
+        given = [pattern for pattern in self.fp8 if pattern not in FP8_WEIGHTS]
+        refuse_idle("ZeroConfig.fp8", given, paths)
+        refuse_idle("ZeroConfig.frozen", self.frozen, paths)
 
     def _take_names(self) -> None:
         """Replace dtypes and aliases by their canonical names."""
@@ -250,6 +263,8 @@ class ZeroConfig:
             "grads": tuple(map(_format_name, self.grads)),
             "precise": tuple((pattern, _format_name(floor)) for pattern, floor in self.precise),
             "fp8": tuple(self.fp8),
+            "frozen": tuple(self.frozen),
+            "frozen_weights": _format_name(self.frozen_weights),
         }
         for field, value in names.items():
             object.__setattr__(self, field, value)  # frozen for everybody else
@@ -333,6 +348,23 @@ class ZeroConfig:
                 'there: leave it out with matmul_dtype="fp8", which sends what matmuls read.'
             )
 
+    def _check_frozen(self) -> None:
+        if self.frozen_weights is not None and self.frozen_weights not in FROZEN_FORMATS:
+            raise ConfigurationError(
+                f"ZeroConfig.frozen_weights: {self.frozen_weights!r} is not one of "
+                f"{', '.join(FROZEN_FORMATS)}."
+            )
+        if self.frozen_weights is not None and not self.frozen:
+            raise ConfigurationError(
+                f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in frozen, "
+                'such as frozen=("*",).'
+            )
+        if self.frozen and self.stage != 3:
+            raise ConfigurationError(
+                f"frozen weights are spread over a node's devices and gathered for each unit, and stage "
+                f"{self.stage} gathers none: use stage 3."
+            )
+
     def _check_no_op(self) -> None:
         quantized = set(QUANTIZED)
         if self.rotation and not quantized & set(self.grad_formats):
@@ -380,6 +412,29 @@ def _format_name(given: Any) -> Any:
     with suppress(ConfigurationError):
         return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
     return given
+
+
+def deciding_pattern(patterns: Sequence[str], path: str) -> str:
+    """The last of some shell patterns that matches a path, or an empty string."""
+    return next((pattern for pattern in reversed(patterns) if _matches(pattern, path)), "")
+
+
+def refuse_idle(setting: str, patterns: Sequence[str], paths: Sequence[str]) -> None:
+    """Refuse shell patterns that match none of a model's paths.
+
+    Raises:
+        ConfigurationError: naming the setting, the patterns, and a few paths.
+    """
+    idle = [pattern for pattern in patterns if not any(_matches(pattern, path) for path in paths)]
+    if idle:
+        raise ConfigurationError(
+            f"{setting}: {', '.join(map(repr, idle))} matches no parameter; paths are "
+            f"{', '.join(map(repr, paths[:4]))} and so on."
+        )
+
+
+def _bits(fmt: str) -> int:
+    return 4 if fmt == NF4 else BITS[fmt]
 
 
 def _matches(pattern: str, path: str) -> bool:

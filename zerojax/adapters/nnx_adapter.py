@@ -20,7 +20,6 @@ from jaxtyping import Array, Num
 from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
 from zerojax.adapters.stack import STATE, Stack
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import array_of
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.unit import Sharded, call_unit
 from zerojax.sharding.param_tree import Path
@@ -39,12 +38,11 @@ class BoundNNX:
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.updated``."""
-        found = ((_key(path), var.get_raw_value()) for path, var in nnx.to_flat_state(nnx.state(self.model)))
-        return {
-            path: array_of(weight.source)
-            for path, weight in found
-            if isinstance(weight, Sharded) and weight.strategy.source == "secondary"
-        }
+        copies: dict[Path, Num[Array, "..."]] = {}
+        for _, variable in nnx.to_flat_state(nnx.state(self.model)):
+            if isinstance(weight := variable.get_raw_value(), Sharded):
+                copies |= weight.secondary_copies()
+        return copies
 
 
 class NNXAdapter:

@@ -72,7 +72,7 @@ class Stack(nnx.Module):
 
             x, state, copies = scan_units(body, weights, x, state, arrays)
             if copies is not None:
-                fresh = [weight.updated(copy) for weight, copy in zip(weights, copies, strict=True)]
+                fresh = [weight.updated(copies) for weight in weights]
                 self._keep([(path, var.replace(w)) for (path, var), w in zip(empty, fresh, strict=True)])
         else:
 

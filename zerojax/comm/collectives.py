@@ -52,22 +52,30 @@ class UnitComm:
 
     Attributes:
         strategy: between which levels they travel.
-        leaves: their layouts, all on one mesh. Every ``Values`` has one array for each.
+        leaves: the layouts of those that are trained, all on one mesh. ``Values`` has one array for each.
+        frozen: the layouts of those that are not. Only secondary partitions and whole parameters have arrays
+            for them, after those of ``leaves``.
     """
 
     strategy: ShardingStrategy
     leaves: tuple[ParamLayout, ...]
+    frozen: tuple[ParamLayout, ...] = ()
+
+    @property
+    def every(self) -> tuple[ParamLayout, ...]:
+        """Trained and frozen parameters."""
+        return (*self.leaves, *self.frozen)
 
     @property
     def world(self) -> MeshShape:
         """The mesh's extents."""
-        return self.leaves[0].world
+        return self.every[0].world
 
     # Weights.
 
     def crosses_nodes(self, level: Level) -> bool:
         """Whether a gather from that level has a hop between nodes."""
-        return level == "primary" and self.world.nodes > 1
+        return level == "primary" and self.world.nodes > 1 and bool(self.leaves)
 
     def encode_weights(self, shards: Values, copies: Values | None = None) -> Values:
         """Encode primary shards for the node hop: the weights, or their difference from delta's copies.
@@ -158,12 +166,20 @@ class UnitComm:
         if self.world.local > 1:
             arrived = gather_together([rows.reshape(-1) for rows in secondary], LOCAL)
         return tuple(
-            _operand(blocks, leaf, self.strategy.weight_dtype(leaf)) for blocks, leaf in self._each(arrived)
+            _operand(blocks, leaf, self.strategy.weight_dtype(leaf))
+            for blocks, leaf in zip(arrived, self.every, strict=True)
         )
 
-    def to_secondary(self, level: Level, values: Values) -> Values:
-        """Bring weights from a level to secondary partitions: the node hop from "primary", else nothing."""
-        return self.gather_node(values) if level == "primary" else tuple(map(array_of, values))
+    def to_secondary(self, level: Level, values: Values, frozen: Values = ()) -> Values:
+        """Bring weights from a level to secondary partitions: the node hop from "primary", else nothing.
+
+        Args:
+            level: of ``values``.
+            values: of the trained parameters.
+            frozen: of the frozen ones: secondary partitions already.
+        """
+        trained = self.gather_node(values) if level == "primary" else tuple(map(array_of, values))
+        return (*trained, *map(array_of, frozen))
 
     def to_whole(self, secondary: Values) -> Values:
         """Gather secondary partitions into whole parameters; those of ``keep`` "full" are whole already."""
@@ -190,7 +206,7 @@ class UnitComm:
             one row, not encoded.
         """
         axes, chunks = self.axes, self.strategy.reduction.chunks
-        grads = tuple(map(array_of, grads))
+        grads = tuple(map(array_of, grads[: len(self.leaves)]))
         if not axes:
             return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
         if len(axes) == 2:
@@ -275,6 +291,7 @@ class UnitComm:
 
     def to_sink(self, grads: Values, seed: Seed) -> Values:
         """This device's whole gradients as sums at the sink's level; at "full" they are not reduced."""
+        grads = grads[: len(self.leaves)]
         if self.strategy.sink == "full":
             return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
         return self.reduce_gradients(grads, seed)

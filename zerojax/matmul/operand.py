@@ -1,12 +1,17 @@
 """A weight in the form in which a product reads it, and how it is told from an array."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, UInt8
+
+from zerojax.matmul import fp8
 
 
 class Scaled(NamedTuple):
@@ -59,18 +64,40 @@ class Fp8Operand:
     scale: Float[Array, ""]
     name: str
 
+    kind = "is kept in fp8"
+    way_out = "ZeroConfig(fp8=(..., '!{name}'))"
+
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """The array that the model believes it has."""
         return jax.ShapeDtypeStruct(self.gradient.shape, self.gradient.dtype)
 
-    def moved(self, move: Any) -> Any:
-        """The operands (one or a list) that a function makes, which only moves elements."""
-        codes, gradient = move(self.codes), move(self.gradient)
-        if isinstance(codes, list | tuple):
-            pairs = zip(codes, gradient, strict=True)
-            return [Fp8Operand(code, own, self.scale, self.name) for code, own in pairs]
-        return Fp8Operand(codes, gradient, self.scale, self.name)
+    def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[Fp8Operand]":
+        """The operands that a primitive makes, which only moves elements."""
+        codes, gradient = (primitive.bind(x, **params) for x in (self.codes, self.gradient))
+        if not primitive.multiple_results:
+            codes, gradient = [codes], [gradient]
+        pairs = zip(codes, gradient, strict=True)
+        return [Fp8Operand(code, own, self.scale, self.name) for code, own in pairs]
+
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
+        """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
+
+        Args:
+            x: the other operand.
+            x_axes: its contracted axes.
+            axes: those of the weight, in the same order.
+            equation: the ``dot_general``, which gives the dtype.
+        """
+        x_free = [axis for axis in range(x.ndim) if axis not in x_axes]
+        free = [axis for axis in range(self.codes.ndim) if axis not in axes]
+        size = math.prod(self.codes.shape[axis] for axis in axes)
+        tokens = lax.transpose(x, (*x_free, *x_axes)).reshape(-1, size)
+        codes, gradient = (
+            lax.transpose(w, (*axes, *free)).reshape(size, -1) for w in (self.codes, self.gradient)
+        )
+        out = fp8.product(tokens, codes, self.scale, gradient, equation.outvars[0].aval.dtype)
+        return out.reshape(*(x.shape[axis] for axis in x_free), *(self.codes.shape[axis] for axis in free))
 
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":
         """The same weight to a model that computes in another dtype."""

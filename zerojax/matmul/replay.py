@@ -2,11 +2,11 @@
 
 The module is traced with ordinary arrays in their place, and the traced program evaluated equation by
 equation. A weight passes through what only moves or casts it, and where it is an operand of ``dot_general``
-the product for its form is taken instead (``zerojax.matmul.fp8``). The module itself is not changed, so any
+the product for its form is taken instead: of fp8 codes (``zerojax.matmul.fp8``), or with a low-rank adapter
+(``zerojax.matmul.lora``). The module itself is not changed, so any
 will do: NNX or Linen, through ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,17 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
+from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul import fp8
+from zerojax.matmul.lora import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand
 
 _MOVES = frozenset(("copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
+Operand = Fp8Operand | LowRankOperand
 _CALLS = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
 
 
 def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
-    """``body(weights, *args)``, whose weights may be ``Fp8Operand`` where a product reads them.
+    """``body(weights, *args)``, whose weights may be an ``Operand`` where a product reads them.
 
     Args:
         body: a pure function that closes over nothing that is traced.
@@ -35,14 +37,14 @@ def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(weights: Sequence[Any], *args: Any) -> Any:
-        if not any(isinstance(weight, Fp8Operand) for weight in weights):
+        if not any(isinstance(weight, Operand) for weight in weights):
             return body(weights, *args)
-        arrays = tuple(weight.aval if isinstance(weight, Fp8Operand) else weight for weight in weights)
+        arrays = tuple(weight.aval if isinstance(weight, Operand) else weight for weight in weights)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(arrays, *args)
         results = _evaluate(traced.jaxpr, traced.consts, [*weights, *jax.tree.leaves(args)])
         for result in results:
-            if isinstance(result, Fp8Operand):
-                raise ConfigurationError(_read_elsewhere(result.name, "is returned by its unit"))
+            if isinstance(result, Operand):
+                raise ConfigurationError(_read_elsewhere(result, "is returned by its unit"))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -66,22 +68,20 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
 def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
     """Evaluate one equation."""
     primitive, params = equation.primitive, equation.params
-    weights = [value for value in given if isinstance(value, Fp8Operand)]
+    weights = [value for value in given if isinstance(value, Operand)]
     if not weights:
         with equation.ctx.manager:
             results = primitive.bind(*given, **primitive.get_bind_params(params))
         return results if primitive.multiple_results else [results]
     match primitive.name:
         case "dot_general" if len(weights) == 1 and not any(params["dimension_numbers"][1]):
-            lhs, rhs = given
-            contracting, _ = params["dimension_numbers"]
-            result: Any = equation.outvars[0].aval
-            return [_product(lhs, rhs, contracting, result.dtype)]
+            if (out := _product(equation, *given)) is not None:
+                return [out]
         case "convert_element_type" if jnp.issubdtype(params["new_dtype"], jnp.floating):
             return [weights[0].astype(params["new_dtype"])]
         case name if name in _MOVES and len(given) == 1:
-            moved = weights[0].moved(lambda x: primitive.bind(x, **params))
-            return moved if primitive.multiple_results else [moved]
+            if (moved := weights[0].moved(primitive, params)) is not None:
+                return moved
         case name if name in _CALLS:
             inner = params[_CALLS[name]]
             return _evaluate(inner.jaxpr, inner.consts, given)
@@ -92,29 +92,24 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
             )  # fmt: skip
             return run(*given)
     where = source_info_util.summarize(equation.source_info)
-    raise ConfigurationError(_read_elsewhere(weights[0].name, f"is read by {primitive.name} at {where}"))
+    raise ConfigurationError(_read_elsewhere(weights[0], f"is read by {primitive.name} at {where}"))
 
 
-def _product(lhs: Any, rhs: Any, contracting: Any, dtype: Any) -> Any:
-    """``dot_general`` without batch axes, of which one side is a weight."""
-    flipped = isinstance(lhs, Fp8Operand)
-    (x, x_axes), (weight, axes) = (lhs, contracting[0]), (rhs, contracting[1])
-    if flipped:
-        (weight, axes), (x, x_axes) = (x, x_axes), (weight, axes)
-    x_free = [i for i in range(x.ndim) if i not in x_axes]
-    free = [i for i in range(weight.gradient.ndim) if i not in axes]
-    size = math.prod(weight.aval.shape[i] for i in axes)
-    tokens = lax.transpose(x, (*x_free, *x_axes)).reshape(-1, size)
-    matrix = weight.moved(lambda w: lax.transpose(w, (*axes, *free)).reshape(size, -1))
-    out: Any = fp8.product(tokens, matrix.codes, matrix.scale, matrix.gradient, dtype)
-    shapes = [x.shape[i] for i in x_free], [weight.aval.shape[i] for i in free]
-    if flipped:
-        return out.T.reshape(*shapes[1], *shapes[0])
-    return out.reshape(*shapes[0], *shapes[1])
+def _product(equation: core.JaxprEqn, lhs: Any, rhs: Any) -> Array | None:
+    """``dot_general`` without batch axes, of which one side is a weight; None if that has no such product."""
+    (lhs_axes, rhs_axes), _ = equation.params["dimension_numbers"]
+    if not isinstance(lhs, Operand):
+        return rhs.product(lhs, lhs_axes, rhs_axes, equation)
+    out = lhs.product(rhs, rhs_axes, lhs_axes, equation)
+    if out is None:
+        return None
+    first = rhs.ndim - len(rhs_axes)
+    return lax.transpose(out, (*range(first, out.ndim), *range(first)))
 
 
-def _read_elsewhere(name: str, how: str) -> str:
+def _read_elsewhere(weight: Operand, how: str) -> str:
+    way_out = weight.way_out.format(name=weight.name)
     return (
-        f"the weight {name!r} is kept in fp8, which only a matmul can read, and it {how}: leave it out by "
-        f"ZeroConfig(fp8=(..., {f'!{name}'!r}))."
+        f"the weight {weight.name!r} {weight.kind}, which only a matmul can read, and it {how}: leave it "
+        f"out by {way_out}."
     )

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.matmul.operand import with_values
@@ -48,11 +49,11 @@ from zerojax.schedule.unit import (
     call_gathered,
     on_operands,
     refuse_mapped,
-    scales_of,
     take_apart,
     taken,
 )
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
+from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed
 
 
@@ -64,6 +65,7 @@ class _ScanArgs(NamedTuple):
         sinks: zeros, whose cotangents are the gradients' sums, stacked.
         seeds: one per layer, for stochastic rounding.
         copies: delta's copies, stacked; or None.
+        frozen: secondary partitions of the frozen weights, stacked.
         x: the first layer's activations.
         state: each layer's other state, stacked.
         shared: arrays that every layer receives.
@@ -73,6 +75,7 @@ class _ScanArgs(NamedTuple):
     sinks: Values
     seeds: Seed
     copies: Values | None
+    frozen: Values
     x: Any
     state: Any
     shared: Any
@@ -80,7 +83,7 @@ class _ScanArgs(NamedTuple):
 
 def scan_units(
     body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any
-) -> tuple[Any, Any, Values | None]:
+) -> tuple[Any, Any, dict[Path, Num[Array, "..."]] | None]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
     Args:
@@ -92,22 +95,23 @@ def scan_units(
 
     Returns:
         The last layer's ``x``; the new state, stacked; and, for weights that have a ``copy``, the copies as
-        the gathers updated them, stacked, else None.
+        the gathers updated them, stacked and by path, else None.
     """
-    comm, (sources, sinks, seeds), copies = take_apart(taken(list(weights)))
-    run_on = on_operands(body, comm.leaves)
+    parts = take_apart(taken(list(weights)))
+    comm = parts.comm
+    run_on = on_operands(body, weights)
 
     def one(whole: Values, x: Any, own: Any, shared: Any) -> tuple[Any, Any]:
-        scales, state = own
-        x, state = run_on(whole, scales, x, state, shared)
-        return x, (scales, state)
+        inputs, state = own
+        x, state = run_on(whole, inputs, x, state, shared)
+        return x, (inputs, state)
 
     body = as_layer(one, comm.strategy)
 
     def in_breadth(size: int, mapped: tuple[_ScanArgs], args: _ScanArgs) -> tuple[Any, Any]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
         (flags,) = mapped
-        refuse_mapped(flags[:4])
+        refuse_mapped(flags[:5])
         x, state = broadcast_unbatched(size, (flags.x, flags.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), flags.shared))
@@ -117,9 +121,12 @@ def scan_units(
         return (x, state, copies), (*all_batched((x, state), True), all_batched(copies, False))
 
     run = with_batching_rule(in_breadth, functools.partial(_scan, comm, _Layer(body)))
-    args = _ScanArgs(sources, sinks, seeds, copies, x, (scales_of(weights), state), shared)
+    state = (parts.inputs, state)
+    args = _ScanArgs(parts.sources, parts.sinks, parts.seed, parts.copies, parts.frozen, x, state, shared)
     x, (_, state), copies = run(args)
-    return x, state, copies
+    if copies is None:
+        return x, state, None
+    return x, state, {leaf.path: copy for leaf, copy in zip(comm.leaves, copies, strict=True)}
 
 
 class _Layer:
@@ -166,10 +173,10 @@ def _one_by_one(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, An
         return layer.body(whole, x, jax.tree.map(lax.stop_gradient, state), shared)
 
     def one(x: Any, own: Any) -> tuple[Any, Any]:
-        source, sink, seed, state = own
-        return call_gathered(comm, body, source, sink, seed, (x, state, args.shared))
+        both, sink, seed, state = own
+        return call_gathered(comm, body, both, sink, seed, (x, state, args.shared))
 
-    return lax.scan(one, args.x, (sources, args.sinks, args.seeds, args.state))
+    return lax.scan(one, args.x, ((sources, args.frozen), args.sinks, args.seeds, args.state))
 
 
 def _with_derivatives_of(plain: Any, function: Any) -> Any:
@@ -225,9 +232,10 @@ def _forward(comm: UnitComm, run: "_TracedOnce", args: _ScanArgs) -> tuple[Any, 
         The activations, the stacked state, the copies; and the residuals of all layers but the last,
         stacked, and those of the last.
     """
-    sources, _, _, copies, x, state, shared = args
-    strategy, last = comm.strategy, comm.leaves[0].layers - 1
-    weights = WeightPrefetcher(comm, strategy.source, sources, end=last, step=1)
+    sources, _, _, copies, frozen, x, state, shared = args
+    strategy, last = comm.strategy, comm.every[0].layers - 1
+    weights = WeightPrefetcher(comm, strategy.source, sources, frozen, end=last, step=1)
+    trained = len(comm.leaves)
     keep = copies is None and strategy.source != strategy.keep
 
     def layer(carry: _ForwardCarry, index: Any, *, crossing: bool) -> _ForwardCarry:
@@ -235,13 +243,13 @@ def _forward(comm: UnitComm, run: "_TracedOnce", args: _ScanArgs) -> tuple[Any, 
         whole = comm.to_whole(secondary)
         x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
         stacks = put_layer(carry.stacks, (after, residual, carry.own), index)
-        return _ForwardCarry(x, fetching, secondary if keep else None, whole, stacks)
+        return _ForwardCarry(x, fetching, secondary[:trained] if keep else None, whole, stacks)
 
     fetching, secondary = weights.start(0, copies)
     whole = comm.to_whole(secondary)
     _, *one = run.shapes(whole, x, layer_at(state, 0), shared)
     # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
-    own = secondary if keep else None
+    own = secondary[:trained] if keep else None
     carry = _ForwardCarry(x, fetching, own, whole, empty_layers((*one, own), last))
     looped = max(last - 1, 0) if weights.crosses else last
     if looped:
@@ -284,7 +292,7 @@ def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) ->
     function = functools.partial(_backward, comm, after)
     sums, of_x, of_shared = _with_derivatives_of(plain, function)(kept, cotangent, args)
     none: Any = None
-    return (_ScanArgs(none, sums, none, none, of_x, none, with_float0(of_shared, args.shared)),)
+    return (_ScanArgs(none, sums, none, none, none, of_x, none, with_float0(of_shared, args.shared)),)
 
 
 class _BackwardCarry(NamedTuple):
@@ -323,14 +331,14 @@ def _backward(
         The sinks' sums; the cotangents of the first layer's activations and of the floating-point arrays in
         ``shared``.
     """
-    sources, seeds, shared = args.sources, args.seeds, args.shared
+    sources, frozen, seeds, shared = args.sources, args.frozen, args.seeds, args.shared
     (stacked, copies), (last_residual, last_whole) = kept
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
-    sources, copies, cotangent = lax.optimization_barrier((sources, copies, cotangent))
+    sources, frozen, copies, cotangent = lax.optimization_barrier((sources, frozen, copies, cotangent))
     no_state = jax.tree.map(_zeros, after)
-    strategy, last = comm.strategy, comm.leaves[0].layers - 1
+    strategy, last = comm.strategy, comm.every[0].layers - 1
     kept = sources if strategy.source == strategy.keep else copies
-    weights = WeightPrefetcher(comm, strategy.keep, kept, end=0, step=-1)
+    weights = WeightPrefetcher(comm, strategy.keep, kept, frozen, end=0, step=-1)
     queue = GradientQueue(comm, seeds, last)
 
     def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:

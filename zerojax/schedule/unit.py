@@ -11,21 +11,25 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import Codes, Fp8Operand, Scaled, with_values
+from zerojax.matmul.lora import LoRA, LowRankOperand
+from zerojax.matmul.operand import Codes, Fp8Operand, Scaled, array_of, with_values
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import AXES
+from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
 
@@ -41,25 +45,42 @@ class Sharded:
     """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
 
     Attributes:
-        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it.
-        sink: zeros at the sink's level; their cotangent is the gradient.
+        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. If it is frozen,
+            the secondary partition.
+        sink: zeros at the sink's level; their cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the leaf is stacked.
         leaf: its layout.
         strategy: how it travels.
         copy: delta's secondary copy, if the unit updates it itself; call ``updated`` with the new one.
+        adapter: its low-rank adapter's A and B, if it has one.
+        lora: the adapter's settings.
     """
 
     source: Num[Array, "..."] | Scaled
-    sink: Num[Array, "..."]
+    sink: Num[Array, "..."] | None
     seed: Seed
     leaf: ParamLayout = dataclasses.field(metadata={"static": True})
     strategy: ShardingStrategy = dataclasses.field(metadata={"static": True})
     copy: Num[Array, "..."] | None = None
+    adapter: tuple["Sharded", ...] = ()
+    lora: LoRA | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def updated(self, copy: Num[Array, "..."]) -> "Sharded":
-        """The weight with its secondary copy as the source from now on."""
+    def updated(self, copies: Mapping[Path, Num[Array, "..."]]) -> "Sharded":
+        """The weight, and its adapter, with their secondary copies as the sources from now on."""
+        adapter = tuple(part.updated(copies) for part in self.adapter)
+        if self.copy is None:
+            return dataclasses.replace(self, adapter=adapter)
         strategy = dataclasses.replace(self.strategy, source="secondary")
-        return dataclasses.replace(self, source=with_values(self.source, copy), copy=None, strategy=strategy)
+        source = with_values(self.source, copies[self.leaf.path])
+        return dataclasses.replace(self, source=source, copy=None, strategy=strategy, adapter=adapter)
+
+    def secondary_copies(self) -> dict[Path, Num[Array, "..."]]:
+        """Delta's copies that are sources, by path: of the weight and of its adapter."""
+        own = {} if self.leaf.frozen or self.strategy.source != "secondary" else {self.leaf.path: self.source}
+        found = {path: array_of(source) for path, source in own.items()}
+        for part in self.adapter:
+            found |= part.secondary_copies()
+        return found
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call, where there is no whole weight."""
@@ -136,8 +157,14 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     """
     if not weights:
         return ()
-    comm, (sources, sinks, seed), _ = take_apart(weights)
-    return _to_whole(comm, comm.to_secondary(comm.strategy.source, sources), sinks, seed)
+    parts = take_apart(weights)
+    comm = parts.comm
+    secondary = comm.to_secondary(comm.strategy.source, parts.sources, parts.frozen)
+    whole = _to_whole(comm, secondary, parts.sinks, parts.seed)
+    by_path = {leaf.path: x for leaf, x in zip(comm.every, whole, strict=True)}
+    return tuple(
+        lax.stop_gradient(by_path[w.leaf.path]) if w.leaf.frozen else by_path[w.leaf.path] for w in weights
+    )
 
 
 def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
@@ -153,10 +180,11 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         The result of ``body``. Cotangents of ``inputs`` are ordinary, those of the weights go to their
         sinks.
     """
-    comm, (sources, sinks, seed), _ = take_apart(weights)
-    on_whole = on_operands(body, comm.leaves)
+    parts = take_apart(weights)
+    comm = parts.comm
+    on_whole = on_operands(body, weights)
     body = as_layer(lambda whole, inputs: on_whole(whole, *inputs), comm.strategy)
-    inputs = (scales_of(weights), inputs)
+    inputs = (parts.inputs, inputs)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
         """Run one micro-batch after another."""
@@ -170,40 +198,47 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         return out, all_batched(out, True)
 
     run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, body))
-    return run(sources, sinks, seed, inputs)
+    return run((parts.sources, parts.frozen), parts.sinks, parts.seed, inputs)
 
 
-def on_operands(body: Body, leaves: Sequence[ParamLayout]) -> Body:
+def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     """``body(weights, *args)`` as a function of what ``UnitComm.to_whole`` returns.
 
     Args:
         body: a pure function of whole weights; it may close over nothing that is traced.
-        leaves: the unit's parameters.
+        weights: the unit's parameters, of which only what is static is read.
 
     Returns:
-        The same of ``(whole, scales, *args)``, with the scales that ``scales_of`` finds.
+        The same of ``(whole, inputs, *args)``, with the ``inputs`` of ``take_apart``.
     """
     run = at_matmuls(body)
+    slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
+    trained, frozen = _flattened(weights)
+    every = [part.leaf for part in (*trained, *frozen)]
 
-    def with_scales(whole: Sequence[Any], scales: Sequence[Array], *args: Any) -> Any:
-        each = iter(scales)
-        weights = [
-            Fp8Operand(x.codes, x.gradient, next(each), leaf.name) if isinstance(x, Codes) else x
-            for x, leaf in zip(whole, leaves, strict=True)
-        ]
-        return run(tuple(weights), *args)
+    def with_inputs(whole: Sequence[Any], inputs: UnitInputs, *args: Any) -> Any:
+        by_path = {leaf.path: x for leaf, x in zip(every, whole, strict=True)}
 
-    return with_scales
+        def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Any:
+            value = by_path[leaf.path]
+            if isinstance(value, Codes):
+                value = Fp8Operand(value.codes, value.gradient, inputs.scales[leaf.name], leaf.name)
+            if leaf.frozen:
+                value = lax.stop_gradient(value)
+            if lora is None:
+                return value
+            a, b = (by_path[path] for path in adapter)
+            seed = mix(inputs.seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
+            return LowRankOperand.of(value, a, b, seed, lora, leaf.name)
+
+        return run(tuple(operand(*slot) for slot in slots), *args)
+
+    return with_inputs
 
 
 def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
     """``body`` under the name that profiles show, rematerialised as the strategy says."""
     return jax.named_scope("layer")(rematerialised(body, strategy.remat))
-
-
-def scales_of(weights: Sequence[Sharded]) -> list[Array]:
-    """The scales of those that are operands of fp8 products."""
-    return [taken(weight.source.scale) for weight in weights if isinstance(weight.source, Scaled)]
 
 
 def refuse_mapped(weights: Any) -> None:
@@ -222,15 +257,63 @@ def refuse_mapped(weights: Any) -> None:
         )
 
 
-def take_apart(
-    weights: Sequence[Sharded],
-) -> tuple[UnitComm, tuple[Values, Values, Seed], Values | None]:
-    """A unit's communication; its sources, sinks and seed; its copies, or None."""
-    leaves = tuple(weight.leaf for weight in weights)
-    sources: tuple[Any, ...] = tuple(weight.source for weight in weights)
-    sinks = tuple(weight.sink for weight in weights)
-    copies = tuple(weight.copy for weight in weights if weight.copy is not None)
-    return UnitComm(weights[0].strategy, leaves), (sources, sinks, weights[0].seed), copies or None
+class UnitInputs(NamedTuple):
+    """What a unit's body reads beside whole weights.
+
+    Attributes:
+        scales: of the operands of fp8 products, by name.
+        seeds: of its adapters' dropout; one per layer, if the unit is stacked.
+    """
+
+    scales: dict[str, Array]
+    seeds: Seed
+
+
+class UnitParts(NamedTuple):
+    """The parameters of a unit, by what happens to them.
+
+    Attributes:
+        comm: their communication.
+        sources: of the trained ones.
+        sinks: of the trained ones.
+        seed: salts stochastic rounding.
+        copies: delta's, of the trained ones, if the unit updates them itself; else None.
+        frozen: secondary partitions of the frozen ones.
+        inputs: for the unit's body.
+    """
+
+    comm: UnitComm
+    sources: Values
+    sinks: Values
+    seed: Seed
+    copies: Values | None
+    frozen: Values
+    inputs: UnitInputs
+
+
+def take_apart(weights: Sequence[Sharded]) -> UnitParts:
+    """The parameters of a unit, adapters included, by what happens to them."""
+    trained, frozen = _flattened(weights)
+    strategy = (trained or frozen)[0].strategy
+    comm = UnitComm(strategy, tuple(w.leaf for w in trained), tuple(w.leaf for w in frozen))
+    copies = tuple(weight.copy for weight in trained if weight.copy is not None)
+    scales = {w.leaf.name: taken(w.source.scale) for w in (*trained, *frozen) if isinstance(w.source, Scaled)}
+    seed = weights[0].seed
+    return UnitParts(
+        comm,
+        tuple(w.source for w in trained),
+        tuple(w.sink for w in trained if w.sink is not None),
+        seed,
+        copies or None,
+        tuple(w.source for w in frozen),
+        UnitInputs(scales, taken(seed)),
+    )
+
+
+def _flattened(weights: Sequence[Sharded]) -> tuple[list[Sharded], list[Sharded]]:
+    """The trained parameters of a unit, adapters included, and the frozen ones: the order of whole weights."""
+    every = [part for weight in weights for part in (weight, *weight.adapter)]
+    return [w for w in every if not w.leaf.frozen], [w for w in every if w.leaf.frozen]
 
 
 def taken[T](values: T) -> T:
@@ -266,25 +349,29 @@ _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def call_gathered(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: Seed, inputs: Any) -> Any:
-    """``call_unit`` for weights that ``take_apart`` has taken apart."""
+def call_gathered(
+    comm: UnitComm, body: Body, sources: tuple[Values, Values], sinks: Values, seed: Seed, inputs: Any
+) -> Any:
+    """``call_unit`` for weights that ``take_apart`` has taken apart; ``sources`` are trained and frozen."""
     del sinks, seed
     # Without the barrier the compiler may gather every unit's weights before the first is used.
-    sources, inputs = lax.optimization_barrier((taken(sources), inputs))
-    return body(comm.to_whole(comm.to_secondary(comm.strategy.source, sources)), inputs)
+    (trained, frozen), inputs = lax.optimization_barrier((taken(sources), inputs))
+    return body(comm.to_whole(comm.to_secondary(comm.strategy.source, trained, frozen)), inputs)
 
 
-def _call_fwd(comm: UnitComm, body: Body, sources: Values, sinks: Values, seed: Seed, inputs: Any) -> Any:
+def _call_fwd(
+    comm: UnitComm, body: Body, sources: tuple[Values, Values], sinks: Values, seed: Seed, inputs: Any
+) -> Any:
     strategy = comm.strategy
     held, inputs = lax.optimization_barrier((taken(sources), inputs))
-    started = comm.to_secondary(strategy.source, lax.stop_gradient(held))
+    started = comm.to_secondary(strategy.source, *lax.stop_gradient(held))
     # A scan's own input is kept as it came, and so is not stacked a second time for the backward pass.
-    kept = sources if strategy.source == strategy.keep else started
+    kept = sources[0] if strategy.source == strategy.keep else started[: len(comm.leaves)]
     vjp: Any
     out, vjp = jax.vjp(body, _to_whole(comm, started, sinks, seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
-    return out, (kept, sinks, vjp.replace(args_res=[None, *others]), seed)
+    return out, ((kept, sources[1]), sinks, vjp.replace(args_res=[None, *others]), seed)
 
 
 def _call_bwd(comm: UnitComm, body: Body, residuals: Any, cotangent: Any) -> Any:
@@ -293,7 +380,7 @@ def _call_bwd(comm: UnitComm, body: Body, residuals: Any, cotangent: Any) -> Any
     kept, seed = taken((kept, seed))
     # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    secondary = comm.to_secondary(comm.strategy.keep, lax.stop_gradient(kept))
+    secondary = comm.to_secondary(comm.strategy.keep, *lax.stop_gradient(kept))
     # If the loss has a gradient of its own in it, this gather has a gradient, too.
     whole = _to_whole(comm, secondary, sinks, mix(seed, 1))
     grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)

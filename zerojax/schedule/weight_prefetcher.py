@@ -37,7 +37,8 @@ class WeightPrefetcher:
     Attributes:
         comm: of one layer.
         level: the level of ``sources``.
-        sources: the weights, stacked.
+        sources: the trained weights, stacked.
+        frozen: the secondary partitions of the frozen ones, stacked.
         end: the index of the last layer to be fetched.
         step: 1 forward, -1 backward.
     """
@@ -45,6 +46,7 @@ class WeightPrefetcher:
     comm: UnitComm
     level: Level
     sources: Values
+    frozen: Values
     end: int
     step: Literal[1, -1]
 
@@ -98,7 +100,9 @@ class WeightPrefetcher:
 
     def _receive(self, copies: Values | None, arrived: Values, index: Any) -> tuple[Values | None, Values]:
         """The copies, with this layer's updated, and this layer's secondary partitions."""
+        frozen = layer_at(self.frozen, index)
         if not self.crosses:
-            return copies, self.comm.to_secondary(self.level, layer_at(self.sources, index))
+            return copies, self.comm.to_secondary(self.level, layer_at(self.sources, index), frozen)
         fresh = self.comm.decode_weights(arrived, layer_at(copies, index))
-        return (None if copies is None else put_layer(copies, fresh, index)), fresh
+        secondary = self.comm.to_secondary("secondary", fresh, frozen)
+        return (None if copies is None else put_layer(copies, fresh, index)), secondary

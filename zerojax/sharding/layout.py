@@ -30,7 +30,7 @@ from pallas_kernels import BITS
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import E4M3, Codec
-from zerojax.zero_config import PerHop, Rounding, ZeroConfig
+from zerojax.zero_config import NF4, NF4_BLOCK, PerHop, Rounding, ZeroConfig
 
 OWNED = (LOCAL, NODE)
 
@@ -48,6 +48,7 @@ class ParamLayout:
         weights: codecs of its gather's hops.
         grads: codecs of its gradient's hops.
         index: of the parameter in the model; salts its random bits.
+        frozen: whether it is not trained: it is stored at level "secondary", in the format of ``weights``.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class ParamLayout:
     grads: PerHop[Codec]
     rotation: int
     index: int
+    frozen: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -110,6 +112,11 @@ class ParamLayout:
         """
         return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
 
+    @property
+    def frozen_shape(self) -> tuple[int, ...]:
+        """The shape in which a frozen weight is stored: encoded shards, one after the other."""
+        return (*self.stack, self.world.size * self.weights.local.row_items(self.shard))
+
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:
         """The sharding of the stored array: over ``axes``, layer by layer if it is stacked."""
         return PartitionSpec(*(None for _ in self.stack), axes or None)
@@ -148,6 +155,39 @@ def make_layout(
     shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
     return ParamLayout(path, shape, dtype, stack, world, shard, weights, grads, rotation, index)
+
+
+def make_frozen_layout(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: str,
+    stack: tuple[int, ...],
+    *,
+    index: int,
+    world: MeshShape,
+    zero: ZeroConfig,
+    fp8: bool = False,
+) -> ParamLayout:
+    """Lay out a leaf that is not trained, stored in ``ZeroConfig.frozen_weights``."""
+    exact = zero.compute_format
+    fmt = E4M3 if fp8 else zero.wire_format_of("/".join(path), len(shape), zero.frozen_weights or exact)
+    codec = Codec(fmt, NF4_BLOCK if fmt == NF4 else zero.block_size)
+    unit = 1 if codec.raw else codec.block
+    shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
+    none = Codec(exact, zero.block_size)
+    return ParamLayout(
+        path,
+        shape,
+        dtype,
+        stack,
+        world,
+        shard,
+        PerHop(codec, codec),
+        PerHop(none, none),
+        0,
+        index,
+        frozen=True,
+    )
 
 
 def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:

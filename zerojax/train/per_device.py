@@ -51,11 +51,13 @@ class Weights(NamedTuple):
         sources: per path, at the strategy's source level; at "primary" if there is a copy.
         copies: delta's copies ``[.., nodes, shard]`` of the units that update them themselves.
         masters: per path this device's shard ``[.., shard]`` of the master weights.
+        frozen: per path the secondary partition ``[.., nodes, m]`` of a weight that is not trained.
     """
 
     sources: Blocks
     copies: Blocks
     masters: Blocks
+    frozen: Blocks
 
 
 class Placed(NamedTuple):
@@ -167,7 +169,11 @@ def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: 
 
 
 def sources(
-    spec: TrainSpec, params: Blocks, secondary: Blocks, updating: Sequence[ParamGroup] = ()
+    spec: TrainSpec,
+    params: Blocks,
+    secondary: Blocks,
+    frozen: Mapping[Path, Any],
+    updating: Sequence[ParamGroup] = (),
 ) -> Weights:
     """The weights that units start from; those in ``updating`` update delta's copies themselves."""
     strategy, copies = spec.strategy, {}
@@ -188,7 +194,16 @@ def sources(
         }
     else:
         found = _by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
-    return Weights(found, copies, _masters(spec, params))
+    rows = {
+        leaf.path: jax.tree.map(lambda x, leaf=leaf: _rows(x, leaf), frozen[leaf.path])
+        for leaf in spec.frozen
+    }
+    return Weights(found, copies, _masters(spec, params), rows)
+
+
+def _rows(x: Array, leaf: ParamLayout) -> Array:
+    """This device's part of a frozen weight by the shards in it; its scale as it is."""
+    return x.reshape(*leaf.stack, leaf.world.nodes, -1) if x.ndim > len(leaf.stack) else x
 
 
 def _masters(spec: TrainSpec, params: Blocks) -> Blocks:
@@ -260,7 +275,7 @@ def evaluate(
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _refuse_reads(spec, weights, sinks, model_state, batch, seed, train=False)
-    placed = _place(spec, weights, sinks, seed)
+    placed = _place(spec, weights, sinks, seed, train=False)
     _, sums, _, _ = _forward(spec, placed, model_state, batch, seed, train=False)
     return _over_world(sums)
 
@@ -349,9 +364,17 @@ def _forward(
     sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
     if TOKENS in aux:
         sums[TOKENS] = count
-    units = {path: weight for path, weight in placed.weights.items() if isinstance(weight, Sharded)}
-    updated = {path: copy for path, copy in bound.updated().items() if units[path].copy is not None}
+    given = {path for weight in placed.weights.values() for path in _with_copies(weight)}
+    updated = {path: copy for path, copy in bound.updated().items() if path in given}
     return total, jax.tree.map(lax.stop_gradient, sums), bound.model_state(), updated
+
+
+def _with_copies(weight: Any) -> list[Path]:
+    """The paths of a weight in the model's tree, and of its adapter, that bring copies for a unit to update."""
+    if not isinstance(weight, Sharded):
+        return []
+    own = [] if weight.copy is None else [weight.leaf.path]
+    return own + [path for part in weight.adapter for path in _with_copies(part)]
 
 
 def _forward_in_breadth(
@@ -379,22 +402,38 @@ def _micro_batches(batch: Any, count: int) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed) -> Placed:
+def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed, *, train: bool = True) -> Placed:
     """Every weight in the form that the model gets."""
     placed: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         own = mix(seed, number)
         if group.stack:
             own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
-        strategy, copies = spec.strategy, [weights.copies.get(leaf.path) for leaf in group.leaves]
-        if copies[0] is not None:
+        strategy = spec.strategy
+        if any(leaf.path in weights.copies for leaf in group.leaves):
             strategy = dataclasses.replace(strategy, source="primary")
-        sharded = [
-            Sharded(weights.sources[leaf.path], sinks[leaf.path], own, leaf, strategy, copy)
-            for leaf, copy in zip(group.leaves, copies, strict=True)
-        ]
-        values: Sequence[Any] = sharded if group.unit is not None else materialise(sharded)
-        placed |= {leaf.path: value for leaf, value in zip(group.leaves, values, strict=True)}
+        sharded = {
+            leaf.path: Sharded(
+                weights.sources[leaf.path],
+                sinks[leaf.path],
+                own,
+                leaf,
+                strategy,
+                weights.copies.get(leaf.path),
+            )
+            for leaf in group.leaves
+        }
+        for leaf in group.frozen:
+            adapter = tuple(sharded.pop(part.path) for part in spec.adapter_of(leaf))
+            lora = spec.lora if adapter else None
+            if lora is not None and not train:
+                lora = dataclasses.replace(lora, dropout=0.0)
+            source = weights.frozen[leaf.path]
+            sharded[leaf.path] = Sharded(source, None, own, leaf, strategy, None, adapter, lora)
+        values: Sequence[Any] = list(sharded.values())
+        if group.unit is None:
+            values = materialise(values)
+        placed |= dict(zip(sharded, values, strict=True))
     return Placed(placed, MasterWeights(spec.leaves, weights.masters, sinks, spec.strategy.sink))
 
 
@@ -423,7 +462,7 @@ def _by_group(
     """Run ``hop(comm, seed, *values)`` for each group of leaves, layer by layer for stacked ones."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
-        if group in skip:
+        if group in skip or not group.leaves:
             continue
         own = mix(jnp.uint32(0) if seed is None else seed, number)
         mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,17 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.adapters import Adapter, LossFn, Model, adapt
+from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import LORA_TARGETS, A, B, LoRA
 from zerojax.matmul.operand import Scaled
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
-from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
+from zerojax.sharding.layout import OWNED, ParamLayout, make_frozen_layout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
-from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config import ZeroConfig, refuse_idle
 
 _EVERYONE = PartitionSpec()
 
@@ -31,21 +33,28 @@ class ParamGroup:
 
     Attributes:
         unit: the unit's name, or None for leaves of no unit.
-        leaves: their layouts, in the model's order.
+        leaves: the layouts of trained parameters, in the model's order; those of adapters come last.
+        frozen: the layouts of the others.
     """
 
     unit: str | None
     leaves: tuple[ParamLayout, ...]
+    frozen: tuple[ParamLayout, ...] = ()
+
+    @property
+    def every(self) -> tuple[ParamLayout, ...]:
+        """Trained and frozen ones."""
+        return (*self.leaves, *self.frozen)
 
     @property
     def stack(self) -> tuple[int, ...]:
         """As ``ParamLayout.stack``, which all of them share."""
-        return self.leaves[0].stack
+        return self.every[0].stack
 
     @property
     def layers(self) -> int:
         """How many layers are stacked; 1 if none are."""
-        return self.leaves[0].layers
+        return self.every[0].layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +62,11 @@ class TrainSpec:
     """A model, an optimizer, a loss, a mesh and a config that fit each other.
 
     Compared by identity, so that two specs in one process never share a compiled step.
+
+    Attributes:
+        leaves: the trained parameters: the model's, then the adapters'.
+        frozen: the model's other parameters.
+        lora: of the adapters, if there are any.
     """
 
     mesh: Mesh
@@ -64,6 +78,8 @@ class TrainSpec:
     groups: tuple[ParamGroup, ...]
     strategy: ShardingStrategy
     spikes: SpikeRule | None = None
+    frozen: tuple[ParamLayout, ...] = ()
+    lora: LoRA | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -96,6 +112,16 @@ class TrainSpec:
         """The error-feedback residual of a parameter; every device has its own."""
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
+
+    def abstract_frozen(self, leaf: ParamLayout) -> Any:
+        """A frozen weight as it is stored; ``Scaled`` codes, if fp8 products read it."""
+        values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, leaf.spec((LOCAL,)))
+        return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
+
+    def adapter_of(self, leaf: ParamLayout) -> tuple[ParamLayout, ...]:
+        """The layouts of a weight's adapter, A and B; none, if it has no adapter."""
+        mine = {(*leaf.path, name) for name in (A, B)} if self.lora and leaf.frozen else set[Path]()
+        return tuple(own for own in self.leaves if own.path in mine)
 
     @property
     def updating(self) -> tuple[ParamGroup, ...]:
@@ -138,6 +164,7 @@ def build(
     zero: ZeroConfig,
     sample_batch: Any,
     spikes: SpikeRule | None = None,
+    lora: LoRA | None = None,
 ) -> TrainSpec:
     """Check that a model, an optimizer, a loss, a mesh and a config fit each other; no device is used.
 
@@ -151,35 +178,28 @@ def build(
     adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
     if not adapter.parameters:
         raise ConfigurationError("the model has no floating-point parameters to train.")
-    leaves = tuple(
-        make_layout(
-            p.path,
-            p.shape,
-            p.dtype,
-            p.stack,
-            index=i,
-            world=world,
-            zero=zero,
-            fp8=zero.without_fp8("/".join(p.path), p.shape, p.unit) is None,
+    parameters = (*adapter.parameters, *adapter_parameters(adapter.parameters, zero, lora))
+    layouts = [_lay_out(p, i, world, zero, i < len(adapter.parameters)) for i, p in enumerate(parameters)]
+    leaves = tuple(leaf for leaf in layouts if not leaf.frozen)
+    frozen = tuple(leaf for leaf in layouts if leaf.frozen)
+    if not leaves:
+        raise ConfigurationError(
+            f"ZeroConfig.frozen={zero.frozen} leaves nothing to train: give the state adapters by lora=, or "
+            'leave weights out by a last pattern such as "!*lm_head*".'
         )
-        for i, p in enumerate(adapter.parameters)
-    )
-    zero.check_fp8_patterns([leaf.name for leaf in leaves])
-    if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in leaves):
+    zero.check_patterns(["/".join(p.path) for p in adapter.parameters])
+    if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
         raise ConfigurationError(
             'matmul_dtype="fp8", and no weight is computed with in it: it takes two-dimensional weights of '
             f"units with sizes that are multiples of 16, which ZeroConfig.fp8={zero.fp8} matches."
         )
-    units = [p.unit for p in adapter.parameters]
+    units = [p.unit for p in parameters]
     if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
         raise ConfigurationError(
             'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
-    groups = tuple(
-        ParamGroup(unit, tuple(leaf for leaf, own in zip(leaves, units, strict=True) if own == unit))
-        for unit in dict.fromkeys(units)
-    )
+    groups = tuple(ParamGroup(unit, *_of_unit(unit, layouts, units)) for unit in dict.fromkeys(units))
     if zero.stage == 3 and all(unit is None for unit in units):
         warnings.warn(
             "no unit is named, so the whole model is gathered at once: name its block classes in "
@@ -190,7 +210,65 @@ def build(
         tx = tx.make(mesh, leaves, zero)
     else:
         check_shardable(tx, leaves)
-    return TrainSpec(mesh, zero, adapter, tx, loss_fn, leaves, groups, ShardingStrategy.of(zero), spikes)
+    strategy = ShardingStrategy.of(zero)
+    return TrainSpec(
+        mesh, zero, adapter, tx, loss_fn, leaves, groups, strategy, spikes, frozen=frozen, lora=lora
+    )
+
+
+def adapter_parameters(
+    parameters: Sequence[Parameter], zero: ZeroConfig, lora: LoRA | None
+) -> list[Parameter]:
+    """The parameters of low-rank adapters, by the weights of a model and the settings.
+
+    Raises:
+        ConfigurationError: no weight gets one; a target matches nothing, or is not frozen; dropout with
+            micro-batches in breadth.
+    """
+    if lora is None:
+        return []
+    names = ["/".join(p.path) for p in parameters]
+    given = [pattern for pattern in lora.targets if pattern not in LORA_TARGETS]
+    refuse_idle("LoRA.targets", given, names)
+    if lora.dropout and zero.accumulate_order == "breadth":
+        raise ConfigurationError(
+            "LoRA.dropout would zero the same elements in all micro-batches in breadth: set "
+            'accumulate_order="depth", or dropout=0.'
+        )
+    chosen = [
+        p for p, name in zip(parameters, names, strict=True) if lora.without(name, p.shape, p.unit) is None
+    ]
+    if not chosen:
+        raise ConfigurationError(
+            f"no weight gets an adapter: there are adapters for two-dimensional weights of units, which "
+            f"LoRA.targets={lora.targets} matches."
+        )
+    if trained := [name for name in ("/".join(p.path) for p in chosen) if not zero.is_frozen(name)]:
+        raise ConfigurationError(
+            f"an adapter stands beside a frozen weight, and {trained[0]!r} is trained: freeze the model by "
+            f"ZeroConfig(frozen=(\"*\",)), or leave the weight out by LoRA(targets=(..., '!{trained[0]}'))."
+        )
+    return [
+        Parameter((*p.path, name), shape, "float32", p.stack, p.unit)
+        for p in chosen
+        for name, shape in lora.shapes(p.shape).items()
+    ]
+
+
+def _lay_out(p: Parameter, index: int, world: MeshShape, zero: ZeroConfig, of_model: bool) -> ParamLayout:
+    """The layout of a parameter of the model, or of an adapter."""
+    name = "/".join(p.path)
+    make = make_frozen_layout if of_model and zero.is_frozen(name) else make_layout
+    fp8 = of_model and zero.without_fp8(name, p.shape, p.unit) is None
+    return make(p.path, p.shape, p.dtype, p.stack, index=index, world=world, zero=zero, fp8=fp8)
+
+
+def _of_unit(
+    unit: str | None, layouts: Sequence[ParamLayout], units: Sequence[str | None]
+) -> tuple[tuple[ParamLayout, ...], tuple[ParamLayout, ...]]:
+    """A unit's trained and frozen parameters."""
+    mine = [leaf for leaf, own in zip(layouts, units, strict=True) if own == unit]
+    return tuple(leaf for leaf in mine if not leaf.frozen), tuple(leaf for leaf in mine if leaf.frozen)
 
 
 def check_options(zero: ZeroConfig, world: MeshShape) -> None:

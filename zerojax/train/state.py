@@ -16,9 +16,11 @@ from jaxtyping import Array, Int32, PyTree, UInt32
 
 from zerojax.adapters import LossFn, Model, ModelState
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import LoRA, merged
 from zerojax.optim.shard_check import Optimizer, optimizer_specs
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.frozen import decode_frozen, encode_frozen
 from zerojax.train.per_device import Blocks, first_secondary, flat_blocks, stored_secondary, with_scales
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
@@ -41,6 +43,8 @@ class TrainState:
             as ``Scaled`` codes; else empty.
         residual: with ``error_feedback``, the node hop's encoding error, nested by path; else empty.
         losses: with a ``SpikeRule``, recent losses as ``SpikeRule.start`` returns them; else empty.
+        frozen: the weights that are not trained, nested by path, encoded in ``ZeroConfig.frozen_weights``; those
+            that fp8 products read as ``Scaled`` codes. No step changes them, and states can share them.
         spec: the model, optimizer, loss, mesh and config.
     """
 
@@ -53,6 +57,7 @@ class TrainState:
     secondary: PyTree
     residual: PyTree
     losses: Losses
+    frozen: PyTree
     spec: TrainSpec = field(metadata={"static": True})
 
     @classmethod
@@ -67,6 +72,8 @@ class TrainState:
         seed: int = 0,
         sample_batch: Any = None,
         spikes: SpikeRule | None = None,
+        lora: LoRA | None = None,
+        base: "TrainState | None" = None,
     ) -> "TrainState":
         """Create a model and its optimizer state, sharded from the start: no device ever holds all of it.
 
@@ -80,13 +87,20 @@ class TrainState:
             seed: of the initial parameters and of all random bits later.
             sample_batch: for a Linen module, arrays of a batch's shapes and dtypes.
             spikes: also skip steps whose loss is a spike; by default none is skipped for that.
+            lora: give frozen weights low-rank adapters, which are trained.
+            base: a state of the same model with the same frozen weights, which the new one shares: several
+                adapters on one base. By default they are created from the seed.
 
         Raises:
             ConfigurationError: something does not fit; before any device is touched.
         """
         state = cls.abstract(
-            model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes
+            model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
         )
+        if base is not None:
+            return state.replace(
+                **initializer(state, frozen=False)(np.uint32(seed)), frozen=shared_frozen(state, base)
+            )
         return state.replace(**initializer(state)(np.uint32(seed)))
 
     @classmethod
@@ -100,13 +114,16 @@ class TrainState:
         zero: ZeroConfig | None = None,
         sample_batch: Any = None,
         spikes: SpikeRule | None = None,
+        lora: LoRA | None = None,
     ) -> "TrainState":
         """The state's shapes, dtypes and shardings without values, for ahead-of-time compiles.
 
         The mesh's devices may be descriptions (``zerojax.aot``). Arguments and errors as ``create``.
         """
         zero = zero or ZeroConfig()
-        spec = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes)
+        spec = build(
+            model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
+        )
         return cls(**abstract_fields(spec), spec=spec)
 
     def replace(self, **changes: Any) -> Self:
@@ -140,6 +157,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "secondary": by_leaf(spec.abstract_secondary, zero.weights_delta),
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
         "losses": like(jax.eval_shape(spec.spikes.start)) if spec.spikes else {},
+        "frozen": to_tree({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen}),
     }
 
 
@@ -169,10 +187,27 @@ def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
     return to_tree(make(from_tree(params)))
 
 
+def shared_frozen(state: TrainState, base: TrainState) -> PyTree:
+    """The frozen weights of another state of the same model, for ``state``.
+
+    Raises:
+        ConfigurationError: they are others, or in another format, or on another mesh.
+    """
+    ours, theirs = ({leaf.path: leaf for leaf in one.spec.frozen} for one in (state, base))
+    if other := [path for path, leaf in ours.items() if theirs.get(path) != leaf]:
+        raise ConfigurationError(
+            f"base= does not freeze {'/'.join(other[0])!r} in the same way: give both states the same model, mesh, "
+            "ZeroConfig.frozen and frozen_weights."
+        )
+    every = from_tree(base.frozen)
+    return to_tree({path: every[path] for path in ours})
+
+
 def gather_params(state: TrainState) -> dict[str, Any]:
     """The whole model on every host, in the model's own shapes and dtypes, nested by path.
 
     Leaves are gathered one at a time, so a device holds at most one whole leaf. All processes must call it.
+    Frozen weights are decoded, and their adapters merged into them (``W + scale A B``).
 
     Returns:
         A nested dict of numpy arrays, which share no memory with the state.
@@ -182,18 +217,42 @@ def gather_params(state: TrainState) -> dict[str, Any]:
     """
     check_there(state)
     spec = state.spec
-    params = from_tree(state.params)
-    everyone = spec.sharding(PartitionSpec())
-    whole = {}
-    for leaf in spec.leaves:
-        gather = spec.once(
-            f"gather {leaf.name}",
-            lambda leaf=leaf: jax.jit(
-                lambda x: from_stored(x, leaf).astype(leaf.dtype), out_shardings=everyone
-            ),
-        )
-        whole[leaf.path] = np.asarray(gather(params[leaf.path]))
+    params, stored = from_tree(state.params), from_tree(state.frozen)
+    whole = {leaf.path: _gathered(spec, leaf, params[leaf.path]) for leaf in spec.leaves}
+    for leaf in spec.frozen:
+        weight = _gathered(spec, leaf, stored[leaf.path])
+        if adapter := spec.adapter_of(leaf):
+            assert spec.lora is not None
+            weight = merged(weight, *(whole.pop(part.path) for part in adapter), spec.lora)
+        whole[leaf.path] = weight
     return to_tree(whole)
+
+
+def gather_adapters(state: TrainState) -> dict[str, Any]:
+    """The adapters on every host, fp32, nested by the path of their weight: "lora_a" and "lora_b".
+
+    All processes must call it.
+
+    Raises:
+        ConfigurationError: the state has none, was donated, or is abstract.
+    """
+    check_there(state)
+    spec, params = state.spec, from_tree(state.params)
+    parts = [part for leaf in spec.frozen for part in spec.adapter_of(leaf)]
+    if not parts:
+        raise ConfigurationError("the state has no adapters: create it with lora=.")
+    return to_tree({part.path: _gathered(spec, part, params[part.path]) for part in parts})
+
+
+def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
+    """One whole parameter on this host, in its own dtype."""
+
+    def decode(x: Any) -> Array:
+        return (decode_frozen(x, leaf) if leaf.frozen else from_stored(x, leaf)).astype(leaf.dtype)
+
+    everyone = spec.sharding(PartitionSpec())
+    gather = spec.once(f"gather {leaf.name}", lambda: jax.jit(decode, out_shardings=everyone))
+    return np.asarray(gather(stored))
 
 
 def put_params(state: TrainState, params: PyTree) -> TrainState:
@@ -288,19 +347,45 @@ def copied(x: Array) -> Array:
     return jnp.copy(x)
 
 
-def initializer(state: TrainState) -> Any:
-    """The compiled function from a seed to a state's first values, each computed where it is stored."""
+def initializer(state: TrainState, *, frozen: bool = True) -> Any:
+    """The compiled function from a seed to a state's first values, each computed where it is stored.
+
+    Args:
+        state: abstract.
+        frozen: whether the values include the frozen weights.
+    """
     spec = state.spec
 
     def init(seed: Array) -> dict[str, Any]:
-        weights, model_state = spec.adapter.init(jax.random.key(seed))
+        key = jax.random.key(seed)
+        weights, model_state = spec.adapter.init(key)
+        weights |= adapter_values(spec, key)
         stored = to_tree(
             {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in spec.leaves}
         )
         stored = jax.lax.with_sharding_constraint(stored, shardings_of(state.params))
-        return {"params": stored, **_first_values(state, seed, stored, model_state)}
+        values = {"params": stored, **_first_values(state, seed, stored, model_state)}
+        if frozen:
+            values["frozen"] = to_tree(
+                {leaf.path: encode_frozen(spec, leaf, weights[leaf.path]) for leaf in spec.frozen}
+            )
+        return values
 
-    return jax.jit(init, out_shardings=_field_shardings(state))
+    fields = _field_shardings(state)
+    if not frozen:
+        del fields["frozen"]
+    return jax.jit(init, out_shardings=fields)
+
+
+def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
+    """The first values of all adapters, by path, of unsharded shape."""
+    values: dict[Path, Array] = {}
+    for leaf in spec.frozen:
+        if spec.adapter_of(leaf):
+            assert spec.lora is not None
+            own = spec.lora.init(jax.random.fold_in(key, leaf.index), leaf.shape, leaf.stack)
+            values |= {(*leaf.path, name): value for name, value in own.items()}
+    return values
 
 
 def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
@@ -318,7 +403,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
         return _first_values(state, seed, stored, model_state)
 
     fields = _field_shardings(state)
-    del fields["params"]
+    del fields["params"], fields["frozen"]
     return state.replace(params=params, **jax.jit(init, out_shardings=fields)(np.uint32(seed), params))
 
 

@@ -63,7 +63,8 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    return _compiled(spec)(state, placed)
+    following, metrics = _compiled(spec)(*_apart(state), placed)
+    return following.replace(frozen=state.frozen), metrics
 
 
 def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
@@ -113,7 +114,7 @@ def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
         state: a state, or an abstract one.
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
-    return _compiled(state.spec).lower(state, abstract_batch(state.spec, batch))
+    return _compiled(state.spec).lower(*_apart(state), abstract_batch(state.spec, batch))
 
 
 def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -124,7 +125,12 @@ def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
 
 def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
     """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
-    return _compiled(state.spec).trace(state, abstract_batch(state.spec, batch))
+    return _compiled(state.spec).trace(*_apart(state), abstract_batch(state.spec, batch))
+
+
+def _apart(state: TrainState) -> tuple[TrainState, Any]:
+    """What a step changes, and is donated to it; and what it does not."""
+    return state.replace(frozen={}), state.frozen
 
 
 def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
@@ -207,7 +213,7 @@ def _compiled(spec: TrainSpec) -> Any:
             _warn_without_fp8(spec.mesh.devices.flat[0])
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
-        state = TrainState(**shardings_of(fields), spec=spec)
+        state = TrainState(**{**shardings_of(fields), "frozen": {}}, spec=spec)
         return jax.jit(
             _train,
             donate_argnums=0,
@@ -225,9 +231,9 @@ def _compiled_eval(spec: TrainSpec) -> Any:
     )
 
 
-def _train(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+def _train(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
-    after, metrics = _gradients(spec, state, batch)
+    after, metrics = _gradients(spec, state.replace(frozen=frozen), batch)
     grads = after["params"]
     grad_norm = optax.tree.norm(grads)
     ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
@@ -270,7 +276,8 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         masters, secondary = per_device.with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
         if secondary:
             secondary = per_device.next_secondary(spec, masters, secondary, step, later=spec.updating)
-        weights = per_device.sources(spec, masters, secondary, spec.updating)
+        frozen = from_tree(shards["frozen"])
+        weights = per_device.sources(spec, masters, secondary, frozen, spec.updating)
         grads, model_state, sums, updated = per_device.accumulate(
             spec, weights, shards["model_state"], batch, seed
         )
@@ -299,7 +306,7 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
         if secondary:
             # As the next training step will do: otherwise the loss would be of the weights one update ago.
             secondary = per_device.next_secondary(spec, masters, secondary, step)
-        weights = per_device.sources(spec, masters, secondary)
+        weights = per_device.sources(spec, masters, secondary, from_tree(shards["frozen"]))
         sums = per_device.evaluate(spec, weights, shards["model_state"], batch, mix(shards["seed"], step))
         return {}, means(sums)[0]
 
@@ -323,7 +330,7 @@ def _on_devices(
         out: the fields that ``local`` returns.
     """
     spec, specs = state.spec, state_specs(state.spec)
-    given = ("params", "secondary", "residual", "model_state", "step", "seed")
+    given = ("params", "secondary", "residual", "model_state", "step", "seed", "frozen")
     run = jax.shard_map(
         local,
         mesh=spec.mesh,

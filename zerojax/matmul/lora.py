@@ -1,0 +1,299 @@
+"""Low-rank adapters: trained matrices A and B beside a frozen weight W, which acts as ``W + scale A B``.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. A product
+with W gets a second, narrow product: ``x W + scale (x A) B``. The sum ``W + scale A B`` is never computed,
+and neither is the gradient of W, which costs a third of an ordinary backward pass.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt32
+
+from zerojax.errors import ConfigurationError
+from zerojax.zero_config import deciding_pattern
+
+A, B = "lora_a", "lora_b"
+"""Names of an adapter's two parameters, below the path of their weight."""
+LORA_TARGETS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Which frozen weights get adapters, and of what kind.
+
+    Attributes:
+        rank: of A B: the columns of A and rows of B.
+        alpha: A B is multiplied by alpha / rank.
+        targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units. The
+            last pattern that matches decides; one that begins with "!" leaves the weight out.
+        dropout: probability of zeroing an element of the input of A, in training.
+        rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = LORA_TARGETS
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work.
+
+        Raises:
+            ConfigurationError: naming the field and its value.
+        """
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1:
+            raise ConfigurationError(f"LoRA.rank={self.rank} must be at least 1.")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigurationError(f"LoRA.alpha={self.alpha} must be a positive number.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"LoRA.dropout={self.dropout} must be from 0 to below 1.")
+        if not self.targets:
+            raise ConfigurationError("LoRA.targets is empty: name the weights that get adapters.")
+
+    @property
+    def scale(self) -> float:
+        """What A B is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def without(self, path: str, shape: Sequence[int], unit: str | None) -> str | None:
+        """Why a weight has no adapter; None if it has one.
+
+        Args:
+            path: the weight's path, joined by "/".
+            shape: of one layer's weight.
+            unit: the name of its unit, if it has one.
+        """
+        deciding = deciding_pattern(self.targets, path)
+        if not deciding:
+            return "no pattern of targets matches"
+        if deciding.startswith("!"):
+            return f"left out by {deciding!r}"
+        if unit is None:
+            return "in no unit"
+        return None if len(shape) == 2 else "not two-dimensional"
+
+    def shapes(self, shape: Sequence[int]) -> Mapping[str, tuple[int, int]]:
+        """The shapes of A and B for a weight ``[inputs, outputs]``."""
+        inputs, outputs = shape
+        return {A: (inputs, self.rank), B: (self.rank, outputs)}
+
+    def init(self, key: Array, shape: Sequence[int], stack: Sequence[int] = ()) -> dict[str, Array]:
+        """First values: A uniform within 1/sqrt(inputs), as PEFT draws it; B zero, so that A B is.
+
+        Args:
+            key: a random key.
+            shape: of the weight.
+            stack: ``(layers,)``, if it is stacked.
+
+        Returns:
+            fp32, by the names of ``shapes``.
+        """
+        shapes, bound = self.shapes(shape), 1 / math.sqrt(shape[0])
+        return {
+            A: jax.random.uniform(key, (*stack, *shapes[A]), jnp.float32, -bound, bound),
+            B: jnp.zeros((*stack, *shapes[B]), jnp.float32),
+        }
+
+
+def merged(weight: Any, a: Any, b: Any, lora: LoRA) -> np.ndarray:
+    """``weight + scale a b``, computed in fp32 on the host and rounded to the weight's dtype.
+
+    Args:
+        weight: ``[.., inputs, outputs]``.
+        a: ``[.., inputs, rank]``.
+        b: ``[.., rank, outputs]``.
+        lora: gives the scale.
+    """
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    return (np.asarray(weight, np.float32) + np.float32(lora.scale) * product).astype(weight.dtype)
+
+
+@dataclass(frozen=True)
+class LowRankOperand:
+    """A weight with an adapter, or what moves made of both, on its way to a product.
+
+    Every axis of the weight belongs to A or to B: ``factors`` says which. Each factor has the axes that belong
+    to it, in the weight's order, behind that of the rank.
+
+    Attributes:
+        base: the weight: an array or another operand.
+        a: ``[rank, ..]``, multiplied by the scale.
+        b: ``[rank, ..]``.
+        seed: of dropout's random bits.
+        factors: "a" or "b" for each axis of the weight.
+        dropout: the probability.
+        name: of the weight.
+    """
+
+    base: Any
+    a: Float[Array, "rank ..."]
+    b: Float[Array, "rank ..."]
+    seed: UInt32[Array, ""]
+    factors: str
+    dropout: float
+    name: str
+
+    kind = "has an adapter"
+    way_out = "LoRA(targets=(..., '!{name}'))"
+
+    @classmethod
+    def of(cls, base: Any, a: Array, b: Array, seed: Array, lora: LoRA, name: str) -> "LowRankOperand":
+        """From ``[inputs, rank]`` and ``[rank, outputs]``."""
+        scale = jnp.asarray(lora.scale, a.dtype)
+        return cls(base, a.T * scale, b, seed, "ab", lora.dropout, name)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """The array that the model believes it has."""
+        return getattr(self.base, "aval", None) or jax.ShapeDtypeStruct(self.base.shape, self.base.dtype)
+
+    def astype(self, dtype: DTypeLike) -> "LowRankOperand":
+        """The same weight to a model that computes in another dtype."""
+        return self._with(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype), self.factors)
+
+    def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand] | None":
+        """The operands that a primitive makes which only moves elements; None if it mixes axes of A and B."""
+        factors = self.factors
+        match primitive.name:
+            case "transpose":
+                order = params["permutation"]
+                after = "".join(factors[axis] for axis in order)
+                a, b = (self._permuted(which, order) for which in "ab")
+                return [self._with(self._base(primitive, params)[0], a, b, after)]
+            case "reshape" if params["dimensions"] is None:
+                return self._reshaped(primitive, params)
+            case "squeeze":
+                gone = [axis % len(factors) for axis in params["dimensions"]]
+                after = "".join(which for axis, which in enumerate(factors) if axis not in gone)
+                a, b = (
+                    self._factor(which, lambda x, own: lax.squeeze(x, [own[i] for i in gone if i in own]))
+                    for which in "ab"
+                )
+                return [self._with(self._base(primitive, params)[0], a, b, after)]
+            case "slice" | "split" | "rev":
+                return self._cut(primitive, params)
+            case "copy" | "copy_p" | "name":
+                return [self._with(self._base(primitive, params)[0], self.a, self.b, factors)]
+        return None
+
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array | None:
+        """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
+
+        Args:
+            x: the other operand.
+            x_axes: its contracted axes.
+            axes: those of the weight, in the same order.
+            equation: the ``dot_general``, which gives precision and dtype.
+
+        Returns:
+            The product; None if it contracts axes of both A and B, or not all of one.
+        """
+        contracted = {self.factors[axis] for axis in axes}
+        if len(contracted) != 1 or len(axes) != self.factors.count(*contracted):
+            return None
+        base = operand_product(self.base, x, x_axes, axes, equation)
+        if base is None:
+            return None
+        first, second = (self.a, self.b) if contracted == {"a"} else (self.b, self.a)
+        own = [axis for axis, which in enumerate(self.factors) if which in contracted]
+        dropped = _dropped(x, self.seed, self.dropout)
+        inner = tuple(x_axes), tuple(own.index(axis) + 1 for axis in axes)
+        narrow = lax.dot_general(dropped, first, (inner, ((), ())), preferred_element_type=x.dtype)
+        last = ((narrow.ndim - 1,), (0,))
+        wide = lax.dot_general(narrow, second, (last, ((), ())), preferred_element_type=base.dtype)
+        return base + wide
+
+    def _with(self, base: Any, a: Array, b: Array, factors: str) -> "LowRankOperand":
+        return LowRankOperand(base, a, b, self.seed, factors, self.dropout, self.name)
+
+    def _base(self, primitive: Any, params: Mapping[str, Any]) -> list[Any]:
+        if hasattr(self.base, "moved"):
+            return self.base.moved(primitive, params)
+        made = primitive.bind(self.base, **params)
+        return list(made) if primitive.multiple_results else [made]
+
+    def _factor(self, which: str, change: Any) -> Array:
+        """``change(factor, own)``, where ``own`` gives, for an axis of the weight, that of the factor."""
+        axes = [axis for axis, owner in enumerate(self.factors) if owner == which]
+        return change(self.a if which == "a" else self.b, {axis: i + 1 for i, axis in enumerate(axes)})
+
+    def _permuted(self, which: str, order: Sequence[int]) -> Array:
+        return self._factor(
+            which, lambda x, own: lax.transpose(x, (0, *(own[axis] for axis in order if axis in own)))
+        )
+
+    def _reshaped(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand] | None":
+        """Split or join axes, those of A and of B each for themselves."""
+        first = self.factors[0] if self.factors else "a"
+        count = len(self.factors) - len(self.factors.lstrip(first))
+        if first in self.factors[count:]:
+            return None
+        sizes, target = self.aval.shape, params["new_sizes"]
+        wanted = math.prod(sizes[:count])
+        for cut in range(len(target) + 1):
+            if math.prod(target[:cut]) == wanted and math.prod(target[cut:]) == math.prod(sizes[count:]):
+                second = "b" if first == "a" else "a"
+                parts = {first: target[:cut], second: target[cut:]}
+                a, b = (x.reshape(x.shape[0], *parts[which]) for which, x in (("a", self.a), ("b", self.b)))
+                after = first * cut + second * (len(target) - cut)
+                return [self._with(self._base(primitive, params)[0], a, b, after)]
+        return None
+
+    def _cut(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand]":
+        """Take parts of axes, which each belong to one factor."""
+        bases = self._base(primitive, params)
+        pairs = zip(
+            *(self._factor(which, lambda x, own: _parts(primitive, params, x, own)) for which in "ab")
+        )
+        return [self._with(base, a, b, self.factors) for base, (a, b) in zip(bases, pairs, strict=True)]
+
+
+jax.tree_util.register_dataclass(LowRankOperand, ["base", "a", "b", "seed"], ["factors", "dropout", "name"])
+
+
+def operand_product(
+    weight: Any, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any
+) -> Array | None:
+    """``x`` times a weight in any form; see ``LowRankOperand.product``."""
+    if hasattr(weight, "product"):
+        return weight.product(x, x_axes, axes, equation)
+    params = equation.params
+    return lax.dot_general(
+        x, weight, ((tuple(x_axes), tuple(axes)), ((), ())),
+        precision=params["precision"], preferred_element_type=params["preferred_element_type"],
+    )  # fmt: skip
+
+
+def _parts(primitive: Any, params: Mapping[str, Any], x: Array, own: Mapping[int, int]) -> list[Array]:
+    """A slice, a split or a reversal of a weight's axes, applied to those that a factor has."""
+    match primitive.name:
+        case "rev":
+            return [lax.rev(x, [own[axis] for axis in params["dimensions"] if axis in own])]
+        case "split":
+            if params["axis"] not in own:
+                return [x] * len(params["sizes"])
+            return list(lax.split(x, params["sizes"], own[params["axis"]]))
+    start, limit, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+    for axis, place in own.items():
+        start[place], limit[place] = params["start_indices"][axis], params["limit_indices"][axis]
+        strides[place] = (params["strides"] or [1] * len(params["start_indices"]))[axis]
+    return [lax.slice(x, start, limit, strides)]
+
+
+def _dropped(x: Array, seed: Array, rate: float) -> Array:
+    """Dropout: each element is zero with probability ``rate``, the others grow by 1 / (1 - rate)."""
+    if not rate:
+        return x
+    key = jax.random.wrap_key_data(jnp.stack([seed, seed ^ jnp.uint32(0x10A)]), impl="threefry2x32")
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
