@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerojax.adapters.stack import Stack
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
+from zerojax.matmul.lora import LoRA
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
@@ -17,7 +18,14 @@ from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train.fp8_report import fp8_report
 from zerojax.train.spikes import SpikeRule
-from zerojax.train.state import TrainState, averaged, gather_model, gather_params, put_params
+from zerojax.train.state import (
+    TrainState,
+    averaged,
+    gather_adapters,
+    gather_model,
+    gather_params,
+    put_params,
+)
 from zerojax.train.step import eval_step, lower_train_step, train_step
 from zerojax.zero_config import ZeroConfig
 
@@ -44,6 +52,7 @@ _MODULES = {
 
 __all__ = [
     "CommReport",
+    "LoRA",
     "SpikeRule",
     "Stack",
     "TrainState",
@@ -60,6 +69,7 @@ __all__ = [
     "distributed",
     "eval_step",
     "fp8_report",
+    "gather_adapters",
     "gather_model",
     "gather_params",
     "hlo",

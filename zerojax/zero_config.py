@@ -90,11 +90,11 @@ class ZeroConfig:
         fp8: shell patterns of paths: with ``matmul_dtype="fp8"`` the weights to use it for, among the
             two-dimensional ones of units whose sizes are multiples of 16. The last pattern that matches
             decides; one that begins with "!" leaves the weight out.
-        frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They have
-            no master weight, optimizer state or gradient. Each node stores them once, spread over its
+        frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They
+            have no master weight, optimizer state or gradient. Each node stores them once, spread over its
             devices, so that they never cross nodes. Needs stage 3.
-        frozen_weights: the format in which frozen weights are stored and gathered over ``local``: one of the wire
-            formats or "nf4" (QLoRA; blocks of 64); None is the compute format. ``precise`` holds for them, too.
+        frozen_weights: the format in which frozen weights are stored and gathered over ``local``: a wire
+            format or "nf4" (QLoRA; blocks of 64); None is the compute format. ``precise`` holds for them too.
     """
 
     stage: int = 3
@@ -356,8 +356,8 @@ class ZeroConfig:
             )
         if self.frozen_weights is not None and not self.frozen:
             raise ConfigurationError(
-                f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in frozen, "
-                'such as frozen=("*",).'
+                f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in "
+                'frozen, such as frozen=("*",).'
             )
         if self.frozen and self.stage != 3:
             raise ConfigurationError(

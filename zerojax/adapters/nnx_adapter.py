@@ -38,7 +38,7 @@ class BoundNNX:
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.updated``."""
-        copies: dict[Path, Num[Array, "..."]] = {}
+        copies: dict[Path, Num[Array, ...]] = {}
         for _, variable in nnx.to_flat_state(nnx.state(self.model)):
             if isinstance(weight := variable.get_raw_value(), Sharded):
                 copies |= weight.secondary_copies()

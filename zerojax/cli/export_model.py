@@ -93,7 +93,8 @@ def run(arguments: list[str]) -> None:
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     # The master weights are written and measured, whatever the wire formats of training.
-    config = replace(config, zero=ZeroSection(compute_dtype=config.zero.compute_dtype))
+    zero = {name: getattr(config.zero, name) for name in ("compute_dtype", "frozen", "frozen_weights")}
+    config = replace(config, zero=ZeroSection(**zero))
     with joined_cluster(options.mesh, config.cluster):
         _export(options, folder, config, how)
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
-from zerojax.run.build import abstract_model
-from zerojax.run.checkpoints import damage_line, newest_valid, restore
+from zerojax.run.build import abstract_model, with_base
+from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
@@ -45,5 +45,7 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
         logger.warning(damage_line(folder.checkpoints, step, why))
     if choice.step is None:
         raise ConfigurationError(f"{folder.path} has no checkpoint yet")
-    state = restore(folder.checkpoints / str(choice.step), abstract_model(config), average=ema)
+    path = folder.checkpoints / str(choice.step)
+    state = with_base(abstract_model(config), folder, read_manifest(path).record.base, config.train.seed)
+    state = restore(path, state, average=ema)
     return TrainedRun(config, state, choice.step)

@@ -32,8 +32,8 @@ class LoRA:
     Attributes:
         rank: of A B: the columns of A and rows of B.
         alpha: A B is multiplied by alpha / rank.
-        targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units. The
-            last pattern that matches decides; one that begins with "!" leaves the weight out.
+        targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units.
+            The last pattern that matches decides; one that begins with "!" leaves the weight out.
         dropout: probability of zeroing an element of the input of A, in training.
         rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
     """
@@ -122,8 +122,8 @@ def merged(weight: Any, a: Any, b: Any, lora: LoRA) -> np.ndarray:
 class LowRankOperand:
     """A weight with an adapter, or what moves made of both, on its way to a product.
 
-    Every axis of the weight belongs to A or to B: ``factors`` says which. Each factor has the axes that belong
-    to it, in the weight's order, behind that of the rank.
+    Every axis of the weight belongs to A or to B: ``factors`` says which. Each factor has the axes that
+    belong to it, in the weight's order, behind that of the rank.
 
     Attributes:
         base: the weight: an array or another operand.
@@ -252,10 +252,8 @@ class LowRankOperand:
     def _cut(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand]":
         """Take parts of axes, which each belong to one factor."""
         bases = self._base(primitive, params)
-        pairs = zip(
-            *(self._factor(which, lambda x, own: _parts(primitive, params, x, own)) for which in "ab")
-        )
-        return [self._with(base, a, b, self.factors) for base, (a, b) in zip(bases, pairs, strict=True)]
+        a, b = (self._factor(which, lambda x, own: _parts(primitive, params, x, own)) for which in "ab")
+        return [self._with(*parts, self.factors) for parts in zip(bases, a, b, strict=True)]
 
 
 jax.tree_util.register_dataclass(LowRankOperand, ["base", "a", "b", "seed"], ["factors", "dropout", "name"])

@@ -37,6 +37,7 @@ from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule, rate_changes
 from zerojax.run.run_dir import Resume, RunFolder, check_same_model, check_same_run, check_start
 from zerojax.run.trackers import check_trackers
+from zerojax.train.state import initial_base, initializer
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
@@ -50,6 +51,7 @@ class RunSetup:
         config: the settings.
         mesh: the devices, (node, local).
         zero: how the state is sharded.
+        lora: the adapters, or None.
         tx: the optimizer.
         spikes: which losses count as spikes, or None.
     """
@@ -57,6 +59,7 @@ class RunSetup:
     config: RunConfig
     mesh: Mesh
     zero: zerojax.ZeroConfig
+    lora: zerojax.LoRA | None
     tx: Optimizer
     spikes: zerojax.SpikeRule | None
 
@@ -73,10 +76,13 @@ class RunSetup:
         """
         train, units = config.train, () if config.model.scan else (Block,)
         deviations = train.spike_deviations
+        lora = config.lora.to_lora()
+        frozen = {"frozen": ("*",)} if lora is not None and config.zero.frozen is None else {}
         return cls(
             config=config,
             mesh=zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
-            zero=config.zero.to_zero(units=units, accumulate=train.accumulate),
+            zero=config.zero.to_zero(units=units, accumulate=train.accumulate, **frozen),
+            lora=lora,
             tx=tx or make_optimizer(config.optimizer, train.steps),
             spikes=zerojax.SpikeRule(deviations, train.spike_window) if deviations else None,
         )
@@ -104,9 +110,17 @@ class RunSetup:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
         return zerojax.TrainState.abstract(**self._arguments())
 
-    def initial_state(self) -> zerojax.TrainState:
-        """The model and optimizer at step 0, created sharded."""
-        return zerojax.TrainState.create(**self._arguments(), seed=self.config.train.seed)
+    def initial_state(self, *, base: bool = True) -> zerojax.TrainState:
+        """The model and optimizer at step 0, created sharded.
+
+        Args:
+            base: whether to create the frozen weights, too.
+        """
+        seed = self.config.train.seed
+        if base:
+            return zerojax.TrainState.create(**self._arguments(), seed=seed)
+        state = self.abstract_state()
+        return state.replace(**initializer(state, frozen=False)(np.uint32(seed)))
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -116,6 +130,7 @@ class RunSetup:
             "mesh": self.mesh,
             "zero": self.zero,
             "spikes": self.spikes,
+            "lora": self.lora,
         }
 
 
@@ -135,14 +150,15 @@ def resumed_state(
     before = config_from_dict(manifest.record.config)
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - manifest.record.skipped)
-    state = checkpoints.restore(folder.checkpoints / str(manifest.step), setup.abstract_state())
+    state = with_base(setup.abstract_state(), folder, manifest.record.base, setup.config.train.seed)
+    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
     return state, "; ".join([f"resuming from step {manifest.step}", *changes])
 
 
 def new_state(
     setup: RunSetup, folder: RunFolder, imported: checkpoints.Manifest | None, init_from: Path | None
-) -> tuple[zerojax.TrainState, list[str]]:
-    """The state of a run that begins, and lines about it for the user.
+) -> tuple[zerojax.TrainState, str, list[str]]:
+    """The state of a run that begins, where its frozen weights are from, and lines about it for the user.
 
     Args:
         setup: of the run.
@@ -153,7 +169,6 @@ def new_state(
     Raises:
         ConfigurationError: the weights cannot be had, or are of another model.
     """
-    state = setup.initial_state()
     source = (
         None if init_from is None else Path(run_on_process_zero(lambda: str(checkpoints.find(init_from))))
     )
@@ -161,8 +176,38 @@ def new_state(
         check_same_model(config_from_dict(imported.record.config), setup.config, folder)
         source = folder.checkpoints / str(imported.step)
     if source is None:
-        return state, []
-    return checkpoints.restore_weights(source, state), [f"beginning with the weights of {source}"]
+        return setup.initial_state(), "", []
+    state = checkpoints.restore_weights(source, setup.initial_state(base=False))
+    base = ""
+    if state.spec.frozen:
+        own = source.resolve().is_relative_to(folder.path.resolve())
+        base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
+    return state, base, [f"beginning with the weights of {source}"]
+
+
+def with_base(state: zerojax.TrainState, folder: RunFolder, base: str, seed: int) -> zerojax.TrainState:
+    """The abstract state of a run with the frozen weights that it began with, if it has any.
+
+    Args:
+        state: abstract.
+        folder: of the run.
+        base: as in ``Record.base``.
+        seed: of the run, for weights that are from no checkpoint.
+
+    Raises:
+        ConfigurationError: the checkpoint is gone.
+    """
+    if not state.spec.frozen:
+        return state
+    if not base:
+        return initial_base(state, seed)
+    path = folder.path / base  # an absolute one stands for itself
+    if not path.exists():
+        raise ConfigurationError(
+            f"{folder.path} has adapters, or trained parts, of a model whose other weights were in {path}, "
+            "which is gone: put it back."
+        )
+    return checkpoints.restore_base(path, state)
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:

@@ -29,8 +29,15 @@ from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_conf
 Resume = Literal["auto", "must", "never"]
 
 # Settings that determine the meaning of a checkpoint's arrays and position; others may change on resuming.
-_FIXED_SECTIONS = ("model", "data")
-_FIXED_KEYS = ("optimizer.name", "train.seed", "train.batch_size", "train.sequence_length")
+_FIXED_SECTIONS = ("model", "data", "lora")
+_FIXED_KEYS = (
+    "optimizer.name",
+    "train.seed",
+    "train.batch_size",
+    "train.sequence_length",
+    "zero.frozen",
+    "zero.frozen_weights",
+)
 _FREE_KEYS = {"data.verify", "model.attention", "model.loss_chunk", "model.dropout"}
 
 

@@ -78,6 +78,7 @@ class Trainer:
         lock: keeps other runs out of the folder.
         state: the model and its optimizer.
         step: optimizer steps done.
+        base: where the frozen weights are from (``Record.base``).
     """
 
     config: RunConfig
@@ -93,6 +94,7 @@ class Trainer:
     lock: RunLock
     state: zerojax.TrainState
     step: int
+    base: str
 
     @classmethod
     def open(
@@ -132,10 +134,11 @@ class Trainer:
                 notes.append(unlocked)
             if manifest is not None and manifest.record.position:
                 state, note = resumed_state(setup, folder, manifest)
+                base = manifest.record.base
                 batches.set_state(manifest.record.position)
                 notes.append(note)
             else:  # a checkpoint without a position holds imported weights: no step was taken
-                state, lines = new_state(setup, folder, manifest, init_from)
+                state, base, lines = new_state(setup, folder, manifest, init_from)
                 notes += lines
             record = Record() if manifest is None else manifest.record
             step = 0 if manifest is None else manifest.step
@@ -163,6 +166,7 @@ class Trainer:
                 lock=lock,
                 state=state,
                 step=step,
+                base=base,
             )
             trainer.announce(notes)
             on_error.pop_all()
@@ -239,6 +243,7 @@ class Trainer:
             skipped=self.log.skipped,
             seconds=self.clock.seconds,
             mesh=(mesh.shape["node"], mesh.shape["local"]),
+            base=self.base,
             metrics={name: x for name, x in self.log.last.items() if name in ("loss", "validation_loss")},
         )
         # A skipped last step cannot wait for a later one, but the evaluation shows that its weights are good.

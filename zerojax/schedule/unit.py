@@ -45,8 +45,8 @@ class Sharded:
     """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
 
     Attributes:
-        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. If it is frozen,
-            the secondary partition.
+        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. Of a frozen
+            one the secondary partition.
         sink: zeros at the sink's level; their cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the leaf is stacked.
         leaf: its layout.
@@ -311,7 +311,7 @@ def take_apart(weights: Sequence[Sharded]) -> UnitParts:
 
 
 def _flattened(weights: Sequence[Sharded]) -> tuple[list[Sharded], list[Sharded]]:
-    """The trained parameters of a unit, adapters included, and the frozen ones: the order of whole weights."""
+    """A unit's trained parameters, adapters included, and the frozen ones: the order of whole weights."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     return [w for w in every if not w.leaf.frozen], [w for w in every if w.leaf.frozen]
 

@@ -6,22 +6,27 @@ sent again.
 """
 
 from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Num, UInt32
 
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
+from zerojax.sharding.wire_format import mix
 from zerojax.train.spec import TrainSpec
 
 
-def encode_frozen(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]) -> Any:
-    """A weight as it is stored; runs under ``jit``.
+def encode_frozen(
+    spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]
+) -> tuple[Any, UInt32[Array, ""]]:
+    """A weight as it is stored, and its fingerprint; runs under ``jit``.
 
     Each owner encodes its shard, and the nodes exchange the encoded shards, once.
 
@@ -31,14 +36,16 @@ def encode_frozen(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."])
         weight: of unsharded shape, layers included; any sharding.
 
     Returns:
-        As ``TrainSpec.abstract_frozen`` says.
+        The weight as ``TrainSpec.abstract_frozen`` says. And a hash of its path, of its values before they
+        were encoded, and of their order, the same on every mesh: the sum of the hashes of a model's weights
+        is its fingerprint.
     """
     owned = spec.sharding(leaf.spec(OWNED))
     stored = lax.with_sharding_constraint(to_stored(weight.astype(jnp.float32), leaf), owned)
 
-    def encode(block: Float[Array, "..."]) -> Any:
+    def encode(block: Float[Array, "..."]) -> tuple[Any, Array]:
         rows = block.reshape(leaf.layers, leaf.shard)
-        scale = None
+        hashed, scale = lax.psum(_hash(rows, leaf), AXES), None
         if leaf.fp8:
             peaks = lax.pmax(jnp.max(jnp.abs(rows), axis=-1), AXES)
             scale = fp8.scale_for(peaks, fp8.E4M3)
@@ -46,17 +53,25 @@ def encode_frozen(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."])
         sent = leaf.weights.local.encode(rows)
         every = lax.all_gather(sent, NODE, axis=1) if leaf.world.nodes > 1 else sent[:, None]
         values = every.reshape(*leaf.stack, -1)
-        return values if scale is None else Scaled(values, scale.reshape(leaf.stack))
+        return values if scale is None else Scaled(values, scale.reshape(leaf.stack)), hashed
 
     out = leaf.spec((LOCAL,))
     run = jax.shard_map(
         encode,
         mesh=spec.mesh,
         in_specs=leaf.spec(OWNED),
-        out_specs=Scaled(out, PartitionSpec()) if leaf.fp8 else out,
+        out_specs=(Scaled(out, PartitionSpec()) if leaf.fp8 else out, PartitionSpec()),
         check_vma=False,
     )
     return run(stored)
+
+
+def _hash(rows: Float[Array, "layers shard"], leaf: ParamLayout) -> UInt32[Array, ""]:
+    """The sum of hashes of this device's elements and their places."""
+    place = lax.axis_index(OWNED) * leaf.shard + jnp.arange(leaf.shard, dtype=jnp.uint32)
+    salt = jnp.arange(leaf.layers, dtype=jnp.uint32)[:, None] + np.uint32(crc32(leaf.name.encode()))
+    hashes = mix(lax.bitcast_convert_type(rows, jnp.uint32), place, salt)
+    return jnp.sum(jnp.where(place < leaf.size, hashes, 0), dtype=jnp.uint32)
 
 
 def decode_frozen(stored: Any, leaf: ParamLayout) -> Float[Array, "..."]:

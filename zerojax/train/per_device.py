@@ -370,7 +370,7 @@ def _forward(
 
 
 def _with_copies(weight: Any) -> list[Path]:
-    """The paths of a weight in the model's tree, and of its adapter, that bring copies for a unit to update."""
+    """The paths of a weight and its adapter, of those that bring copies for a unit to update."""
     if not isinstance(weight, Sharded):
         return []
     own = [] if weight.copy is None else [weight.leaf.path]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -43,8 +43,9 @@ class TrainState:
             as ``Scaled`` codes; else empty.
         residual: with ``error_feedback``, the node hop's encoding error, nested by path; else empty.
         losses: with a ``SpikeRule``, recent losses as ``SpikeRule.start`` returns them; else empty.
-        frozen: the weights that are not trained, nested by path, encoded in ``ZeroConfig.frozen_weights``; those
-            that fp8 products read as ``Scaled`` codes. No step changes them, and states can share them.
+        frozen: the weights that are not trained, nested by path, encoded in ``ZeroConfig.frozen_weights``;
+            those that fp8 products read as ``Scaled`` codes. No step changes them, and states can share them.
+        base: with frozen weights, their "fingerprint" (``encode_frozen``); else empty.
         spec: the model, optimizer, loss, mesh and config.
     """
 
@@ -58,6 +59,7 @@ class TrainState:
     residual: PyTree
     losses: Losses
     frozen: PyTree
+    base: dict[str, UInt32[Array, ""]]
     spec: TrainSpec = field(metadata={"static": True})
 
     @classmethod
@@ -97,11 +99,10 @@ class TrainState:
         state = cls.abstract(
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
         )
-        if base is not None:
-            return state.replace(
-                **initializer(state, frozen=False)(np.uint32(seed)), frozen=shared_frozen(state, base)
-            )
-        return state.replace(**initializer(state)(np.uint32(seed)))
+        if base is None:
+            return state.replace(**initializer(state)(np.uint32(seed)))
+        shared = {"frozen": shared_frozen(state, base), "base": base.base}
+        return state.replace(**initializer(state, frozen=False)(np.uint32(seed)), **shared)
 
     @classmethod
     def abstract(
@@ -158,6 +159,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
         "losses": like(jax.eval_shape(spec.spikes.start)) if spec.spikes else {},
         "frozen": to_tree({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen}),
+        "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
     }
 
 
@@ -196,8 +198,8 @@ def shared_frozen(state: TrainState, base: TrainState) -> PyTree:
     ours, theirs = ({leaf.path: leaf for leaf in one.spec.frozen} for one in (state, base))
     if other := [path for path, leaf in ours.items() if theirs.get(path) != leaf]:
         raise ConfigurationError(
-            f"base= does not freeze {'/'.join(other[0])!r} in the same way: give both states the same model, mesh, "
-            "ZeroConfig.frozen and frozen_weights."
+            f"base= does not freeze {'/'.join(other[0])!r} in the same way: give both states the same model, "
+            "mesh, ZeroConfig.frozen and frozen_weights."
         )
     every = from_tree(base.frozen)
     return to_tree({path: every[path] for path in ours})
@@ -314,6 +316,11 @@ def check_there(state: TrainState) -> None:
         raise ConfigurationError(
             "the state is abstract: make it by TrainState.create, or restore a checkpoint into it."
         )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.frozen)[:1]):
+        raise ConfigurationError(
+            "the state has no frozen weights yet: load them by checkpoints.restore_base before the checkpoint "
+            "of what was trained."
+        )
     if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
         raise ConfigurationError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
@@ -366,15 +373,37 @@ def initializer(state: TrainState, *, frozen: bool = True) -> Any:
         stored = jax.lax.with_sharding_constraint(stored, shardings_of(state.params))
         values = {"params": stored, **_first_values(state, seed, stored, model_state)}
         if frozen:
-            values["frozen"] = to_tree(
-                {leaf.path: encode_frozen(spec, leaf, weights[leaf.path]) for leaf in spec.frozen}
-            )
+            values |= frozen_values(spec, weights)
         return values
 
     fields = _field_shardings(state)
     if not frozen:
-        del fields["frozen"]
+        del fields["frozen"], fields["base"]
     return jax.jit(init, out_shardings=fields)
+
+
+def initial_base(state: TrainState, seed: int) -> TrainState:
+    """The state with the frozen weights that ``TrainState.create`` makes of a seed."""
+    if not state.frozen:
+        return state
+
+    def init(seed: Array) -> dict[str, Any]:
+        return frozen_values(state.spec, state.spec.adapter.init(jax.random.key(seed))[0])
+
+    fields = {name: shardings_of(getattr(state, name)) for name in ("frozen", "base")}
+    return state.replace(**jax.jit(init, out_shardings=fields)(np.uint32(seed)))
+
+
+def frozen_values(spec: TrainSpec, weights: Mapping[Path, Array]) -> dict[str, Any]:
+    """The state's fields "frozen" and "base" for a model's weights of unsharded shape."""
+    if not spec.frozen:
+        return {"frozen": {}, "base": {}}
+    encoded = {leaf.path: encode_frozen(spec, leaf, weights[leaf.path]) for leaf in spec.frozen}
+    total = sum((hashed for _, hashed in encoded.values()), jnp.uint32(0))
+    return {
+        "frozen": to_tree({path: stored for path, (stored, _) in encoded.items()}),
+        "base": {"fingerprint": total},
+    }
 
 
 def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
@@ -403,7 +432,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
         return _first_values(state, seed, stored, model_state)
 
     fields = _field_shardings(state)
-    del fields["params"], fields["frozen"]
+    del fields["params"], fields["frozen"], fields["base"]
     return state.replace(params=params, **jax.jit(init, out_shardings=fields)(np.uint32(seed), params))
 
 

@@ -7,7 +7,7 @@ reads the parameters alone, and the manifest. docs/checkpoints.md says what a us
 from zerojax.run.checkpoints.clock import TrainingClock
 from zerojax.run.checkpoints.log_filter import filter_orbax_logs
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, read_manifest, verify
-from zerojax.run.checkpoints.restore import restore, restore_weights
+from zerojax.run.checkpoints.restore import restore, restore_base, restore_weights
 from zerojax.run.checkpoints.resume import Resumed, resume
 from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import (
@@ -39,6 +39,7 @@ __all__ = [
     "read_manifests",
     "reserve_host_memory",
     "restore",
+    "restore_base",
     "restore_weights",
     "resume",
     "set_damaged_aside",

@@ -44,8 +44,9 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
         A nested dict of copies, none of which shares memory with the state, so the state may be donated:
         "counters", "params", "optimizer" (moments in the shapes of their parameters), "other"; "average"
         ("count", and "params" in their shapes) if the optimizer averages weights; and "secondary"
-        (unsharded), "residual" (as stored: it belongs to its mesh) and "losses" if the state has them.
-        Arrays without elements are left out.
+        (unsharded), "residual" (as stored: it belongs to its mesh) and "losses" if the state has them. Of
+        frozen weights only "base", their fingerprint: they are where they came from. Arrays without elements
+        are left out.
     """
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
@@ -76,8 +77,10 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
             residuals of this mesh start at zero.
 
     Raises:
-        ConfigurationError: the tree lacks a parameter or an optimizer state of this spec.
+        ConfigurationError: the tree lacks a parameter or an optimizer state of this spec, or was trained on
+            other frozen weights.
     """
+    _check_base(state, tree)
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     if not all(name in given for name in entries if name.startswith("secondary/")):
@@ -103,7 +106,8 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
 
     Args:
         state: filled.
-        tree: "params" in canonical form, and "other" if the model has any.
+        tree: "params" of trained leaves in canonical form, and "other" if the model has any. What it lacks,
+            such as adapters, stays as it is.
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
@@ -112,6 +116,22 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
         leaf, x = entries[name]
         stored[name] = value if leaf is None else _convert(state.spec, leaf, value, x)
     return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+
+
+def abstract_weight(state: TrainState, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
+    """A weight of the model in canonical form, fp32, whether it is trained or frozen."""
+    return state.spec.abstract(leaf.unsharded_shape, jnp.float32, _canonical_spec(leaf))
+
+
+def _check_base(state: TrainState, tree: Tree) -> None:
+    """Refuse what was trained beside other frozen weights than the state's."""
+    for name, own in state.base.items():
+        saved = tree.get("base", {}).get(name)
+        if saved is not None and not isinstance(own, jax.ShapeDtypeStruct) and int(saved) != int(own):
+            raise ConfigurationError(
+                f"the checkpoint was trained on another base: its frozen weights have the fingerprint "
+                f"{int(saved):08x}, and those of this state {int(own):08x}. Load the base that it began with."
+            )
 
 
 def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
@@ -145,6 +165,7 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
     for path, x in from_tree(state.residual).items():
         entries["/".join(("residual", *path))] = (None, x)
     entries |= {f"losses/{name}": (None, x) for name, x in state.losses.items()}
+    entries |= {f"base/{name}": (None, x) for name, x in state.base.items()}
     return {
         name: (leaf, x) for name, (leaf, x) in entries.items() if (leaf.count if leaf is not None else x.size)
     }
@@ -182,6 +203,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         secondary=fill("secondary", state.secondary),
         residual=fill("residual", state.residual),
         losses=fill("losses", state.losses),
+        base=fill("base", state.base),
     )
 
 

@@ -1,17 +1,33 @@
 """Restores a checkpoint into a train state, whatever mesh, stage or wire format wrote it."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
+from jax.sharding import PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ConfigurationError
-from zerojax.run.checkpoints.canonical import REINITIALISED, abstract_canonical, from_canonical, with_weights
+from zerojax.run.checkpoints.canonical import (
+    REINITIALISED,
+    abstract_canonical,
+    abstract_weight,
+    from_canonical,
+    with_weights,
+)
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.param_tree import Path as LeafPath
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.frozen import encode_frozen
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
+
+_PARTIAL = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
 
 
 def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainState:
@@ -46,15 +62,81 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
 def restore_weights(path: Path, state: TrainState) -> TrainState:
     """The state with a checkpoint's parameters and other model state, such as batch statistics.
 
+    Adapters, which such a checkpoint does not have, keep their values.
+
     Args:
         path: of a verified checkpoint of the same model under any optimizer.
-        state: filled; keeps its optimizer state, step and seed.
+        state: filled, but for frozen weights; keeps its optimizer state, step and seed.
 
     Raises:
-        ConfigurationError: the checkpoint is of another model; names the first differences.
+        ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
+            differences.
     """
-    wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind in ("params", "other")}
-    return with_weights(state, _load(path, wanted, _saved(path)))
+    state = restore_base(path, state)
+    own = {leaf.path for frozen in state.spec.frozen for leaf in state.spec.adapter_of(frozen)}
+    trained = [leaf for leaf in state.spec.leaves if leaf.path not in own]
+    params = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in trained})
+    wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind == "other"}
+    with ocp.Context(pytree_options=_PARTIAL):
+        found = _load(path, wanted, _saved(path))
+        if params:
+            found |= _reading(path, lambda: {"params": _load_kind(path, "params", params)})
+    return with_weights(state, found)
+
+
+def restore_base(path: Path, state: TrainState) -> TrainState:
+    """The state with its frozen weights from a checkpoint of the whole model.
+
+    They are read and encoded one by one: no more than one whole weight is in memory beside them, spread over
+    the devices.
+
+    Args:
+        path: of a verified checkpoint of the same model under any optimizer, all of it trained.
+        state: filled or abstract.
+
+    Raises:
+        ConfigurationError: the checkpoint is of another model, or holds adapters alone.
+    """
+    spec = state.spec
+    if not spec.frozen:
+        return state
+    own = {leaf.path for frozen in spec.frozen for leaf in spec.adapter_of(frozen)}
+    model = [*(leaf for leaf in spec.leaves if leaf.path not in own), *spec.frozen]
+    saved = _saved(path).get("params")
+    if differences := _differences(
+        to_tree({leaf.path: abstract_weight(state, leaf) for leaf in model}), saved
+    ):
+        raise ConfigurationError(
+            f"{path} is no base for this run, which needs all weights of the model: "
+            f"{'; '.join(differences[:3])}"
+        )
+    encoded: dict[LeafPath, Any] = {}
+    total = np.uint32(0)
+    with ocp.Context(pytree_options=_PARTIAL), np.errstate(over="ignore"):
+        for leaf in spec.frozen:
+            like = to_tree({leaf.path: abstract_weight(state, leaf)})
+            weight = from_tree(_reading(path, lambda like=like: _load_kind(path, "params", like)))[leaf.path]
+            encoded[leaf.path], hashed = _encode(spec, leaf, weight)
+            total += np.uint32(hashed)
+    everyone = spec.sharding(PartitionSpec())
+    fingerprint = jax.make_array_from_callback((), everyone, lambda _: np.asarray(total))
+    return state.replace(frozen=to_tree(encoded), base={"fingerprint": fingerprint})
+
+
+def _encode(spec: TrainSpec, leaf: ParamLayout, weight: jax.Array) -> tuple[Any, int]:
+    """A frozen weight as it is stored, and its hash."""
+
+    def make() -> Any:
+        shardings = jax.tree.map(lambda x: x.sharding, spec.abstract_frozen(leaf))
+        everyone = spec.sharding(PartitionSpec())
+        return jax.jit(functools.partial(encode_frozen, spec, leaf), out_shardings=(shardings, everyone))
+
+    stored, hashed = jax.block_until_ready(spec.once(f"freeze {leaf.name}", make)(weight))
+    return stored, int(hashed)
+
+
+def _load_kind(path: Path, kind: str, tree: Any) -> Any:
+    return ocp.load(str(path.absolute()), tree, checkpointable_name=kind)
 
 
 def _saved(path: Path) -> dict[str, Any]:
@@ -69,10 +151,9 @@ def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str
 
     # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
     # others, and Python warns about them.
-    where = str(path.absolute())
     return _reading(
         path,
-        lambda: {kind: ocp.load(where, tree, checkpointable_name=kind) for kind, tree in wanted.items()},
+        lambda: {kind: _load_kind(path, kind, tree) for kind, tree in wanted.items()},
     )
 
 

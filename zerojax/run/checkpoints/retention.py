@@ -17,8 +17,8 @@ _orbax = ocp.training.preservation_policies
 class Retention:
     """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
 
-    Two, because the newest may hold broken weights, which shows only in the step after it; that it was
-    saved proves the weights of the one before.
+    The checkpoint that holds a run's frozen weights stays. Two, because the newest may hold broken weights,
+    which shows only in the step after it; that it was saved proves the weights of the one before.
 
     Attributes:
         newest: keep this many of the newest, at least two; None keeps all.
@@ -40,7 +40,9 @@ class Retention:
         """
         infos = [_Info.of(manifest) for manifest in manifests]
         now = manifests[-1].record.seconds
+        base = manifests[-1].record.base
         wanted = [
+            [base == f"checkpoints/{manifest.step}" for manifest in manifests],
             [
                 self.minutes > 0 and now - manifest.record.seconds < self.minutes * 60
                 for manifest in manifests

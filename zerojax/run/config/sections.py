@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pallas_kernels import Format
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import LORA_TARGETS, LoRA
 from zerojax.models.config import GPTConfig
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
 from zerojax.validation.dtypes import dtype_name
@@ -21,6 +22,7 @@ _MOST_STEPS = 1 << 24  # schedules are computed in fp32, which has no larger odd
 _MOST_TOKENS = 1 << 31  # per step: counted in int32
 
 WireFormat = Literal["compute", Format]
+FrozenFormat = Literal["compute", Format, "nf4"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -265,6 +267,10 @@ class ZeroSection:
             are never sent in fewer bits.
         matmul_dtype: "fp8" computes the matmuls of blocks in 8-bit floating point; "compute" does not.
         fp8: Path patterns of the weights to compute with in fp8; "!" leaves one out, the last match decides.
+        frozen: Path patterns of the weights that are not trained, read like those of `fp8`; with adapters
+            (`[lora]`) all, if nothing is given. They never cross nodes.
+        frozen_weights: Format in which they are stored and gathered within a node: "compute", a wire format,
+            or "nf4".
     """
 
     preset: str = "zero3"
@@ -288,6 +294,8 @@ class ZeroSection:
     precise: tuple[tuple[str, WireFormat], ...] | None = None
     matmul_dtype: Literal["compute", "fp8"] | None = None
     fp8: tuple[str, ...] | None = None
+    frozen: tuple[str, ...] | None = None
+    frozen_weights: FrozenFormat | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is not None:
@@ -305,12 +313,45 @@ class ZeroSection:
             for f in dataclasses.fields(self)
             if f.name != "preset" and (value := getattr(self, f.name)) is not None
         }
-        for name in ("weights", "local_weights"):
+        for name in ("weights", "local_weights", "frozen_weights"):
             if given.get(name) == "compute":
                 given[name] = None
         if "grads" in given:
             given["grads"] = tuple(None if g == "compute" else g for g in given["grads"])
         return ZeroConfig.preset(self.preset, **given, **settings)
+
+
+@dataclass(frozen=True)
+class LoRASection:
+    """Low-rank adapters of frozen weights (Hu et al., 2021).
+
+    Attributes:
+        rank: Of the adapters; 0 trains none.
+        alpha: An adapter is multiplied by alpha / rank.
+        targets: Path patterns of the two-dimensional weights that get one; "!" leaves one out, the last match
+            decides.
+        dropout: Probability of zeroing an element of an adapter's input.
+        rslora: Multiply by alpha / sqrt(rank) instead.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: tuple[str, ...] = LORA_TARGETS
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "lora.{}".format)
+        _require(self.rank >= 0, "lora.rank must be 0 (no adapters) or more")
+        self.to_lora()
+
+    def to_lora(self) -> LoRA | None:
+        """The library's `LoRA`, or None without adapters.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        return LoRA(**vars(self)) if self.rank else None
 
 
 @dataclass(frozen=True)
@@ -409,6 +450,7 @@ class RunConfig:
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     zero: ZeroSection = field(default_factory=ZeroSection)
+    lora: LoRASection = field(default_factory=LoRASection)
     mesh: MeshSection = field(default_factory=MeshSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

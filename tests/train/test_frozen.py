@@ -1,0 +1,126 @@
+"""Frozen weights: they stay as they are, cost no gradient and cross no nodes; the others train as ever."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from core_models import CASES
+from flax import traverse_util
+from plain_loop import by_path, distance, masters, plain_loop, plain_model
+
+import zerojax
+from zerojax import ZeroError
+
+MESHES = [(1, 1), (2, 4), (3, 2)]
+UP, DENSE = ("*up*", "!*bias"), ("*dense_0*", "!*bias")
+
+
+def frozen_up(params):
+    """A label for each leaf, for the reference: what ``UP`` or ``DENSE`` matches is frozen."""
+    labels = {
+        path: "frozen" if ("up" in path or "Dense_0" in path) and path[-1] == "kernel" else "trained"
+        for path in by_path(params)
+    }
+    return traverse_util.unflatten_dict(labels)
+
+
+@functools.cache
+def wanted(name: str):
+    """Losses and weights of a plain loop whose optimizer does not change the frozen weights."""
+    tx = optax.multi_transform({"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}, frozen_up)
+    return plain_loop(plain_model(name), tx, CASES[name].batches(24, 4))
+
+
+def states(name: str, nodes: int, local: int, steps: int = 4, **zero):
+    """The states before and after some steps, and the losses."""
+    case = CASES[name]
+    options = {"frozen": DENSE if case.linen else UP, **zero}
+    first = state = case.create(optax.sgd(0.1), nodes=nodes, local=local, **options)
+    losses = []
+    for batch in case.batches(24, steps):
+        kept = jax.tree.map(np.asarray, state.frozen)
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+        jax.tree.map(np.testing.assert_array_equal, state.frozen, kept)
+    return first, state, losses
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("nnx", (2, 4)), ("stack", (1, 1)), ("stack", (2, 4)), ("linen", (3, 2)), ("linen-scan", (2, 4))]
+    + [
+        pytest.param(name, mesh, marks=pytest.mark.slow)
+        for name, mesh in [("nnx", (3, 2)), ("stack", (3, 2)), ("linen", (2, 4)), ("linen-scan", (3, 2))]
+    ],
+)
+def test_the_others_train_as_beside_an_optimizer_that_leaves_them_out(name, mesh):
+    losses, weights = wanted(name)
+    _, state, found = states(name, *mesh)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    assert distance(zerojax.gather_params(state), weights) < 1e-6
+    assert not {path for path in by_path(masters(state)) if "up" in path and path[-1] == "kernel"}
+
+
+@pytest.mark.parametrize("preset", ["zero++", "delta"])
+def test_the_presets_train_beside_frozen_weights(preset):
+    losses, _ = wanted("stack")
+    options = zerojax.ZeroConfig.preset(preset)
+    changed = {name: getattr(options, name) for name in ("weights", "weights_delta", "hpz", "grads")}
+    _, _, found = states("stack", 2, 4, grad_sync=options.grad_sync, **changed)
+    np.testing.assert_allclose(found, losses, rtol=0.02)
+
+
+def compiled_bytes(**zero):
+    case = CASES["stack"]
+    state = case.create(optax.sgd(0.1), nodes=2, local=4, **zero)
+    return zerojax.comm_report(state, case.batches(24, 1)[0])
+
+
+def test_frozen_weights_never_cross_nodes():
+    every, none = compiled_bytes(), compiled_bytes(frozen=("*", "!last*"))
+    assert none.between_nodes < every.between_nodes / 10
+    purposes = {one.purpose for one in none.collectives if one.between_nodes}
+    assert purposes <= {"gather_node", "reduce_node", "metrics"}, purposes  # of the last layer
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "int8", "int4"])
+def test_every_format_is_stored_once_per_node_and_decoded_with_its_own_error(fmt):
+    exact, _, _ = states("stack", 2, 4, steps=0, frozen=("*up*",))
+    first, state, losses = states(
+        "stack", 2, 4, steps=2, frozen=("*up*",), frozen_weights=fmt, block_size=64, precise=()
+    )
+    whole, stored = (by_path(zerojax.gather_params(s)) for s in (exact, first))
+    errors = {"bf16": 2**-8, "fp8": 0.04, "int8": 0.01, "int4": 0.15}
+    for path, values in whole.items():
+        apart = np.linalg.norm(stored[path] - values) / np.linalg.norm(values)
+        assert apart <= (errors[fmt] if "up" in path else 0)
+    assert np.isfinite(losses).all()
+    for x in jax.tree.leaves(state.frozen):
+        shards = {(s.index, s.device.id // 4) for s in x.addressable_shards}
+        assert len(shards) == 8
+        assert len({str(index) for index, _ in shards}) == 4
+
+
+def test_the_fingerprint_is_of_the_values_alone():
+    found = [states("stack", *mesh, steps=0, frozen_weights=fmt)[0] for mesh, fmt in
+             [((1, 1), None), ((2, 4), "int8"), ((3, 2), None)]]  # fmt: skip
+    assert len({int(state.base["fingerprint"]) for state in found}) == 1
+    other = CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, seed=1, frozen=UP)
+    assert int(other.base["fingerprint"]) != int(found[0].base["fingerprint"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"frozen": ("*",)}, "leaves nothing to train"),
+        ({"frozen": ("*upp*",)}, "matches no parameter"),
+        ({"frozen": UP, "stage": 2}, "use stage 3"),
+        ({"frozen": UP, "frozen_weights": "int3"}, "is not one of"),
+        ({"frozen_weights": "int8"}, "name them in frozen"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options, words):
+    with pytest.raises(ZeroError, match=words.replace("*", r"\*")):
+        CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, **options)
