@@ -69,7 +69,7 @@ def test_the_presets_train_beside_frozen_weights(preset):
     options = zerojax.ZeroConfig.preset(preset)
     changed = {name: getattr(options, name) for name in ("weights", "weights_delta", "hpz", "grads")}
     _, _, found = states("stack", 2, 4, grad_sync=options.grad_sync, **changed)
-    np.testing.assert_allclose(found, losses, rtol=0.02)
+    np.testing.assert_allclose(found, losses, rtol=0.1)
 
 
 def compiled_bytes(**zero):
