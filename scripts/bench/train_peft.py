@@ -5,8 +5,8 @@
         --d-model 4096 --ffn 11008 --seq 4096 --sequences 2 --peers lora lora-compiled
     ... --peers qlora --checkpoint
 
-Adapters of rank 16 on every linear layer, in fp32, as peft makes them; the base in bf16, or in nf4 with double
-quantization and bf16 compute. Everything runs under autocast to bf16. Without --checkpoint nothing is
+Adapters of rank 16 on every linear layer, in fp32, as peft makes them; the base in bf16, or in nf4 with
+double quantization and bf16 compute. Everything runs under autocast to bf16. Without --checkpoint nothing is
 recomputed. "compiled": each block by torch.compile.
 """
 

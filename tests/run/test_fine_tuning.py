@@ -1,4 +1,4 @@
-"""A run that trains adapters: on a base that stays where it is, found again on resuming, and never another."""
+"""A run that trains adapters, on a base that stays where it is, is found on resuming, and never another."""
 
 import shutil
 from pathlib import Path
@@ -46,9 +46,10 @@ def test_adapters_of_a_trained_run(
     assert manifest.record.base == str((base / "checkpoints/8").resolve())
     assert params_bytes(whole.folder.path, 4) < params_bytes(finished.path, 8) / 4
 
-    with monkeypatch.context() as patch, pytest.raises(Stop):
+    with monkeypatch.context() as patch:
         die_at(patch, 3)
-        train(config, tmp_path / "again", init_from=base)
+        with pytest.raises(Stop):
+            train(config, tmp_path / "again", init_from=base)
     resumed = train(config, tmp_path / "again")
     assert losses(resumed.folder.path) == losses(whole.folder.path)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)

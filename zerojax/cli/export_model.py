@@ -89,7 +89,7 @@ def run(arguments: list[str]) -> None:
     config = folder.read_config()
     how = None
     if options.weights is not None:
-        block = options.block_size or config.zero.to_zero().block_size
+        block = options.block_size or config.to_zero().block_size
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     # The master weights are written and measured, whatever the wire formats of training.

@@ -467,3 +467,12 @@ class RunConfig:
             f"train.sequence_length {self.train.sequence_length} is longer than "
             f"model.max_seq_len {self.model.max_seq_len}",
         )
+
+    def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
+        """The library's `ZeroConfig` of the run; with adapters all else is frozen, unless `zero.frozen` says.
+
+        Raises:
+            ConfigurationError: options that contradict each other.
+        """
+        frozen = {"frozen": ("*",)} if self.lora.rank and self.zero.frozen is None else {}
+        return self.zero.to_zero(units=units, accumulate=self.train.accumulate, **frozen)
