@@ -225,7 +225,8 @@ def gather_params(state: TrainState) -> dict[str, Any]:
         weight = _gathered(spec, leaf, stored[leaf.path])
         if adapter := spec.adapter_of(leaf):
             assert spec.lora is not None
-            weight = merged(weight, *(whole.pop(part.path) for part in adapter), spec.lora)
+            a, b = (whole.pop(part.path) for part in adapter)
+            weight = merged(weight, a, b, spec.lora)
         whole[leaf.path] = weight
     return to_tree(whole)
 
