@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import CASES, case
 
-from pallas_kernels import QUANTIZED, reference
+from pallas_kernels import QUANTIZED, STORED, nf4_reference, reference
 from pallas_kernels.triton import calls
 
 SEED = jnp.uint32(9)
 SHAPES = ((64, 3, 704), (256, 2, 4096))
 
 
-def check(name, *arrays, **options):
+def check(name, *arrays, specification=reference, **options):
     """Compare a kernel with the reference; NaNs may differ in their payload."""
     got = np.asarray(getattr(calls, name)(*arrays, **options))
-    want = np.asarray(getattr(reference, name)(*arrays, **options))
+    want = np.asarray(getattr(specification, name)(*arrays, **options))
     assert got.shape == want.shape, (name, options)
     assert got.dtype == want.dtype, (name, options)
     if want.dtype != np.uint8:
@@ -64,11 +64,25 @@ def check_format(fmt):
                 check("decode_sum_encode", payload, seed, **options)
 
 
+def check_nf4():
+    """Both kernels of nf4: every case in short rows, and a row of two groups of blocks."""
+    for block, rows, n in (*SHAPES[:1], (64, 1, 64 * 260), (2048, 2, 4096)):
+        shared = {"block": block, "specification": nf4_reference}
+        for name in CASES if n == SHAPES[0][2] else ("bf16",):
+            if name == "half":
+                continue
+            x = jnp.asarray(case(name, rows, n))
+            check("encode_nf4", x, **shared)
+            payload = nf4_reference.encode_nf4(x, block=block)
+            for dtype in (jnp.bfloat16, jnp.float32):
+                check("decode_nf4", payload, n=n, dtype=jnp.dtype(dtype), **shared)
+
+
 def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
-    for fmt in sys.argv[1:] or QUANTIZED:
-        check_format(fmt)
+    for fmt in sys.argv[1:] or (*QUANTIZED, *STORED):
+        check_nf4() if fmt == "nf4" else check_format(fmt)
         print(fmt, "agrees", flush=True)
 
 
