@@ -96,10 +96,10 @@ BUCKETS = 32
 
 
 def buckets() -> tuple[np.ndarray, np.ndarray]:
-    """The midpoint in each of 32 equal parts of -1 to 1, fp32[BUCKETS], and the code below it, uint32[BUCKETS].
+    """The midpoint in each of 32 parts of -1 to 1, fp32[BUCKETS], and the code below it, uint32[BUCKETS].
 
-    Tables for kernels: a number y is in bucket rint(31 * (y + 1) / 2). No bucket has two midpoints, and none of
-    them is within 0.002 of an edge; buckets without one have infinity.
+    Tables for kernels: a number y is in bucket rint(31 * (y + 1) / 2). No bucket has two midpoints, and no
+    midpoint is within 0.002 of an edge; buckets without one have infinity.
     """
     places = np.rint((BUCKETS - 1) * (MIDPOINTS.astype(np.float64) + 1) / 2).astype(int)
     midpoints = np.full(BUCKETS, np.inf, np.float32)

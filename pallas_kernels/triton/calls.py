@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on GPU machines)
 import numpy as np
-from jax import lax
 
 from pallas_kernels import nf4_reference, reference
 from pallas_kernels.chips import compute_capability
-from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_bytes, nf4_sections
+from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_sections
 from pallas_kernels.triton import kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
@@ -258,20 +257,22 @@ def encode_nf4(x: jax.Array, *, block: int) -> jax.Array:
     rows, n = x.shape
     if not _fits(x.dtype, n=n):
         return nf4_reference.encode_nf4(x, block=block)
-    scale_codes, units, scales = nf4_reference.block_scales(x, block)
-    payload = _call(
+    tail = nf4_reference.tail(*nf4_reference.block_scales(x, block)[:2])
+    scales, units, pitch = nf4_sections(n, block)
+    return _call(
         nf4.encode_kernel,
-        (x, scales, *map(jnp.asarray, nf4_reference.buckets())),
-        jax.ShapeDtypeStruct((rows, nf4_bytes(n, block)), jnp.uint8),
+        (x, tail, *map(jnp.asarray, nf4_reference.buckets())),
+        jax.ShapeDtypeStruct((rows, pitch), jnp.uint8),
         rows,
         n,
         block,
         encode_shape("nf4", 0, False),
         N=n,
-        PITCH=nf4_bytes(n, block),
+        PITCH=pitch,
+        SCALES=scales,
+        UNITS=units,
+        GROUP=NF4_GROUP,
     )
-    # In place: nothing else reads what the kernel wrote.
-    return lax.dynamic_update_slice(payload, nf4_reference.tail(scale_codes, units), (0, n // 2))
 
 
 def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> jax.Array:

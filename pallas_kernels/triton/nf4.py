@@ -114,7 +114,7 @@ def decode_kernel(
 @triton.jit
 def encode_kernel(
     x_ptr,
-    scales_ptr,
+    tail_ptr,
     midpoints_ptr,
     codes_ptr,
     out_ptr,
@@ -123,8 +123,11 @@ def encode_kernel(
     T: tl.constexpr,
     K: tl.constexpr,
     PITCH: tl.constexpr,
+    SCALES: tl.constexpr,
+    UNITS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Write the codes of rows of N elements, given their blocks' scales; the rest of the payload stays.
+    """Encode rows of N elements, given their payloads' tails: the scales and the units.
 
     midpoints_ptr and codes_ptr are ``nf4_reference.buckets``.
     """
@@ -133,14 +136,17 @@ def encode_kernel(
     NB: tl.constexpr = N // BLOCK
     TILES: tl.constexpr = (NB + R - 1) // R
     MASKED: tl.constexpr = NB % R != 0
+    TAIL: tl.constexpr = PITCH - SCALES
     row = tl.program_id(0) // TILES
-    block = (tl.program_id(0) % TILES) * R
-    index = block + tl.arange(0, T) // W
-    live = index < NB
+    tile = tl.program_id(0) % TILES
+    block = tile * R
+    t = tl.arange(0, T)
+    live = block + t // W < NB
+    start = out_ptr + row.to(tl.int64) * PITCH
     midpoints = load_table(midpoints_ptr, 32, T)
     first_codes = load_table(codes_ptr, 32, T)
     lanes = load_lanes(x_ptr + row.to(tl.int64) * N, block * W, live, K, MASKED)
-    scale = tl.load(scales_ptr + row.to(tl.int64) * NB + index, mask=live, other=1.0)
+    scale = load_scales(tail_ptr, row, block, live, W, TAIL, 0, UNITS - SCALES, GROUP, MASKED)
     # An error of a few ulps does not matter: no midpoint is at the edge of a bucket.
     half = 0.5 / scale
     words = ()
@@ -156,4 +162,10 @@ def encode_kernel(
             above = x > look_up(midpoints, bucket).to(tl.float32, bitcast=True) * scale
             word += (look_up(first_codes, bucket) + above.to(tl.uint32)) << (4 * j)
         words = words + (tl.where(scale != scale, ZERO_CODES, word),)
-    store_codes(out_ptr + row.to(tl.int64) * PITCH, block * W, words, live, K // 2, True, MASKED)
+    store_codes(start, block * W, words, live, K // 2, True, MASKED)
+    # The programs of a row share the copying of its tail; none has more bytes of it than threads.
+    SHARE: tl.constexpr = (TAIL + TILES - 1) // TILES
+    at = tile * SHARE + t
+    shared = (t < SHARE) & (at < TAIL)
+    tail = tl.load(tail_ptr + row.to(tl.int64) * TAIL + at, mask=shared, other=0)
+    tl.store(start + SCALES + at, tail, mask=shared)
