@@ -6,7 +6,7 @@ import ml_dtypes
 import nf4_codec as ref
 import numpy as np
 import pytest
-from kernel_cases import CASES, case
+from kernel_cases import CASES, case, nf4_edges
 from scipy.stats import norm
 
 import pallas_kernels as pk
@@ -68,15 +68,14 @@ def test_numbers_at_the_bounds_of_scales_and_codes():
     scales = payload[:, 254 * 32 + 1 : 254 * 33].T - np.arange(1, 254)[:, None]
     np.testing.assert_array_equal(scales[10:], np.tile([0, 0, 1], (243, 1)))
 
-    y = np.zeros((3, 128), np.float32)
-    scale = np.float32(200**3) * unit
-    y[:, 0], y[:, 64:79], y[:, 79] = 1, around(MIDPOINTS * scale).T, scale
+    y = nf4_edges()
     payload = np.asarray(pk.encode_nf4(y))
-    np.testing.assert_array_equal(payload[:, 64:66], [[254, 200]] * 3)
-    codes = np.stack([payload[:, 32:64] & 15, payload[:, 32:64] >> 4], -1).reshape(3, 64)[:, :15].T
+    np.testing.assert_array_equal(payload, ref.encode(y, 64))
+    np.testing.assert_array_equal(payload[0, 258 * 32 :][:254], np.arange(1, 255))
+    codes = np.stack([payload & 15, payload >> 4], -1).reshape(-1)[: 254 * 64].reshape(254, 64)[:, :45]
     # Of negative numbers a larger bit pattern is the smaller number.
     steps = np.where(MIDPOINTS[:, None] < 0, [1, 0, 0], [0, 0, 1])
-    np.testing.assert_array_equal(codes - np.arange(15)[:, None], steps)
+    np.testing.assert_array_equal(codes, np.tile((np.arange(15)[:, None] + steps).reshape(-1), (254, 1)))
 
 
 def test_bytes_of_an_element():
