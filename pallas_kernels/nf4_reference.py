@@ -136,7 +136,8 @@ def _by_group(x: jax.Array) -> jax.Array:
 
 def _of_blocks(units: jax.Array, blocks: int) -> jax.Array:
     """The unit of each block, fp32[rows, blocks]."""
-    return jnp.repeat(units, NF4_GROUP, axis=1, total_repeat_length=units.shape[1] * NF4_GROUP)[:, :blocks]
+    # Not jnp.repeat, whose indices XLA would sum up while it compiles, for minutes.
+    return jnp.broadcast_to(units[..., None], (*units.shape, NF4_GROUP)).reshape(len(units), -1)[:, :blocks]
 
 
 def _scale_codes(peaks: jax.Array, units: jax.Array) -> jax.Array:
