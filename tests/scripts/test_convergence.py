@@ -118,6 +118,7 @@ def test_a_run_changes_its_formats_halfway(text, tmp_path):
     assert half["zero"] == quantized["zero"]
 
 
+@pytest.mark.slow
 def test_runs_begin_with_trained_weights(finished, tmp_path):
     """Both seeds begin with the same weights; copies of deltas are exact then, two bits are not."""
     where = (finished.config, "--mesh.local", 1, "--mesh.emulate", "--init-from", finished.path)
