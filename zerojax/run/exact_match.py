@@ -57,7 +57,7 @@ class ExactMatch:
             found.append((AnswerEnd.of(data.tokenizer, template), items))
         if not any(items for _, items in found):
             raise ConfigurationError(
-                f"train.eval_exact_match: each held-out document has more than {config.train.sequence_length + 1} "
+                f"train.eval_exact_match: no held-out document fits into {config.train.sequence_length + 1} "
                 "tokens: raise train.sequence_length, or leave it out"
             )
         return cls(found, data.tokenizer)
@@ -68,8 +68,8 @@ class ExactMatch:
     def measure(self, state: TrainState) -> float:
         """The fraction of the items that greedy decoding with a state's weights answers right.
 
-        Answers are compared as text, without blanks at their ends. All processes must call it; each gathers the
-        whole model and decodes by itself.
+        Answers are compared as text, without blanks at their ends. All processes must call it; each gathers
+        the whole model and decodes by itself.
         """
         model: GPT = gather_model(state)
         right = sum(self._right(model, end, items) for end, items in self.items)

@@ -230,7 +230,7 @@ class Trainer:
         return self.evaluation if self.is_due(self.config.train.eval_every) else None
 
     def evaluation(self) -> dict[str, jax.Array]:
-        """Dispatch a measurement of the validation loss, and if asked for of exact match and losses in fp8."""
+        """Measure what is asked for beside the validation loss, and dispatch the measurement of that."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
         values = fp8_metrics(self.state) if self.config.log.fp8 else {}
         if self.exact_match is not None:

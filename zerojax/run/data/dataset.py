@@ -90,7 +90,8 @@ class Dataset:
             loss: nats per token that counts.
             digits: after the point.
         """
-        text = f"validation loss {loss:.{digits}f} nats per token, {loss / self.bytes_per_token:.{digits}f} per byte"
+        per_byte = loss / self.bytes_per_token
+        text = f"validation loss {loss:.{digits}f} nats per token, {per_byte:.{digits}f} per byte"
         if all(part.validation.mask is None for part in self.parts):
             return text
         return f"{text} of the completions, whose perplexity is {min(math.exp(loss), 1e9):.{digits}f}"
