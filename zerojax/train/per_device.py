@@ -301,8 +301,8 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
 
 
 def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-    """Means over all tokens from sums over the world, and the number of tokens; 0 and 1 if there are none."""
-    count = jnp.where(sums["count"] > 0, sums["count"], 1)
+    """Means over all tokens from sums over the world, and the number of tokens."""
+    count = sums["count"]
     metrics = {name: total / count for name, total in sums.items() if name not in ("count", TOKENS)}
     return metrics | ({TOKENS: sums[TOKENS]} if TOKENS in sums else {}), count
 

@@ -155,7 +155,14 @@ class ChatTemplate:
                     **self.special_tokens,
                 ):
                     blocks.append(block)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise DataError(f"{self.name}: {printable(str(error))}") from error
         return "".join(blocks), tuple(ranges)
 

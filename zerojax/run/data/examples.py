@@ -158,4 +158,4 @@ def _checked_messages(messages: Any, column: str, place: str) -> list[dict[str, 
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    return "null" if value is None else type(value).__name__
