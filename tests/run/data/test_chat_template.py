@@ -138,7 +138,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("tokenizer", ["byte", "bpe", "elsewhere/tokenizer.json"])
     def test_none_says_which_to_choose(self, tokenizer: str) -> None:
-        with pytest.raises(DataError, match="no chat template: set data.chat_template to 'chatml'"):
+        with pytest.raises(DataError, match=r"no chat template: set data.chat_template to 'chatml'"):
             load_template("tokenizer", tokenizer)
 
     def test_a_wrong_one_is_refused(self, tmp_path: Path) -> None:

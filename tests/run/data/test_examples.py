@@ -231,7 +231,7 @@ class TestFiles:
         again = replace(settings, source=str(tmp_path / "data"))
         prepare(again, tmp_path / "other")
         assert open_dataset(again, tmp_path / "other").parts[0].train.mask is not None
-        with pytest.raises(DataError, match='a loss mask, which does not fit data.kind = "text"'):
+        with pytest.raises(DataError, match=r'a loss mask, which does not fit data.kind = "text"'):
             open_dataset(replace(again, kind="text"), tmp_path / "other")
 
     def test_a_mixture_with_text_counts_all_of_the_text(
