@@ -242,6 +242,7 @@ class TestDialogue:
 
     def test_the_oldest_messages_are_dropped_but_not_the_system_message(self) -> None:
         dialogue = Dialogue(ByteTokenizer(), ChatTemplate(CHATML), system="S", longest=150)
+        prompt = ""
         for turn in range(4):
             prompt = ByteTokenizer().decode(dialogue.ask(f"q{turn}").tolist())
             dialogue.answered(f"a{turn}")

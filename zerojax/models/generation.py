@@ -28,7 +28,7 @@ class Cache(NamedTuple):
 
 def generate(
     model: GPT,
-    prompt: Int[Array, "batch prompt"] | Sequence[Int[np.ndarray, " prompt"]],
+    prompt: Int[Array | np.ndarray, "batch prompt"] | Sequence[Int[np.ndarray, " prompt"]],
     new_tokens: int,
     *,
     key: Key[Array, ""],

@@ -75,7 +75,7 @@ def test_of_prompts_and_completions_the_completion_and_its_end_count(tmp_path: P
     assert len(train) + len(validation) == 40
     header = part.train.header
     assert header.targets == sum(len(completion) for _, completion in train)
-    assert header.text_bytes == header.targets - len(train)
+    assert header.text_bytes == sum(len(completion) - 1 for _, completion in train)
     assert not header.shared_ends
 
 
