@@ -56,16 +56,11 @@ def generate(
         ConfigurationError: if a row of the prompt is empty or not a vector, there is none, or new_tokens is
             below 1.
     """
-    rows = _checked_rows(prompt, new_tokens)
+    windows = [_window(model, row) for row in _checked_rows(prompt, new_tokens)]
     graph, weights = nnx.split(model)
-    new = np.zeros((len(rows), 0), np.int32)
-    done = np.zeros(len(rows), bool)
+    new = np.zeros((len(windows), 0), np.int32)
+    done = np.zeros(len(windows), bool)
     while new.shape[1] < new_tokens:
-        texts = [np.concatenate(pair) for pair in zip(rows, new, strict=True)]
-        # A row that is done needs no context.
-        windows = [
-            text[-1:] if ended else _window(model, text) for text, ended in zip(texts, done, strict=True)
-        ]
         padded, padding, length, count, capacity = _fit(model, windows, new_tokens - new.shape[1])
         key, draw = jax.random.split(key)
         more = _continue(
@@ -81,9 +76,13 @@ def generate(
             how=how or Sampling(),
             stop=stop,
         )
-        new = np.concatenate([new, np.asarray(more)[:, :count]], axis=1)
+        added = np.asarray(more)[:, :count]
+        new = np.concatenate([new, added], axis=1)
+        windows = [_window(model, np.concatenate(pair)) for pair in zip(windows, added, strict=True)]
         if stop is not None:
             done = np.any(new == stop, axis=1)
+            # A row that is done needs no context.
+            windows = [row[-1:] if ended else row for row, ended in zip(windows, done, strict=True)]
             if done.all():
                 rest = new_tokens - new.shape[1]
                 new = np.pad(new, ((0, 0), (0, rest)), constant_values=stop)
@@ -135,7 +134,7 @@ def _checked_rows(prompt: Any, new_tokens: int) -> list[np.ndarray]:
 
 
 def _window(model: GPT, text: np.ndarray) -> np.ndarray:
-    """What the model sees of a text: all, or half a context if it is longer than that."""
+    """What the model sees of a text: all, or half a context if it is longer than one."""
     context = model.config.max_seq_len
     return text if len(text) <= context else text[-max(1, context // 2) :]
 
