@@ -93,9 +93,12 @@ def cases() -> list[Case]:
 
 def device_gradients(trained: TrainedRun, data: Dataset, sequences: int) -> list[Unit]:
     """Each device's gradient of its part of one batch: of the matrices outside the layers, then per layer."""
-    train, devices = trained.config.train, NODES * LOCAL
+    train, settings, devices = trained.config.train, trained.config.data, NODES * LOCAL
     batches = TrainBatches(
-        [make_rows(part.train, train.sequence_length, trained.config.data.packing) for part in data.parts],
+        [
+            make_rows(part.train, train.sequence_length, settings.packing, labels=settings.masked)
+            for part in data.parts
+        ],
         weights=data.weights,
         batch_size=sequences * devices,
         seed=12345,

@@ -1,8 +1,11 @@
 """``zerojax import`` and ``zerojax export``, and commands on their results."""
 
+import io
 import json
 import math
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
+from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 
@@ -48,6 +52,30 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     changed = [np.abs(exported[n].astype(np.float32) - x).max() > 1e-3 for n, x in original.items()]
     assert all(changed)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_models_chat_template_is_kept_used_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model, run, out = copy_of("llama2", tmp_path / "model"), str(tmp_path / "run"), tmp_path / "out"
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    one = ["--mesh.nodes", "1", "--mesh.local", "1", *TRAINING]
+    chat = ["--data.kind", "chat", "--data.packing", "documents"]
+    assert main(["import", str(model), run, *one, *chat]) == 0
+    # Without training, and without any data.
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    capsys.readouterr()
+    assert main(["chat", run, "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+    # Another template than the model's is written in its place.
+    for wanted in (template, CHATML):
+        assert main(["export", run, str(out)]) == 0
+        assert (out / "chat_template.jinja").read_text() == wanted
+        shutil.rmtree(out)
+        folder = RunFolder(tmp_path / "run")
+        config = folder.read_config()
+        folder.write_config(replace(config, data=replace(config.data, chat_template="chatml")))
 
 
 def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -28,6 +28,7 @@ LONG = (
     "docs/checkpoints.md",
     "docs/clusters.md",
     "docs/data.md",
+    "docs/fine-tuning.md",
     "docs/huggingface.md",
     "docs/monitor.md",
     "docs/optimizers.md",

@@ -31,3 +31,12 @@ def write_documents(
         for tokens in documents:
             writer.add(np.asarray(tokens, np.uint32), len(tokens))
     return open_tokens(path)
+
+
+def write_masked(folder: Path, documents: Iterable[tuple[list[int], list[int]]]) -> TokenFile:
+    """A token file of documents given as tokens, each with whether it counts in the loss."""
+    path = folder / "train.bin"
+    with TokenWriter(path, Ends(1000, 0, 0), masked=True) as writer:
+        for tokens, mask in documents:
+            writer.add_masked(np.asarray(tokens, np.uint32), np.asarray(mask, bool), len(tokens))
+    return open_tokens(path)

@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 from zerojax.errors import ZeroError
-from zerojax.models import GPT, GPTConfig, Sampling, generate
-from zerojax.models.generation import _extend, sample
+from zerojax.models import GPT, GPTConfig, Sampling, generate, stream
+from zerojax.models.generation import _extend
+from zerojax.models.sampling import sample
 
 SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
@@ -84,6 +85,30 @@ def test_a_stopped_row_stays_stopped_and_the_other_goes_on():
         assert np.all(row[end:] == stop)
 
 
+@pytest.mark.parametrize("settings", [{"layers": 1}, LLAMA | {"layers": 1}], ids=["gpt2", "llama"])
+def test_rows_of_different_lengths_are_continued_as_each_alone(settings):
+    model = make(**settings)
+    rows = [np.asarray(draw_prompt(length, 1)[0]) for length in (3, 17, 22)]
+    # The longest fills the context of 24 after 2 tokens, and goes on from half of it; the others do not.
+    together = generate(model, rows, 12, key=KEY, how=GREEDY)
+    for row, new in zip(rows, together, strict=True):
+        np.testing.assert_array_equal(new, generate(model, row[None], 12, key=KEY, how=GREEDY)[0])
+    stop = int(together[2, 1])
+    stopped = np.asarray(generate(model, rows, 12, key=KEY, how=GREEDY, stop=stop))
+    for free, new in zip(np.asarray(together), stopped, strict=True):
+        end = int(np.argmax(free == stop)) if stop in free else 12
+        np.testing.assert_array_equal(new, [*free[:end], *[stop] * (12 - end)])
+
+
+def test_a_stream_has_the_tokens_of_the_whole():
+    model, prompt = make(init_std=0.05), draw_prompt(4, 1)
+    whole = np.asarray(generate(model, prompt, 40, key=KEY))[0].tolist()  # more than the context
+    assert list(stream(model, np.asarray(prompt[0]), 40, key=KEY)) == whole
+    stop = whole[9]
+    wanted = whole[: whole.index(stop)]
+    assert list(stream(model, np.asarray(prompt[0]), 40, key=KEY, stop=stop)) == wanted
+
+
 def draws(scores, how, count=2000):
     rows = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (count, len(scores)))
     return np.bincount(np.asarray(sample(rows, KEY, how)), minlength=len(scores)) / count
@@ -122,5 +147,9 @@ def test_wrong_prompts_are_refused():
         generate(model, jnp.zeros((1, 0), int), 3, key=KEY)
     with pytest.raises(ZeroError, match="prompt has shape"):
         generate(model, jnp.zeros(4, int), 3, key=KEY)
+    with pytest.raises(ZeroError, match="prompt has shape"):
+        generate(model, [np.arange(3), np.arange(0)], 3, key=KEY)
+    with pytest.raises(ZeroError, match="prompt has shape"):
+        generate(model, [], 3, key=KEY)
     with pytest.raises(ZeroError, match="new_tokens = 0"):
         generate(model, draw_prompt(3), 0, key=KEY)

@@ -27,9 +27,10 @@ from zerojax.versions import VERSION
 COMMANDS = {
     "train": ("zerojax.cli.train", "train a model from a config, or resume its training"),
     "sample": ("zerojax.cli.sample", "generate text with a trained run"),
+    "chat": ("zerojax.cli.chat", "talk to a trained run in the terminal"),
     "import": ("zerojax.cli.import_model", "start a run from the weights of a Hugging Face model"),
     "export": ("zerojax.cli.export_model", "write a trained model for transformers or vLLM"),
-    "eval": ("zerojax.cli.eval", "measure the validation loss of a trained run"),
+    "eval": ("zerojax.cli.eval", "measure the validation loss of a trained run, and exact match"),
     "report": ("zerojax.cli.run_report", "write an HTML page about a run: curves, speed, bytes, restarts"),
     "overlap": ("zerojax.cli.overlap", "measure how much communication of a profile overlaps compute"),
     "checkpoints": ("zerojax.cli.checkpoints", "list and verify the checkpoints of a run"),

@@ -1,6 +1,6 @@
-"""``zerojax eval RUN``: measure the validation loss of a checkpoint."""
+"""``zerojax eval RUN``: measure the validation loss of a checkpoint, and exact match."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +11,24 @@ from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
 from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.run_dir import RunFolder
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure the validation loss of a run's latest checkpoint.
+    """Measure the validation loss of a run's latest checkpoint, and exact match if the run does.
 
     Attributes:
         run: The run's folder.
         ema: Use the averaged weights (optimizer.ema_decay).
+        exact_match: Held-out prompts to answer; by default as in the run (train.eval_exact_match).
         mesh: Devices to use; by default as in the run.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     ema: bool = False
+    exact_match: int | None = None
     mesh: MeshSection = field(default_factory=MeshSection)
 
 
@@ -38,6 +41,8 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "eval", arguments, default)
     folder = RunFolder(options.run)
     config = folder.read_config()
+    if options.exact_match is not None:
+        config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(options.mesh, config.cluster):
         _evaluate(folder, config, options)
 
@@ -47,10 +52,8 @@ def _evaluate(folder: RunFolder, config: RunConfig, options: Options) -> None:
     data = prepare_data(trained.config, folder)
     batches, validation = make_batches(trained.config, data)
     batches.close()
+    items = ExactMatch.of(trained.config, data, folder.data)
     loss = float(mean_loss(trained.state, validation))
-    if not is_first():
-        return
-    print(
-        f"step {trained.step}: validation loss {loss:.6f} nats per token, "
-        f"{loss / data.bytes_per_token:.6f} per byte"
-    )
+    measured = {} if items is None else {"exact_match": items.measure(trained.state)}
+    if is_first():
+        print(f"step {trained.step}: {data.describe_loss(loss, digits=6)}{describe_matches(measured, items)}")

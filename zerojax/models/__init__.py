@@ -1,9 +1,10 @@
 """Language models in Flax NNX: GPT-2, OPT and LLaMA style decoders, their loss and sampling."""
 
 from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
-from zerojax.models.generation import Sampling, generate
+from zerojax.models.generation import generate, stream
 from zerojax.models.gpt import GPT, MLP, Attention, Block
 from zerojax.models.loss import cross_entropy, lm_loss
+from zerojax.models.sampling import Sampling
 
 __all__ = [
     "GPT",
@@ -17,4 +18,5 @@ __all__ = [
     "generate",
     "lm_loss",
     "parameter_count",
+    "stream",
 ]

@@ -1,11 +1,12 @@
-"""Samples text from a GPT with a key-value cache, in one compiled program for all tokens."""
+"""Samples text from a GPT with a key-value cache: all tokens in one compiled program, or one by one."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
@@ -15,6 +16,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models.attention import RopeTable
 from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, Block, logits
+from zerojax.models.sampling import Sampling, sample
 
 
 class Cache(NamedTuple):
@@ -24,51 +26,9 @@ class Cache(NamedTuple):
     values: Float[Array, "layers batch length kv_heads dim"]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to draw the next token from the logits.
-
-    Attributes:
-        temperature: Divisor of the logits; 0 takes the likeliest token.
-        top_k: Draw only from this many likeliest tokens.
-        top_p: Draw only from the fewest likeliest tokens whose probabilities (after temperature and
-            top_k) sum to at least this (Holtzman et al., 2020).
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigurationError(f"temperature = {self.temperature}: 0 (greedy) or above")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigurationError(f"top_k = {self.top_k}: at least 1, or left out")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
-
-
-def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampling) -> Int[Array, " batch"]:
-    """Draw one token per row of logits, int32."""
-    if how.temperature == 0:
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    scores = scores.astype(jnp.float32) / how.temperature
-    if how.top_k is not None and how.top_k < scores.shape[-1]:
-        least = jax.lax.top_k(scores, how.top_k)[0][:, -1:]
-        scores = jnp.where(scores < least, -jnp.inf, scores)
-    if how.top_p is not None and how.top_p < 1:
-        descending = jnp.sort(scores, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(descending, axis=-1)
-        # A token is kept if the likelier ones sum to less than top_p; the likeliest always is.
-        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < how.top_p
-        least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
-        scores = jnp.where(scores < least, -jnp.inf, scores)
-    return jax.random.categorical(key, scores).astype(jnp.int32)
-
-
 def generate(
     model: GPT,
-    prompt: Int[Array, "batch prompt"],
+    prompt: Int[Array | np.ndarray, "batch prompt"] | Sequence[Int[np.ndarray, " prompt"]],
     new_tokens: int,
     *,
     key: Key[Array, ""],
@@ -82,7 +42,8 @@ def generate(
 
     Args:
         model: an unsharded model, such as ``zerojax.gather_model(state)``.
-        prompt: int32 ids; of a prompt longer than max_seq_len only the last max_seq_len / 2 are used.
+        prompt: int32 ids, as an array or as rows of different lengths, each of which is continued as it would
+            be alone; of a prompt longer than max_seq_len only the last max_seq_len / 2 are used.
         new_tokens: number of tokens to add.
         key: random key; the same key gives the same text.
         how: temperature, top-k and top-p; None is ``Sampling()``.
@@ -92,31 +53,21 @@ def generate(
         int32 new tokens, without the prompt.
 
     Raises:
-        ConfigurationError: if the prompt is empty or not a matrix, or new_tokens is below 1.
+        ConfigurationError: if a row of the prompt is empty or not a vector, there is none, or new_tokens is
+            below 1.
     """
-    text = jnp.asarray(prompt, jnp.int32)
-    if text.ndim != 2 or 0 in text.shape:
-        raise ConfigurationError(
-            f"prompt has shape {text.shape}: (batch, prompt) with at least one token each"
-        )
-    if new_tokens < 1:
-        raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
-    context = model.config.max_seq_len
+    windows = [_window(model, row) for row in _checked_rows(prompt, new_tokens)]
     graph, weights = nnx.split(model)
-    end = text.shape[1] + new_tokens
-    while text.shape[1] < end:
-        window = text if text.shape[1] <= context else text[:, -max(1, context // 2) :]
-        length = window.shape[1]
-        # The last new token is never an input, so it needs no room in the context.
-        count = min(end - text.shape[1], context - length + 1)
-        padded = jnp.pad(window, ((0, 0), (0, min(_round_up(length), context) - length)))
-        capacity = min(_round_up(length + count), context)
-        done = jnp.any(text[:, end - new_tokens :] == (-1 if stop is None else stop), axis=1)
+    new = np.zeros((len(windows), 0), np.int32)
+    done = np.zeros(len(windows), bool)
+    while new.shape[1] < new_tokens:
+        padded, padding, length, count, capacity = _fit(model, windows, new_tokens - new.shape[1])
         key, draw = jax.random.split(key)
-        new = _continue(
+        more = _continue(
             graph,
             weights,
             padded,
+            padding,
             length,
             count,
             done,
@@ -125,10 +76,87 @@ def generate(
             how=how or Sampling(),
             stop=stop,
         )
-        text = jnp.concatenate([text, new[:, :count]], axis=1)
-        if stop is not None and bool(jnp.all(text[:, -1] == stop)):
-            text = jnp.pad(text, ((0, 0), (0, end - text.shape[1])), constant_values=stop)
-    return text[:, end - new_tokens :]
+        added = np.asarray(more)[:, :count]
+        new = np.concatenate([new, added], axis=1)
+        windows = [_window(model, np.concatenate(pair)) for pair in zip(windows, added, strict=True)]
+        if stop is not None:
+            done = np.any(new == stop, axis=1)
+            # A row that is done needs no context.
+            windows = [row[-1:] if ended else row for row, ended in zip(windows, done, strict=True)]
+            if done.all():
+                rest = new_tokens - new.shape[1]
+                new = np.pad(new, ((0, 0), (0, rest)), constant_values=stop)
+    return jnp.asarray(new)
+
+
+def stream(
+    model: GPT,
+    prompt: Int[np.ndarray, " prompt"],
+    new_tokens: int,
+    *,
+    key: Key[Array, ""],
+    how: Sampling | None = None,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """The tokens of ``generate`` for one prompt, one by one as they are drawn, up to ``stop``.
+
+    Arguments and errors are those of ``generate``. ``stop`` itself is not among the tokens.
+    """
+    [text] = _checked_rows([prompt], new_tokens)
+    how = how or Sampling()
+    graph, weights = nnx.split(model)
+    left = new_tokens
+    while left:
+        padded, _, length, count, capacity = _fit(model, [_window(model, text)], left)
+        key, draw = jax.random.split(key)
+        token, cache = _first(graph, weights, padded, length, draw, capacity=capacity, how=how)
+        for step in range(1, count + 1):
+            drawn = int(token[0])
+            if drawn == stop:
+                return
+            yield drawn
+            text, left = np.append(text, np.int32(drawn)), left - 1
+            if step < count:
+                token, cache = _next(graph, weights, token, length, step, draw, cache, how=how)
+
+
+def _checked_rows(prompt: Any, new_tokens: int) -> list[np.ndarray]:
+    """The rows of a prompt, int32."""
+    rows = [np.asarray(row, np.int32) for row in (np.asarray(prompt) if hasattr(prompt, "ndim") else prompt)]
+    if not rows or any(row.ndim != 1 or not row.size for row in rows):
+        shapes = sorted({row.shape for row in rows})
+        raise ConfigurationError(
+            f"prompt has shape {shapes} in {len(rows)} rows: each row is a vector of at least one token"
+        )
+    if new_tokens < 1:
+        raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
+    return rows
+
+
+def _window(model: GPT, text: np.ndarray) -> np.ndarray:
+    """What the model sees of a text: all, or half a context if it is longer than one."""
+    context = model.config.max_seq_len
+    return text if len(text) <= context else text[-max(1, context // 2) :]
+
+
+def _fit(
+    model: GPT, windows: list[np.ndarray], wanted: int
+) -> tuple[Int[np.ndarray, "batch padded"], Int[np.ndarray, " batch"], int, int, int]:
+    """Rows padded on the left to one length, and all on the right to one that is often used.
+
+    Returns:
+        The rows; how much each is padded on the left; their length without what is on the right; how many
+        tokens can be added before the context is full; and the length of the cache.
+    """
+    context = model.config.max_seq_len
+    length = max(map(len, windows))
+    # The last new token is never an input, so it needs no room in the context.
+    count = min(wanted, context - length + 1)
+    padding = np.asarray([length - len(window) for window in windows], np.int32)
+    padded = np.zeros((len(windows), min(_round_up(length), context)), np.int32)
+    for row, window, start in zip(padded, windows, padding, strict=True):
+        row[start:length] = window
+    return padded, padding, length, count, min(_round_up(length + count), context)
 
 
 def _round_up(length: int) -> int:
@@ -141,6 +169,7 @@ def _continue(
     graph: nnx.GraphDef[GPT],
     weights: nnx.State,
     prompt: Int[Array, "batch padded"],
+    padding: Int[Array, " batch"],
     length: Int[Array, ""],
     count: Int[Array, ""],
     done: Bool[Array, " batch"],
@@ -152,17 +181,16 @@ def _continue(
 ) -> Int[Array, "batch capacity"]:
     """Up to ``count`` tokens after the first ``length`` of the prompt, padded with ``stop`` or 0.
 
+    The prompt of each row begins after its ``padding``.
+
     Rows that are done from the start get ``stop`` only.
     """
     model = nnx.merge(graph, weights)
     batch = prompt.shape[0]
-    # The padding's cache entries lie ahead of every query until tokens overwrite them.
-    hidden, cache = _extend(model, prompt, jnp.int32(0), _empty_cache(model, batch, capacity))
-    last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
+    last, cache = _read(model, prompt, padding, length, capacity)
 
     def draw(hidden: Array, step: Array, done: Array) -> tuple[Array, Array]:
-        scores = logits(hidden[:, 0], model.unembedding)
-        token = sample(scores, jax.random.fold_in(key, step), how)
+        token = _draw(model, hidden, key, step, how)
         if stop is None:
             return token, done
         token = jnp.where(done, stop, token)
@@ -176,13 +204,69 @@ def _continue(
         state: tuple[Array, Array, Array, Array, Cache],
     ) -> tuple[Array, Array, Array, Array, Cache]:
         step, token, done, text, cache = state
-        hidden, cache = _extend(model, token[:, None], length + step - 1, cache)
+        hidden, cache = _extend(model, token[:, None], length + step - 1, cache, padding)
         token, done = draw(hidden, step, done)
         return step + 1, token, done, text.at[:, step].set(token), cache
 
     token, done = draw(last, jnp.int32(0), done)
     text = jnp.full((batch, capacity + 1), 0 if stop is None else stop, jnp.int32).at[:, 0].set(token)
     return jax.lax.while_loop(unfinished, advance, (jnp.int32(1), token, done, text, cache))[3]
+
+
+@partial(jax.jit, static_argnames=("graph", "capacity", "how"))
+def _first(
+    graph: nnx.GraphDef[GPT],
+    weights: nnx.State,
+    prompt: Int[Array, "1 padded"],
+    length: Int[Array, ""],
+    key: Key[Array, ""],
+    *,
+    capacity: int,
+    how: Sampling,
+) -> tuple[Int[Array, " 1"], Cache]:
+    """The token after the first ``length`` of the prompt, and the cache of these."""
+    model = nnx.merge(graph, weights)
+    hidden, cache = _read(model, prompt, jnp.zeros(1, jnp.int32), length, capacity)
+    return _draw(model, hidden, key, jnp.int32(0), how), cache
+
+
+@partial(jax.jit, static_argnames=("graph", "how"), donate_argnames=("cache",))
+def _next(
+    graph: nnx.GraphDef[GPT],
+    weights: nnx.State,
+    token: Int[Array, " 1"],
+    length: Int[Array, ""],
+    step: Int[Array, ""],
+    key: Key[Array, ""],
+    cache: Cache,
+    *,
+    how: Sampling,
+) -> tuple[Int[Array, " 1"], Cache]:
+    """The token ``step`` tokens after the first new one, which follows ``token``."""
+    model = nnx.merge(graph, weights)
+    hidden, cache = _extend(model, token[:, None], length + step - 1, cache, jnp.zeros(1, jnp.int32))
+    return _draw(model, hidden, key, step, how), cache
+
+
+def _read(
+    model: GPT,
+    prompt: Int[Array, "batch padded"],
+    padding: Int[Array, " batch"],
+    length: Int[Array, ""],
+    capacity: int,
+) -> tuple[Float[Array, "batch 1 d_model"], Cache]:
+    """The output after the first ``length`` of the prompt, and the cache.
+
+    Cache entries of what is on their right lie ahead of every query until tokens overwrite them.
+    """
+    empty = _empty_cache(model, prompt.shape[0], capacity)
+    hidden, cache = _extend(model, prompt, jnp.int32(0), empty, padding)
+    return jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1), cache
+
+
+def _draw(model: GPT, hidden: Array, key: Array, step: Array, how: Sampling) -> Int[Array, " batch"]:
+    scores = logits(hidden[:, 0], model.unembedding)
+    return sample(scores, jax.random.fold_in(key, step), how)
 
 
 def _empty_cache(model: GPT, batch: int, length: int) -> Cache:
@@ -193,12 +277,21 @@ def _empty_cache(model: GPT, batch: int, length: int) -> Cache:
 
 
 def _extend(
-    model: GPT, tokens: Int[Array, "batch time"], start: Int[Array, ""], cache: Cache
+    model: GPT,
+    tokens: Int[Array, "batch time"],
+    start: Int[Array, ""],
+    cache: Cache,
+    padding: Int[Array, " batch"],
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """``GPT.hidden`` of tokens at positions start, start + 1, ..., reading and filling the cache."""
-    positions = start + jnp.arange(tokens.shape[1])
-    x, rope = model.embed_tokens(tokens, positions)
-    seen = (jnp.arange(cache.keys.shape[2]) <= positions[:, None])[None, None]
+    """``GPT.hidden`` of tokens in columns start, start + 1, ..., reading and filling the cache.
+
+    The first ``padding`` columns of a row are nothing: the next one has position 0.
+    """
+    columns = start + jnp.arange(tokens.shape[1])
+    x, rope = model.embed_tokens(tokens, jnp.maximum(columns - padding[:, None], 0))
+    cached = jnp.arange(cache.keys.shape[2])
+    seen = (cached <= columns[:, None]) & (cached >= padding[:, None, None])
+    seen = seen[:, None]
     if not isinstance(model.blocks, Stack):
         for index, block in enumerate(model.blocks):
             x, cache = _extend_block(block, index, x, rope, seen, start, cache)
@@ -225,7 +318,7 @@ def _extend_block(
     start: Int[Array, ""],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """``Block.__call__`` with attention to the cached positions in ``seen`` (1, 1, time, length)."""
+    """``Block.__call__`` with attention to the cached columns in ``seen`` (batch, 1, time, length)."""
     query, key, value = block.attention.project(block.norm_attention(x), rope)
     cache = Cache(
         *(

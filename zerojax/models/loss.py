@@ -189,22 +189,25 @@ def lm_loss(
 
     Positions whose next token is -1 (padding) do not count. With "segments" (int32, of the same shape) a row
     holds several documents, which do not attend to each other; positions whose next token is of another
-    document do not count.
+    document do not count. With "labels" (int32, of the same shape: the tokens, and -1 where they shall not
+    count) only those that are labelled count.
 
     Returns:
         The mean loss in nats per token, and {"tokens": the number of counted tokens}.
 
     Raises:
-        ConfigurationError: if batch has no "tokens" of two or more columns, or "segments" of another shape.
+        ConfigurationError: if batch has no "tokens" of two or more columns, or "segments" or "labels" of
+            another shape.
     """
     tokens = batch.get("tokens")
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] < 2:
         shapes = {name: np.shape(value) for name, value in batch.items()}
         raise ConfigurationError(f'a batch needs "tokens" of shape (batch, time + 1); this one has {shapes}')
-    labels, segments = tokens[:, 1:], batch.get("segments")
+    for name in ("segments", "labels"):
+        if name in batch and batch[name].shape != tokens.shape:
+            raise ConfigurationError(f'"{name}" has shape {batch[name].shape}, but "tokens" {tokens.shape}')
+    labels, segments = batch.get("labels", tokens)[:, 1:], batch.get("segments")
     if segments is not None:
-        if segments.shape != tokens.shape:
-            raise ConfigurationError(f'"segments" has shape {segments.shape}, but "tokens" {tokens.shape}')
         labels = jnp.where(segments[:, 1:] == segments[:, :-1], labels, IGNORE)
         segments = segments[:, :-1]
     hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), segments=segments, rngs=rngs)

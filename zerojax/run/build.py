@@ -264,7 +264,9 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
         DataError: a split is too short.
     """
     train = config.train
-    rows = functools.partial(make_rows, length=train.sequence_length, packing=config.data.packing)
+    rows = functools.partial(
+        make_rows, length=train.sequence_length, packing=config.data.packing, labels=config.data.masked
+    )
     place = {"process": jax.process_index(), "processes": jax.process_count()}
     validation = validation_batches(
         [rows(part.validation) for part in data.parts],
@@ -286,7 +288,9 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a run's global batch."""
     shape = (config.train.batch_size, config.train.sequence_length + 1)
-    names = ("tokens", "segments") if config.data.packing == "documents" else ("tokens",)
+    names = ["tokens"]
+    names += ["segments"] if config.data.packing == "documents" else []
+    names += ["labels"] if config.data.masked else []
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 
 import zerojax
 from zerojax.analysis.plan import describe_plan
@@ -44,6 +45,7 @@ from zerojax.run.checkpoints import (
 )
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.data import Batch, Dataset, TrainBatches
+from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
@@ -70,6 +72,7 @@ class Trainer:
         data: training and validation tokens.
         batches: the training batches, at the run's position.
         validation: the batches of every evaluation.
+        exact_match: the prompts of every evaluation, or None.
         checkpoints: of the run.
         clock: time trained, and whether a save is due by time.
         log: metrics, files, progress line.
@@ -86,6 +89,7 @@ class Trainer:
     data: Dataset
     batches: TrainBatches
     validation: list[Batch]
+    exact_match: ExactMatch | None
     checkpoints: Checkpoints
     clock: TrainingClock
     log: RunLog
@@ -129,7 +133,9 @@ class Trainer:
             unlocked = run_on_process_zero(lock.take)
             data = prepare_data(config, folder)
             batches, validation = make_batches(config, data)
+            exact_match = ExactMatch.of(config, data, folder.data)
             manifest, notes = choose_checkpoint(config, folder, resume)
+            notes += data.notes(config.train.sequence_length)
             if unlocked is not None:
                 notes.append(unlocked)
             if manifest is not None and manifest.record.position:
@@ -153,6 +159,7 @@ class Trainer:
                 data=data,
                 batches=batches,
                 validation=validation,
+                exact_match=exact_match,
                 checkpoints=Checkpoints(
                     folder.checkpoints,
                     Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
@@ -227,10 +234,12 @@ class Trainer:
         return self.evaluation if self.is_due(self.config.train.eval_every) else None
 
     def evaluation(self) -> dict[str, jax.Array]:
-        """Dispatch a measurement of the validation loss, and of losses in fp8 if asked for."""
+        """Measure what is asked for beside the validation loss, and dispatch the measurement of that."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        losses = fp8_metrics(self.state) if self.config.log.fp8 else {}
-        return losses | {"validation_loss": mean_loss(self.state, self.validation)}
+        values = fp8_metrics(self.state) if self.config.log.fp8 else {}
+        if self.exact_match is not None:
+            values |= {"exact_match": jnp.asarray(self.exact_match.measure(self.state))}
+        return values | {"validation_loss": mean_loss(self.state, self.validation)}
 
     def save(self) -> bool:
         """Begin to save a checkpoint; False if it must wait because the step was skipped."""
@@ -306,19 +315,22 @@ class Trainer:
             skipped = int(self.log.last.get("skipped_in_row", 0))
             raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
         per_byte = loss / self.data.bytes_per_token
+        measured = {"validation_loss": loss, "validation_loss_per_byte": per_byte}
+        if self.exact_match is not None:
+            right = self.log.last.get("exact_match")
+            measured["exact_match"] = self.exact_match.measure(self.state) if right is None else right
         if is_first():
             draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
             self.folder.update_summary(
                 status="finished",
                 step=self.step,
                 skipped=self.log.skipped,
-                validation_loss=loss,
-                validation_loss_per_byte=per_byte,
+                **measured,
                 sources=self.data.account(self.batches.rounds(self.step)),
             )
         self.log.say(
-            f"validation loss {loss:.4f} nats per token, {per_byte:.4f} per byte; the run is in "
-            f"{self.folder.path}, its curve in {self.folder.curve.name}"
+            f"{self.data.describe_loss(loss, digits=4)}{describe_matches(measured, self.exact_match)}; "
+            f"the run is in {self.folder.path}, its curve in {self.folder.curve.name}"
         )
 
 

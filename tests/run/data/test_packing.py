@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_files import write_documents
+from data_files import write_documents, write_masked
 
-from zerojax.run.data import PackedRows, best_fit, make_rows, validation_batches
+from zerojax.run.data import DataError, PackedRows, best_fit, make_rows, validation_batches
+from zerojax.run.data.packing import Shortened, shortened
 
 END = 999
 
@@ -85,3 +86,53 @@ def test_batches_of_packed_rows_have_segments(tmp_path: Path):
     (batch,) = validation_batches([make_rows(file, 20, "documents")], batch_size=3, batches=9)
     np.testing.assert_array_equal(batch["segments"], [[1] * 10 + [2] * 10 + [0]] * 3)
     np.testing.assert_array_equal(batch["tokens"][0], [*[END, *range(1, 9), END] * 2, -1])
+
+
+def test_rows_of_a_file_with_a_mask_have_its_labels(tmp_path: Path):
+    documents = [([7, 8, 9], [0, 1, 1]), ([1, 2, 3, 4], [0, 1, 0, 1]), ([5, 6], [0, 1])]
+    rows = PackedRows(write_masked(tmp_path, documents), 7, labels=True)
+    first, second = rows[0], rows[1]
+    assert len(rows) == 2
+    np.testing.assert_array_equal(first["tokens"], [7, 8, 9, 1, 2, 3, 4, -1])
+    np.testing.assert_array_equal(first["segments"], [1, 1, 1, 2, 2, 2, 2, 0])
+    np.testing.assert_array_equal(first["labels"], [-1, 8, 9, -1, 2, -1, 4, -1])
+    np.testing.assert_array_equal(second["labels"], [-1, 6, -1, -1, -1, -1, -1, -1])
+    assert first["labels"].dtype == np.int32
+
+
+def test_longer_documents_lose_their_end_and_are_counted(tmp_path: Path):
+    documents = [
+        ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),  # loses one token that counts
+        ([6, 7, 8, 9], [0, 0, 0, 1]),  # loses the only one
+        ([10, 11, 12], [0, 1, 1]),
+        ([13], [1]),  # nothing predicts it
+        ([14, 15, 16, 17], [0, 1, 0, 1]),
+    ]
+    file = write_masked(tmp_path, documents)
+    # The first token of a document is never predicted.
+    assert shortened(file, 2) == Shortened(documents=5, cut=3, left_out=2, targets=8, lost=3)
+    assert shortened(file, 4) == Shortened(documents=5, cut=0, left_out=1, targets=8, lost=0)
+    rows = PackedRows(file, 2, labels=True)
+    assert sorted(rows[i]["tokens"].tolist() for i in range(len(rows))) == [
+        [1, 2, 3],
+        [10, 11, 12],
+        [14, 15, 16],
+    ]
+    assert all(np.any(rows[i]["labels"][1:] >= 0) for i in range(len(rows)))
+
+
+def test_a_mask_is_counted_as_document_by_document(tmp_path: Path):
+    rng = np.random.default_rng(5)
+    documents = [(size * [1], rng.integers(0, 2, size).tolist()) for size in rng.integers(1, 12, 50).tolist()]
+    file = write_masked(tmp_path, documents)
+    for length in (1, 3, 7, 20):
+        wanted = [sum(mask[1 : length + 1]) for _, mask in documents]
+        found = shortened(file, length)
+        assert found.targets - found.lost == sum(wanted)
+        assert found.left_out == sum(count == 0 for count in wanted)
+
+
+def test_no_token_to_learn_within_a_row_is_refused(tmp_path: Path):
+    file = write_masked(tmp_path, [([1, 2, 3, 4], [0, 0, 0, 1])])
+    with pytest.raises(DataError, match=r"no completion begins within 2 tokens: raise train.sequence_length"):
+        PackedRows(file, 2)

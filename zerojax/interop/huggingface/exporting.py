@@ -21,7 +21,8 @@ from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files, write_
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data import open_tokenizer
+from zerojax.run.data import open_template, open_tokenizer
+from zerojax.run.data.chat_template import TEMPLATE
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
@@ -173,3 +174,5 @@ def _write_settings(
         copy_files(target.imported, out, KEPT)
     else:
         write_tokenizer(open_tokenizer(config.data, folder.data), out)
+    if any(one.kind == "chat" for one in config.data.sources):
+        (out / TEMPLATE).write_text(open_template(config.data, folder.data).source, encoding="utf-8")

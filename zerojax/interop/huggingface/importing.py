@@ -13,6 +13,7 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record
 from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
+from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.train.state import TrainState, begin_with
@@ -72,6 +73,8 @@ def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder)
     if source.tokenizer is not None:
         folder.tokenizer.parent.mkdir(exist_ok=True)
         source.tokenizer.save(folder.tokenizer)
+        if (template := find_template(source.folder)) is not None:
+            folder.tokenizer.with_name(TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:

@@ -23,6 +23,7 @@ _MOST_TOKENS = 1 << 31  # per step: counted in int32
 
 WireFormat = Literal["compute", Format]
 FrozenFormat = Literal["compute", Format, "nf4"]
+Kind = Literal["text", "chat", "completion"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -42,6 +43,8 @@ class TrainSection:
         seed: Seed of the initial weights, the data order, dropout and stochastic rounding.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         eval_batches: Batches per evaluation, spread evenly over the validation split.
+        eval_exact_match: Held-out prompts per evaluation that the model answers greedily, to measure how many
+            answers equal the completion; 0 is none.
         max_skips: Stop after this many skipped steps in a row: with a non-finite loss or gradient, or a
             spike.
         spike_deviations: A loss this many standard deviations above the mean of recent ones is a spike; 0
@@ -57,6 +60,7 @@ class TrainSection:
     seed: int = 0
     eval_every: int = 100
     eval_batches: int = 8
+    eval_exact_match: int = 0
     max_skips: int = 10
     spike_deviations: float = 0.0
     spike_window: int = 100
@@ -67,6 +71,7 @@ class TrainSection:
         for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_batches"):
             _require(getattr(self, name) >= 1, f"train.{name} must be at least 1")
         _require(self.eval_every >= 0, "train.eval_every must be 0 (at the end only) or more")
+        _require(self.eval_exact_match >= 0, "train.eval_exact_match must be 0 (none) or more")
         _require(self.max_skips >= 1, "train.max_skips must be at least 1")
         _require(
             0 <= self.spike_deviations < float("inf"), "train.spike_deviations must be 0 (no rule) or more"
@@ -94,12 +99,14 @@ class MixtureSource:
         weight: Its share of the sequences, relative to the weights of the others.
         column: As data.column, which is the default.
         pattern: As data.pattern, which is the default.
+        kind: As data.kind, which is the default.
     """
 
     source: str
     weight: float = 1.0
     column: str | None = None
     pattern: str | None = None
+    kind: Kind | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self, "data.mixture: {}".format)
@@ -121,6 +128,13 @@ class DataSection:
         mixture: Several sources with weights, instead of `source`; in a file only.
         pattern: Which files of a folder to read.
         column: Which column of JSON lines, Parquet and Arrow holds the text.
+        kind: What a row is: a "text"; a conversation ("chat"), of which only the assistant's messages count
+            in the loss; or a prompt with its "completion", which alone counts.
+        messages_column: Which column holds a conversation: a list of {"role", "content"}.
+        prompt_column: Which column holds a prompt.
+        completion_column: Which column holds its completion.
+        chat_template: What turns a conversation into text: the "tokenizer"'s own chat template, "chatml", or
+            the path of a Jinja file.
         tokenizer: "byte", or "bpe" (trained on the training split), or the path of a
             tokenizer.json.
         vocab_size: Vocabulary of a newly trained BPE.
@@ -134,6 +148,11 @@ class DataSection:
     mixture: tuple[MixtureSource, ...] = ()
     pattern: str = "**/*"
     column: str = "text"
+    kind: Kind = "text"
+    messages_column: str = "messages"
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    chat_template: str = "tokenizer"
     tokenizer: str = "byte"
     vocab_size: int = 4096
     validation: float = 0.05
@@ -147,15 +166,34 @@ class DataSection:
             not self.mixture or self.source == DataSection.source,
             f"data.source {self.source!r} and data.mixture exclude each other: add the source to the mixture",
         )
-        _require(self.column != "", "data.column is empty: name the column that holds the text")
+        for name in ("column", "messages_column", "prompt_column", "completion_column", "chat_template"):
+            _require(getattr(self, name) != "", f"data.{name} is empty: leave it out, or give its name")
+        _require(
+            self.prompt_column != self.completion_column,
+            f"data.prompt_column and data.completion_column are both {self.prompt_column!r}",
+        )
+        _require(
+            not self.masked or self.packing == "documents",
+            'data.kind = "chat" or "completion" keeps documents whole: set data.packing = "documents"',
+        )
         _require(self.vocab_size > 256, "data.vocab_size must exceed the 256 bytes")
         _require(0.0 < self.validation < 1.0, "data.validation must lie between 0 and 1")
 
     @property
+    def masked(self) -> bool:
+        """Whether only some of the tokens count in the loss."""
+        return any(one.kind != "text" for one in self.sources)
+
+    @property
     def sources(self) -> tuple[MixtureSource, ...]:
-        """The sources of the mixture, or the single one, each with its column and pattern."""
+        """The sources of the mixture, or the single one, each with its column, pattern and kind."""
         return tuple(
-            dataclasses.replace(one, column=one.column or self.column, pattern=one.pattern or self.pattern)
+            dataclasses.replace(
+                one,
+                column=one.column or self.column,
+                pattern=one.pattern or self.pattern,
+                kind=one.kind or self.kind,
+            )
             for one in self.mixture or (MixtureSource(self.source),)
         )
 
@@ -461,6 +499,10 @@ class RunConfig:
             self.checkpoint.keep_best == 0 or self.train.eval_every > 0,
             "checkpoint.keep_best needs validation losses: set train.eval_every, and checkpoint.every to a "
             "multiple of it",
+        )
+        _require(
+            self.train.eval_exact_match == 0 or self.data.masked,
+            'train.eval_exact_match needs prompts and completions: set data.kind to "chat" or "completion"',
         )
         _require(
             self.train.sequence_length <= self.model.max_seq_len,

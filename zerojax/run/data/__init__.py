@@ -8,7 +8,15 @@ from zerojax.run.data.batches import (
     make_rows,
     validation_batches,
 )
-from zerojax.run.data.dataset import Dataset, DatasetPart, is_prepared, open_dataset, open_tokenizer
+from zerojax.run.data.chat_template import ChatTemplate, find_template
+from zerojax.run.data.dataset import (
+    Dataset,
+    DatasetPart,
+    is_prepared,
+    open_dataset,
+    open_template,
+    open_tokenizer,
+)
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows, best_fit
@@ -22,6 +30,7 @@ __all__ = [
     "BPETokenizer",
     "Batch",
     "ByteTokenizer",
+    "ChatTemplate",
     "DataError",
     "Dataset",
     "DatasetPart",
@@ -37,11 +46,13 @@ __all__ = [
     "TrainBatches",
     "Windows",
     "best_fit",
+    "find_template",
     "is_prepared",
     "load_tokenizer",
     "make_rows",
     "open_dataset",
     "open_source",
+    "open_template",
     "open_tokenizer",
     "open_tokens",
     "prepare",

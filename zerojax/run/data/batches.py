@@ -61,13 +61,19 @@ class Windows:
         return {"tokens": np.asarray(self._tokens[start : start + self._length + 1], np.int32)}
 
 
-def make_rows(file: TokenFile, length: int, packing: str) -> Rows:
+def make_rows(file: TokenFile, length: int, packing: str, *, labels: bool = False) -> Rows:
     """The rows of a token file: ``Windows`` for packing "none", ``PackedRows`` for "documents".
+
+    Args:
+        file: of tokens.
+        length: tokens that a row predicts.
+        packing: "none" or "documents".
+        labels: whether packed rows have "labels", as all rows of a mixture need if those of one source do.
 
     Raises:
         DataError: the file is too short for one.
     """
-    return PackedRows(file, length) if packing == "documents" else Windows(file, length)
+    return PackedRows(file, length, labels=labels) if packing == "documents" else Windows(file, length)
 
 
 class TrainBatches(Iterator[Batch]):
@@ -123,7 +129,7 @@ class TrainBatches(Iterator[Batch]):
         self._sizes = [len(source) for source in sources]
 
     def __next__(self) -> Batch:
-        """The next batch: {"tokens": int32 [rows, T + 1]}, and "segments" of the same shape if packed."""
+        """The next batch: {"tokens": int32 [rows, T + 1]}, and "segments" and "labels" as ``PackedRows``."""
         return next(self._iterator)
 
     def rounds(self, step: int) -> list[float]:

@@ -1,5 +1,6 @@
 """The dataset of a run: the token files of each source, opened."""
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from zerojax.run.config import DataSection
+from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, find_template, load_template
 from zerojax.run.data.formats import DataError
+from zerojax.run.data.packing import shortened
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
 
@@ -53,9 +56,9 @@ class Dataset:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per validation token, averaged over the mixture."""
+        """Bytes of text per validation token that counts in the loss, averaged over the mixture."""
         headers = [part.validation.header for part in self.parts]
-        ratios = [header.text_bytes / header.tokens for header in headers]
+        ratios = [header.text_bytes / (header.targets or header.tokens) for header in headers]
         return float(np.average(ratios, weights=self.weights))
 
     def account(self, rounds: Sequence[float]) -> list[dict[str, Any]]:
@@ -75,9 +78,40 @@ class Dataset:
         """The training split in a line: tokens, documents and weights of each source."""
         return "; ".join(
             f"{part.train.header.tokens:,} tokens of {part.train.header.documents:,} documents"
+            + (f", {targets:,} of which count" if (targets := part.train.header.targets) else "")
             + (f" in {part.source} ({part.weight / sum(self.weights):.1%})" if len(self.parts) > 1 else "")
             for part in self.parts
         )
+
+    def describe_loss(self, loss: float, digits: int) -> str:
+        """A validation loss in words: per token and per byte; with a mask, of completions, with perplexity.
+
+        Args:
+            loss: nats per token that counts.
+            digits: after the point.
+        """
+        per_byte = loss / self.bytes_per_token
+        text = f"validation loss {loss:.{digits}f} nats per token, {per_byte:.{digits}f} per byte"
+        if all(part.validation.mask is None for part in self.parts):
+            return text
+        return f"{text} of the completions, whose perplexity is {min(math.exp(loss), 1e9):.{digits}f}"
+
+    def notes(self, length: int) -> list[str]:
+        """A line for each source some of whose prompts, completions or conversations do not fit into a row.
+
+        Args:
+            length: tokens that a row predicts.
+        """
+        found = []
+        for part in self.parts:
+            if part.train.mask is None or not (short := shortened(part.train, length)).cut:
+                continue
+            found.append(
+                f"{part.source}: {short.cut:,} of {short.documents:,} documents are longer than "
+                f"{length + 1} tokens (train.sequence_length + 1) and lose their end: {short.lost:,} of "
+                f"{short.targets:,} tokens that count; {short.left_out:,} have none left, and are left out"
+            )
+        return found
 
 
 def is_prepared(folder: Path) -> bool:
@@ -124,6 +158,12 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
     parts = []
     for one, place in zip(settings.sources, folders, strict=True):
         train, validation = (open_tokens(place / f"{split}.bin", verify=settings.verify) for split in SPLITS)
+        if (train.mask is None) != (one.kind == "text"):
+            has = "no loss mask" if train.mask is None else "a loss mask"
+            raise DataError(
+                f'{place}: the tokens have {has}, which does not fit data.kind = "{one.kind}": set it to the '
+                "kind that they were prepared from"
+            )
         if train.header.vocab_size != tokenizer.vocab_size:
             raise DataError(
                 f"{place}: the tokens are of a vocabulary of {train.header.vocab_size}, the tokenizer "
@@ -150,6 +190,25 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
     if settings.tokenizer == "bpe":
         raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")
     return make_tokenizer(settings, iter(()))
+
+
+def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
+    """The chat template that made the tokens of a run, or that will make them.
+
+    Args:
+        settings: of the run.
+        folder: of its tokens.
+
+    Raises:
+        DataError: there is none.
+    """
+    place = part_folders(settings, folder)[0]
+    tokenizer = open_tokenizer(settings, folder)
+    source = find_template(place)
+    if source is not None:
+        return ChatTemplate(source, tokenizer.special_tokens, str(place / TEMPLATE))
+    source, name = load_template(settings.chat_template, settings.tokenizer)
+    return ChatTemplate(source, tokenizer.special_tokens, name)
 
 
 def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:

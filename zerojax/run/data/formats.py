@@ -8,8 +8,8 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,10 +39,12 @@ class Document:
     Attributes:
         place: for messages: a file, "FILE:LINE" or "FILE row ROW"; lines count from 1, rows from 0.
         text: its bytes; UTF-8, but those of a plain text file may be anything.
+        targets: the ranges of characters, in order, that count in the loss; None if all do.
     """
 
     place: str
     text: bytes
+    targets: tuple[tuple[int, int], ...] | None = None
 
 
 def is_table(path: Path) -> bool:
@@ -63,15 +65,47 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
             not installed; names the file and the row.
     """
     if _lines_suffix(path) is not None:
-        documents = _json_documents(path, column)
-    elif path.suffix.lower() == ".parquet":
-        documents = _parquet_documents(path, column)
-    elif path.suffix.lower() == ".arrow":
-        documents = _arrow_documents(path, column)
+        documents = (
+            Document(place, _json_text(row, column, place)) for place, row in _json_rows(path, [column])
+        )
+    elif is_table(path):
+        documents = (
+            Document(f"{path} row {row}", text)
+            for first, batch in _batches(path, [column], _check_text)
+            for row, text in enumerate(_texts(batch.column(column), column, path, first), first)
+        )
     else:
         with _readable(path):
             documents = iter([Document(str(path), path.read_bytes())])
     return (document for document in documents if document.text)
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a table: where each is, and its values of some columns.
+
+    Args:
+        path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow.
+        columns: that every row must have.
+
+    Yields:
+        A place as of ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ...
+
+    Raises:
+        DataError: the file is damaged or not a table, a row lacks a column, or the format's reader is not
+            installed; names the file and the row.
+    """
+    if _lines_suffix(path) is not None:
+        yield from _json_rows(path, columns)
+    elif is_table(path):
+        for first, batch in _batches(path, columns):
+            _validate(batch, path, first)
+            for row, values in enumerate(batch.to_pylist(), first):
+                yield f"{path} row {row}", values
+    else:
+        raise DataError(
+            f"{path}: plain text has no columns {short(list(columns))}: bring JSON lines, Parquet or Arrow, "
+            'or set data.kind to "text"'
+        )
 
 
 def cut_document(path: Path) -> Iterator[Document]:
@@ -102,7 +136,7 @@ def _lines_suffix(path: Path) -> str | None:
     return packed if suffixes and suffixes[-1] in _LINES else None
 
 
-def _json_documents(path: Path, column: str) -> Iterator[Document]:
+def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     with _readable(path), _open_lines(path) as lines:
         for number in itertools.count(1):
             line = lines.readline(LONGEST_LINE + 1)
@@ -112,7 +146,7 @@ def _json_documents(path: Path, column: str) -> Iterator[Document]:
             if len(line) > LONGEST_LINE:
                 raise DataError(f"{place}: a line of more than {LONGEST_LINE >> 20} MiB")
             if not line.isspace():
-                yield Document(place, _json_text(line, column, place))
+                yield place, _json_row(line, columns, place)
 
 
 def _open_lines(path: Path) -> Any:
@@ -125,7 +159,7 @@ def _open_lines(path: Path) -> Any:
     return path.open("rb")
 
 
-def _json_text(line: bytes, column: str, place: str) -> bytes:
+def _json_row(line: bytes, columns: Sequence[str], place: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -134,57 +168,75 @@ def _json_text(line: bytes, column: str, place: str) -> bytes:
         raise DataError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: a {type(row).__name__} instead of a JSON object")
-    if column not in row:
-        raise _no_column(place, column, list(row))
+    for column in columns:
+        if column not in row:
+            raise _no_column(place, column, list(row))
+    return {column: row[column] for column in columns}
+
+
+def _json_text(row: dict[str, Any], column: str, place: str) -> bytes:
     if not isinstance(row[column], str):
         raise _no_text(place, column, type(row[column]).__name__)
+    return encode_text(row[column], place)
+
+
+def encode_text(text: str, place: str) -> bytes:
+    """A string of a JSON file as UTF-8.
+
+    Raises:
+        DataError: JSON's escapes gave it half of a surrogate pair.
+    """
     try:
-        return row[column].encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place}: not valid Unicode: half of a surrogate pair at character {error.start}"
         ) from error
 
 
-def _parquet_documents(path: Path, column: str) -> Iterator[Document]:
-    arrow = _pyarrow(path)
-    from pyarrow import parquet
+def _batches(
+    path: Path, columns: Sequence[str], check: Callable[[ModuleType, Any, str, Path], None] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
+    Args:
+        path: of the file.
+        columns: to read.
+        check: of a column's type, before any row is read; gets pyarrow, the schema, the column and the path.
+    """
+    arrow = _pyarrow(path)
     row = 0
-    with _readable(path, arrow), parquet.ParquetFile(path, memory_map=True) as file:
-        _check_column(arrow, file.schema_arrow, column, path)
-        for batch in file.iter_batches(_ROWS, columns=[column]):
-            yield from _column_documents(arrow, batch.column(column), column, path, row)
+    with ExitStack() as stack:
+        stack.enter_context(_readable(path, arrow))
+        if path.suffix.lower() == ".parquet":
+            from pyarrow import parquet
+
+            file = stack.enter_context(parquet.ParquetFile(path, memory_map=True))
+            schema, batches = file.schema_arrow, file.iter_batches(_ROWS, columns=list(columns))
+        else:
+            schema, batches = _record_batches(arrow, stack.enter_context(arrow.memory_map(str(path))), stack)
+        for column in columns:
+            if column not in schema.names:
+                raise _no_column(str(path), column, schema.names)
+            if check is not None:
+                check(arrow, schema, column, path)
+        for batch in batches:
+            yield row, batch.select(list(columns))
             row += batch.num_rows
 
 
-def _arrow_documents(path: Path, column: str) -> Iterator[Document]:
-    arrow = _pyarrow(path)
-    row = 0
-    with _readable(path, arrow), arrow.memory_map(str(path)) as file:
-        for batch in _record_batches(arrow, file, column, path):
-            yield from _column_documents(arrow, batch.column(column), column, path, row)
-            row += batch.num_rows
-
-
-def _record_batches(arrow: ModuleType, file: Any, column: str, path: Path) -> Iterator[Any]:
-    """The batches of an Arrow file, in either layout of the IPC format; ``datasets`` writes streams."""
+def _record_batches(arrow: ModuleType, file: Any, stack: ExitStack) -> tuple[Any, Iterator[Any]]:
+    """Schema and batches of an Arrow file, in either layout of IPC; ``datasets`` writes streams."""
     magic = file.read(6)
     file.seek(0)
     if magic == b"ARROW1":
-        with arrow.ipc.open_file(file) as reader:
-            _check_column(arrow, reader.schema, column, path)
-            for index in range(reader.num_record_batches):
-                yield reader.get_batch(index)
-    else:
-        with arrow.ipc.open_stream(file) as reader:
-            _check_column(arrow, reader.schema, column, path)
-            yield from reader
+        reader = stack.enter_context(arrow.ipc.open_file(file))
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    reader = stack.enter_context(arrow.ipc.open_stream(file))
+    return reader.schema, iter(reader)
 
 
-def _check_column(arrow: ModuleType, schema: Any, column: str, path: Path) -> None:
-    if column not in schema.names:
-        raise _no_column(str(path), column, schema.names)
+def _check_text(arrow: ModuleType, schema: Any, column: str, path: Path) -> None:
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
@@ -192,24 +244,27 @@ def _check_column(arrow: ModuleType, schema: Any, column: str, path: Path) -> No
         raise _no_text(str(path), column, str(kind))
 
 
-def _column_documents(
-    arrow: ModuleType, values: Any, column: str, path: Path, first_row: int
-) -> Iterator[Document]:
+def _texts(values: Any, column: str, path: Path, first_row: int) -> list[bytes]:
     """The texts of some rows of a column."""
+    arrow = _pyarrow(path)
     if arrow.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if values.null_count:
         row = first_row + values.is_null().index(True).as_py()
         raise _no_text(f"{path} row {row}", column, "null")
+    _validate(values, path, first_row, repr(column))
+    binary = arrow.large_binary() if arrow.types.is_large_string(values.type) else arrow.binary()
+    return values.cast(binary).to_pylist()
+
+
+def _validate(values: Any, path: Path, first_row: int, what: str = "a value") -> None:
+    """Check values in full, before any offset in them is believed, and for all rows at once."""
+    arrow = _pyarrow(path)
     try:
-        # Before any offset in it is believed, and for all rows at once.
         values.validate(full=True)
     except arrow.ArrowInvalid as error:
         last = first_row + len(values) - 1
-        raise DataError(f"{path} rows {first_row} to {last}: {column!r} is damaged: {error}") from error
-    binary = arrow.large_binary() if arrow.types.is_large_string(values.type) else arrow.binary()
-    for row, text in enumerate(values.cast(binary).to_pylist(), first_row):
-        yield Document(f"{path} row {row}", text)
+        raise DataError(f"{path} rows {first_row} to {last}: {what} is damaged: {error}") from error
 
 
 def _no_column(place: str, column: str, columns: list[str]) -> DataError:

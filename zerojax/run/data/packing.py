@@ -4,9 +4,12 @@ Ding et al., 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.108
 longer than a row are cut to rows; then, longest first, each piece goes to the fullest row with room for it.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
+from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokens import TokenFile
 
 PADDING = -1
@@ -20,14 +23,28 @@ class PackedRows:
     the row, 2 for the next, and 0 for padding. A document includes the tokens that begin and end a text; if
     it is longer than T + 1, it is cut into pieces of T + 1 that share a token with the next, so that each of
     its tokens but the first is predicted exactly once.
+
+    Of a file with a mask, only the beginning of a longer document is taken, since a piece without what comes
+    before it is not a conversation; and none of a document that has no token to learn there. With
+    ``labels``, a row also has "labels": int32 [T + 1], the tokens that count in the loss, and -1 elsewhere.
     """
 
-    def __init__(self, file: TokenFile, length: int) -> None:
-        """Plan rows of T = ``length``; the plan takes about 16 bytes of memory per document."""
-        starts, sizes = _pieces(file, length)
+    def __init__(self, file: TokenFile, length: int, *, labels: bool = False) -> None:
+        """Plan rows of T = ``length``; the plan takes about 16 bytes of memory per document.
+
+        Raises:
+            DataError: no document has a token to learn within a row.
+        """
+        starts, sizes = _pieces(file, length) if file.mask is None else _beginnings(file, length)[:2]
+        if not len(starts):
+            raise DataError(
+                f"{file.path}: no completion begins within {length} tokens: raise train.sequence_length"
+            )
         rows = best_fit(sizes, length + 1)
         order = np.argsort(rows, kind="stable")
         self._tokens = file.tokens
+        self._mask = file.mask
+        self._labels = labels
         self._length = length
         self._starts = starts[order]
         self._sizes = sizes[order]
@@ -40,13 +57,16 @@ class PackedRows:
         mine = slice(self._firsts[index], self._firsts[index + 1])
         tokens = np.full(self._length + 1, PADDING, np.int32)
         segments = np.zeros(self._length + 1, np.int32)
+        counted = np.zeros(self._length + 1, bool)
         at = 0
         pairs = zip(self._starts[mine].tolist(), self._sizes[mine].tolist(), strict=True)
         for number, (start, size) in enumerate(pairs, 1):
             tokens[at : at + size] = self._tokens[start : start + size]
             segments[at : at + size] = number
+            counted[at : at + size] = True if self._mask is None else self._mask[start : start + size]
             at += size
-        return {"tokens": tokens, "segments": segments}
+        row = {"tokens": tokens, "segments": segments}
+        return row | ({"labels": np.where(counted, tokens, PADDING)} if self._labels else {})
 
 
 def best_fit(sizes: Int[np.ndarray, " pieces"], capacity: int) -> Int32[np.ndarray, " pieces"]:
@@ -106,3 +126,58 @@ def _pieces(
     within = length * (np.arange(len(document)) - (np.cumsum(counts) - counts)[document])
     starts = (np.cumsum(taken) - taken)[document] + within
     return starts, np.minimum(length, predicted[document] - within) + 1
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """What rows leave out of the documents of a file with a mask.
+
+    Attributes:
+        documents: all of them.
+        cut: those that are longer than a row, and lose their end.
+        left_out: those of them without any token to learn in what is left.
+        targets: tokens that count in the loss, of all documents.
+        lost: those of them that are in no row.
+    """
+
+    documents: int
+    cut: int
+    left_out: int
+    targets: int
+    lost: int
+
+
+def shortened(file: TokenFile, length: int) -> Shortened:
+    """Count what rows of ``length`` tokens leave out of a file with a mask."""
+    return _beginnings(file, length)[2]
+
+
+def _beginnings(
+    file: TokenFile, length: int
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"], Shortened]:
+    """Start and size of what a row of length + 1 tokens takes of each document; and what it leaves out."""
+    assert file.mask is not None
+    whole = np.asarray(file.lengths, np.int64)
+    starts, sizes = np.cumsum(whole) - whole, np.minimum(whole, length + 1)
+    all_targets, targets = (_count(file.mask, starts + 1, starts + taken) for taken in (whole, sizes))
+    kept = targets > 0
+    report = Shortened(
+        documents=len(whole),
+        cut=int(np.sum(sizes < whole)),
+        left_out=int(np.sum(~kept)),
+        targets=int(all_targets.sum()),
+        lost=int(all_targets.sum() - targets.sum()),
+    )
+    return starts[kept], sizes[kept], report
+
+
+def _count(
+    mask: np.ndarray, starts: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " n"]
+) -> Int64[np.ndarray, " n"]:
+    """The number of ones in each range of a mask; ranges are in order and do not overlap."""
+    bounds = np.stack([starts, ends], axis=1).ravel()
+    # A bound at the very end is not an index; the last range then goes on to the end by itself.
+    inside = bounds[bounds < len(mask)]
+    sums = np.add.reduceat(mask, inside, dtype=np.int64) if len(inside) else np.zeros(0, np.int64)
+    sums = np.concatenate([sums, np.zeros(len(bounds) - len(sums), np.int64)])[::2]
+    return np.where(ends > starts, sums, 0)

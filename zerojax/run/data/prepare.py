@@ -4,12 +4,10 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from zerojax.run.config import DataSection
+from zerojax.run.config import DataSection, MixtureSource
+from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, load_template
 from zerojax.run.data.dataset import (
     SPLITS,
     TOKENIZER,
@@ -18,11 +16,12 @@ from zerojax.run.data.dataset import (
     part_folders,
     tokenizer_checksum,
 )
+from zerojax.run.data.examples import Completions, Conversations, Examples, text_that_counts
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.progress import TextProgress
 from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
-from zerojax.run.data.tokenizer import Tokenizer
+from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer
 from zerojax.run.data.tokens import TokenWriter
 from zerojax.validation.untrusted import parse_json
 
@@ -57,7 +56,11 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     if all(is_prepared(part) for part in part_folders(settings, folder)):
         _check_same(wanted, folder)
         return
-    sources = [open_source(one.source, one.pattern or "", one.column or "") for one in settings.sources]
+    template = _template(settings)
+    sources = [
+        open_source(one.source, one.pattern or "", one.column or "", _examples(one.kind, settings, template))
+        for one in settings.sources
+    ]
     limits = [
         validation_limit((document.text for document in source.documents()), settings.validation)
         for source in sources
@@ -71,6 +74,8 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
     for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
         tokenizer.save(part / TOKENIZER)
+        if template is not None:
+            (part / TEMPLATE).write_text(template.source, encoding="utf-8")
         _write_splits(source, limit, tokenizer, part, TextProgress(f"preparing {one.source}", say))
     (draft / _SETTINGS).write_text(json.dumps(wanted, indent=1) + "\n")
     draft.rename(folder)
@@ -81,28 +86,63 @@ def _write_splits(
 ) -> None:
     """Encode a source's documents into the token files of its two splits."""
     checksum = tokenizer_checksum(folder)
+    examples = source.examples
     with ExitStack() as stack:
         train, validation = (
-            stack.enter_context(TokenWriter(folder / f"{split}.bin", tokenizer, checksum)) for split in SPLITS
+            stack.enter_context(
+                TokenWriter(folder / f"{split}.bin", tokenizer, checksum, masked=examples is not None)
+            )
+            for split in SPLITS
         )
         for documents in _batches(source.documents()):
-            encoded = _encode(tokenizer, documents)
-            for document, tokens in zip(documents, encoded, strict=True):
-                writer = validation if rank(document.text) < limit else train
-                writer.add(tokens, len(document.text))
-            progress.add(sum(len(document.text) for document in documents), sum(map(len, encoded)))
+            writers = [validation if rank(document.text) < limit else train for document in documents]
+            tokens = 0
+            if examples is None:
+                encoded = _encode(documents, lambda some: tokenizer.encode_batch([d.text for d in some]))
+                for document, writer, ids in zip(documents, writers, encoded, strict=True):
+                    writer.add(ids, len(document.text))
+                    tokens += len(ids)
+            else:
+                masked = _encode(documents, lambda some: examples.encode(tokenizer, some))
+                for document, writer, (ids, mask) in zip(documents, writers, masked, strict=True):
+                    writer.add_masked(ids, mask, text_that_counts(document))
+                    tokens += len(ids)
+            progress.add(sum(len(document.text) for document in documents), tokens)
 
 
-def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
+def _encode[T](documents: list[Document], encode: Callable[[list[Document]], list[T]]) -> list[T]:
     try:
-        return tokenizer.encode_batch([document.text for document in documents])
+        return encode(documents)
     except DataError:
         for document in documents:  # find the one at fault, to name it
             try:
-                tokenizer.encode(document.text)
+                encode([document])
             except DataError as error:
                 raise DataError(f"{document.place}: {error}") from error
         raise
+
+
+def _template(settings: DataSection) -> ChatTemplate | None:
+    """The chat template, if there are conversations; its end of a turn is checked."""
+    if all(one.kind != "chat" for one in settings.sources):
+        return None
+    source, name = load_template(settings.chat_template, settings.tokenizer)
+    # Of a tokenizer that is yet to be trained, the special tokens are known.
+    ends = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
+    if settings.tokenizer != "bpe":
+        ends = make_tokenizer(settings, iter(())).special_tokens
+    template = ChatTemplate(source, ends, name)
+    _ = template.turn_end  # raises if a model could not learn it
+    return template
+
+
+def _examples(kind: str | None, settings: DataSection, template: ChatTemplate | None) -> Examples | None:
+    """How the rows of a source become documents; None if they are texts."""
+    if kind == "completion":
+        return Completions(settings.prompt_column, settings.completion_column)
+    if kind == "chat" and template is not None:
+        return Conversations(template, settings.messages_column)
+    return None
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -131,15 +171,28 @@ def _training_texts(
 
 def _identity(settings: DataSection) -> dict[str, object]:
     """The settings that decide the tokens."""
-    sources = [asdict(one) for one in settings.sources]
-    for one in sources:
-        del one["weight"]
+    sources = [_source_identity(settings, one) for one in settings.sources]
     identity: dict[str, object] = {
         "sources": sources,
         "tokenizer": settings.tokenizer,
         "validation": settings.validation,
     }
     return identity | ({"vocab_size": settings.vocab_size} if settings.tokenizer == "bpe" else {})
+
+
+def _source_identity(settings: DataSection, one: MixtureSource) -> dict[str, object]:
+    """The settings that decide the documents of a source; those of texts are what they always were."""
+    common: dict[str, object] = {"source": one.source, "pattern": one.pattern}
+    if one.kind == "text":
+        return common | {"column": one.column}
+    if one.kind == "chat":
+        return common | {
+            "kind": one.kind,
+            "messages_column": settings.messages_column,
+            "chat_template": settings.chat_template,
+        }
+    columns = {"prompt_column": settings.prompt_column, "completion_column": settings.completion_column}
+    return common | {"kind": one.kind} | columns
 
 
 def _check_same(wanted: dict[str, object], folder: Path) -> None:

@@ -3,9 +3,10 @@
 import glob
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerojax.run.data.examples import Examples
 from zerojax.run.data.formats import DataError, Document, cut_document, is_table, read_documents
 from zerojax.validation.untrusted import parse_json
 
@@ -22,10 +23,12 @@ class TextSource:
     Attributes:
         files: sorted; each is a document or a table of documents.
         column: of a table, that holds the text.
+        examples: how rows become documents if they are not texts.
     """
 
     files: tuple[Path, ...]
     column: str = "text"
+    examples: Examples | None = None
 
     def documents(self) -> Iterator[Document]:
         """All documents, in order; a single file of plain text is cut into about 64.
@@ -33,6 +36,10 @@ class TextSource:
         Raises:
             DataError: a file is damaged; names it and the row.
         """
+        if self.examples is not None:
+            for file in self.files:
+                yield from self.examples.read(file)
+            return
         if len(self.files) == 1 and not is_table(self.files[0]):
             yield from cut_document(self.files[0])
             return
@@ -40,7 +47,9 @@ class TextSource:
             yield from read_documents(file, self.column)
 
 
-def open_source(source: str, pattern: str = "**/*", column: str = "text") -> TextSource:
+def open_source(
+    source: str, pattern: str = "**/*", column: str = "text", examples: Examples | None = None
+) -> TextSource:
     """Find the files behind a source.
 
     Args:
@@ -49,10 +58,15 @@ def open_source(source: str, pattern: str = "**/*", column: str = "text") -> Tex
         pattern: which files of a folder to take. Hidden files, and files with a NUL byte (neither text nor
             tables), are never taken.
         column: of JSON lines, Parquet and Arrow files, that holds the text.
+        examples: how rows become documents if they are not texts; ``column`` is then not used.
 
     Raises:
         DataError: nothing is there, or it holds no text.
     """
+    return replace(_find_files(source, pattern, column), examples=examples)
+
+
+def _find_files(source: str, pattern: str, column: str) -> TextSource:
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
-from jaxtyping import UInt32
+from jaxtyping import Int64, UInt32
 
 from zerojax.run.data.formats import DataError
 from zerojax.validation.untrusted import parse_json, short
@@ -17,12 +18,34 @@ SETTINGS = "tokenizer_config.json"
 """Beside a tokenizer.json, as in Hugging Face's folders: names the tokens that end and begin a text."""
 
 
+class Spans(NamedTuple):
+    """The tokens of a text, and where they come from.
+
+    Attributes:
+        tokens: their ids.
+        starts: the first character of each, in the text.
+        ends: one past the last; several tokens may come from one character.
+    """
+
+    tokens: UInt32[np.ndarray, " n"]
+    starts: Int64[np.ndarray, " n"]
+    ends: Int64[np.ndarray, " n"]
+
+
 class Tokenizer(Protocol):
-    """The interface that data preparation and sampling use."""
+    """The interface that data preparation and sampling use.
+
+    ``special_tokens`` are those that a chat template may write, by name: "eos_token" and "bos_token".
+    """
 
     vocab_size: int
     end_of_text: int
     begin_of_text: int
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Name -> token."""
+        ...
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """Token ids of a text."""
@@ -30,6 +53,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
         """Token ids of each text, faster than one by one."""
+        ...
+
+    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
+        """Token ids of each text, and the characters that each token is made from."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -48,6 +75,11 @@ class ByteTokenizer:
     end_of_text = 0
     begin_of_text = 0
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """None: byte 0 cannot be written in a text."""
+        return {}
+
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """The bytes of a text as token ids.
 
@@ -64,6 +96,19 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
         """Token ids of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
+        """Token ids of each text, and the character that each byte belongs to.
+
+        Raises:
+            DataError: a text has a NUL byte.
+        """
+        found = []
+        for text in texts:
+            tokens = self.encode(text.encode())
+            starts = np.cumsum(tokens & 0xC0 != 0x80) - 1  # other bytes go on with a character of UTF-8
+            found.append(Spans(tokens, starts, starts + 1))
+        return found
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
@@ -97,6 +142,25 @@ class BPETokenizer:
         known = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
         self.end_of_text = self._first_id((end_of_text,) if end_of_text else known)
         self.begin_of_text = self._first_id((begin_of_text,)) if begin_of_text else self.end_of_text
+        # A tokenizer may have no token that begins a text; its chat template then writes none.
+        ends = {"eos_token": self.end_of_text} | ({"bos_token": self.begin_of_text} if begin_of_text else {})
+        self._special_tokens = {
+            role: token
+            for role, number in ends.items()
+            if (token := tokenizer.id_to_token(number)) is not None
+        }
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The tokens that end and begin a text, by name."""
+        return self._special_tokens
+
+    @cached_property
+    def _with_offsets(self) -> tokenizers.Tokenizer:
+        """The tokenizer without its post-processor, which may take blanks out of the offsets."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]  (its type lacks None)
+        return copy
 
     def _first_id(self, names: Iterable[str]) -> int:
         ids = [i for name in names if (i := self._tokenizer.token_to_id(name)) is not None]
@@ -123,7 +187,7 @@ class BPETokenizer:
             show_progress=False,
         )
         tokenizer.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
-        return cls(tokenizer)
+        return cls(tokenizer, END_OF_TEXT, END_OF_TEXT)
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """Token ids of a text."""
@@ -136,16 +200,23 @@ class BPETokenizer:
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
+    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
+        """Token ids of each text, computed on all cores, and the characters that each token is made from."""
+        found = []
+        for encoding in self._with_offsets.encode_batch(list(texts), add_special_tokens=False):
+            offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            found.append(Spans(np.asarray(encoding.ids, np.uint32), offsets[:, 0], offsets[:, 1]))
+        return found
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON, and beside it the names of the tokens that end and begin a text."""
+        """Write the tokenizer as JSON, and beside it the tokens that end and begin a text."""
         self._tokenizer.save(str(path))
-        ids = {"eos_token": self.end_of_text, "bos_token": self.begin_of_text}
-        settings = {role: self._tokenizer.id_to_token(number) for role, number in ids.items()}
-        path.with_name(SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        settings = json.dumps(self.special_tokens, indent=2) + "\n"
+        path.with_name(SETTINGS).write_text(settings, encoding="utf-8")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

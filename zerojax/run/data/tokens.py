@@ -5,6 +5,9 @@ that ends it; if these are the same, as for bytes or GPT-2's tokenizer, neighbou
 ``train.lengths`` holds the number of tokens of each document, both ends included, as uint32. Both files are
 little-endian. ``train.json`` has the counts, the dtype and the checksums, including its own; it is written
 last, so a folder without it is unfinished.
+
+Files of prompts and completions, or of conversations, also have ``train.mask``: a byte for each token, 1 if
+it counts in the loss. Their documents stand as they are, without tokens added between them.
 """
 
 import zlib
@@ -14,7 +17,7 @@ from typing import Self
 
 import dacite
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Bool, UInt32
 
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokenizer import Tokenizer
@@ -37,9 +40,11 @@ class Header:
         documents: their number.
         shared_ends: whether the token that ends a document also begins the next.
         lengths_crc32: checksum of the .lengths file.
-        text_bytes: bytes of the encoded text.
+        text_bytes: bytes of the text whose tokens count in the loss.
         tokenizer_crc32: checksum of the tokenizer.json that made them; 0 if the tokens are bytes.
         format: version of this layout.
+        targets: the number of tokens that count in the loss; None if there is no mask, and all do.
+        mask_crc32: checksum of the .mask file, or None.
     """
 
     tokens: int
@@ -52,6 +57,8 @@ class Header:
     text_bytes: int
     tokenizer_crc32: int = 0
     format: int = _FORMAT
+    targets: int | None = None
+    mask_crc32: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,24 +71,29 @@ class TokenFile:
         tokens: memory-mapped array, uint8, uint16 or uint32 [tokens].
         lengths: memory-mapped array, uint32 [documents]: the tokens of each document, in order, both
             ends included.
+        mask: memory-mapped array, uint8 [tokens]: 1 for the tokens that count in the loss; None if all do.
     """
 
     path: Path
     header: Header
     tokens: np.ndarray
     lengths: np.ndarray
+    mask: np.ndarray | None = None
 
 
 class TokenWriter:
     """Writes a token file, document by document, and its header at the end if there was no error."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, tokenizer_crc32: int = 0) -> None:
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, tokenizer_crc32: int = 0, *, masked: bool = False
+    ) -> None:
         """Open the files.
 
         Args:
             path: of the .bin file; the others are written beside it.
             tokenizer: its vocabulary decides the dtype.
             tokenizer_crc32: as in the header.
+            masked: write a mask; documents are then added by ``add_masked``.
 
         Raises:
             DataError: a file cannot be written.
@@ -90,12 +102,14 @@ class TokenWriter:
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_crc32 = tokenizer_crc32
         self._begin, self._end = np.asarray([[tokenizer.begin_of_text], [tokenizer.end_of_text]], np.uint32)
-        self._shared_ends = tokenizer.begin_of_text == tokenizer.end_of_text
+        self._shared_ends = tokenizer.begin_of_text == tokenizer.end_of_text and not masked
         self._dtype = next(name for name, t in _DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(t).max)
         self._documents = self._tokens = self._text_bytes = self._crc = self._lengths_crc = 0
+        self._targets = self._mask_crc = 0
         try:
             self._file = path.open("wb")
             self._lengths = path.with_suffix(".lengths").open("wb")
+            self._mask = path.with_suffix(".mask").open("wb") if masked else None
         except OSError as error:
             raise _unwritable(path, error) from error
 
@@ -108,15 +122,37 @@ class TokenWriter:
         Raises:
             DataError: the file cannot be written.
         """
-        length = np.asarray(len(tokens) + 2, _DTYPES["uint32"]).tobytes()
         try:
             if not (self._shared_ends and self._documents):
                 self._write(self._begin)
             self._write(tokens)
             self._write(self._end)
-            self._lengths.write(length)
+            self._end_document(len(tokens) + 2, text_bytes)
         except OSError as error:
             raise _unwritable(self._path, error) from error
+
+    def add_masked(
+        self, tokens: UInt32[np.ndarray, " n"], mask: Bool[np.ndarray, " n"], text_bytes: int
+    ) -> None:
+        """Add a document as it is: its tokens, which of them count, and the bytes of the text that counts.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        assert self._mask is not None
+        raw = mask.astype(np.uint8).tobytes()
+        try:
+            self._write(tokens)
+            self._mask.write(raw)
+            self._end_document(len(tokens), text_bytes)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        self._mask_crc = zlib.crc32(raw, self._mask_crc)
+        self._targets += int(mask.sum())
+
+    def _end_document(self, tokens: int, text_bytes: int) -> None:
+        length = np.asarray(tokens, _DTYPES["uint32"]).tobytes()
+        self._lengths.write(length)
         self._lengths_crc = zlib.crc32(length, self._lengths_crc)
         self._documents += 1
         self._text_bytes += text_bytes
@@ -136,6 +172,8 @@ class TokenWriter:
         try:
             self._file.close()
             self._lengths.close()
+            if self._mask is not None:
+                self._mask.close()
             if error is not None:
                 return
             if not self._documents:
@@ -150,8 +188,12 @@ class TokenWriter:
                 lengths_crc32=self._lengths_crc,
                 text_bytes=self._text_bytes,
                 tokenizer_crc32=self._tokenizer_crc32,
+                targets=None if self._mask is None else self._targets,
+                mask_crc32=None if self._mask is None else self._mask_crc,
             )
-            self._path.with_suffix(".json").write_text(dump_checked(asdict(header)))
+            # Without a mask, the header is as it was before there were masks.
+            values = {name: value for name, value in asdict(header).items() if value is not None}
+            self._path.with_suffix(".json").write_text(dump_checked(values))
         except OSError as failure:
             raise _unwritable(self._path, failure) from failure
 
@@ -170,11 +212,16 @@ def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
     lengths_path = path.with_suffix(".lengths")
     tokens = _map(path, _DTYPES[header.dtype], header.tokens)
     lengths = _map(lengths_path, _DTYPES["uint32"], header.documents)
+    checked = [(path, tokens, header.crc32), (lengths_path, lengths, header.lengths_crc32)]
+    mask = None
+    if header.mask_crc32 is not None:
+        mask = _map(path.with_suffix(".mask"), _DTYPES["uint8"], header.tokens)
+        checked.append((path.with_suffix(".mask"), mask, header.mask_crc32))
     if verify:
-        for file, array, crc in ((path, tokens, header.crc32), (lengths_path, lengths, header.lengths_crc32)):
+        for file, array, crc in checked:
             if _checksum(array) != crc:
                 raise DataError(f"{file}: damaged: wrong checksum; delete its folder to prepare it again")
-    return TokenFile(path, header, tokens, lengths)
+    return TokenFile(path, header, tokens, lengths, mask)
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

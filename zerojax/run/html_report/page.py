@@ -65,6 +65,8 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         per_byte = run.summary.get("validation_loss_per_byte")
         remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else "nats per token"
         facts.append(("validation loss", f"{loss:.4f}", remark))
+    if (right := run.last("exact_match")) is not None:
+        facts.append(("exact match", percent(right), "of held-out prompts"))
     if (tokens := _typical(run, "tokens_per_second")) is not None:
         facts.append(("tokens per second", abbreviated(tokens), "median step"))
     if (mfu := _typical(run, "mfu")) is not None:

@@ -64,7 +64,7 @@ class Progress:
         Args:
             step: its number.
             values: its metrics: "loss", "step_seconds", "tokens_per_second", "memory_bytes", and if known
-                "mfu", "internode_bytes", "validation_loss", "skipped_total".
+                "mfu", "internode_bytes", "validation_loss", "exact_match", "skipped_total".
         """
         line = self._line(step, values)
         if self._live is not None:
@@ -87,6 +87,8 @@ class Progress:
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
         if "validation_loss" in values:
             parts.append(f"validation {values['validation_loss']:.4f}")
+        if "exact_match" in values:
+            parts.append(f"exact match {values['exact_match']:.1%}")
         parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
         if "mfu" in values:
             parts.append(f"mfu {values['mfu']:.1%}")

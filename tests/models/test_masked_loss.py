@@ -1,0 +1,67 @@
+"""Losses of which only some tokens count, against optax on the whole batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, GPTConfig, lm_loss
+
+VOCAB, ROWS, TIME = 23, 12, 9
+CONFIG = GPTConfig(
+    vocab_size=VOCAB, layers=1, d_model=16, heads=4, max_seq_len=16, init_std=0.3, positions="rope"
+)
+
+
+def draw() -> dict[str, np.ndarray]:
+    """Two documents in each row; the numbers of tokens that count differ, and rows 2 and 3 have none."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, TIME + 1)).astype(np.int32)
+    segments = np.where(np.arange(TIME + 1) < 4, 1, 2).astype(np.int32) * np.ones((ROWS, 1), np.int32)
+    counted = rng.random((ROWS, TIME + 1)) < np.linspace(0, 1, ROWS)[:, None]
+    counted[2:4] = False
+    return {"tokens": tokens, "segments": segments, "labels": np.where(counted, tokens, -1)}
+
+
+def plain_loss(model: GPT, batch: Any) -> jax.Array:
+    """The mean over all tokens that count and follow one of their document."""
+    tokens, segments = jnp.asarray(batch["tokens"]), jnp.asarray(batch["segments"])
+    scores = model(tokens[:, :-1], segments=segments[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
+    counted = (jnp.asarray(batch["labels"])[:, 1:] >= 0) & (segments[:, 1:] == segments[:, :-1])
+    return jnp.sum(losses * counted) / jnp.sum(counted)
+
+
+def test_the_mean_is_over_the_tokens_that_count_in_the_whole_batch():
+    batch = draw()
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(CONFIG, rngs=rngs),
+        optax.sgd(1.0),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 3),
+        zero=zerojax.ZeroConfig(accumulate=2, compute_dtype="float32"),
+    )
+    model = zerojax.gather_model(state)
+    expected, gradients = nnx.jit(nnx.value_and_grad(plain_loss))(model, batch)
+    moved = nnx.to_pure_dict(jax.tree.map(lambda x, g: x - g, nnx.state(model, nnx.Param), gradients))
+    state, metrics = zerojax.train_step(state, batch)
+    counted = (batch["labels"][:, 1:] >= 0) & (batch["segments"][:, 1:] == batch["segments"][:, :-1])
+    assert float(metrics["tokens"]) == counted.sum()
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5),
+        zerojax.gather_params(state),
+        moved,
+    )
+
+
+def test_labels_of_another_shape_are_refused():
+    tokens = jnp.zeros((2, 9), int)
+    with pytest.raises(ZeroError, match=r'"labels" has shape \(2, 8\), but "tokens" \(2, 9\)'):
+        lm_loss(GPT(CONFIG, rngs=nnx.Rngs(0)), {"tokens": tokens, "labels": tokens[:, 1:]})

@@ -1,0 +1,152 @@
+"""Chat templates: rendered as transformers does, and what of a conversation counts in the loss."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment import ROOT
+
+from zerojax.run.data import ChatTemplate, DataError, find_template
+from zerojax.run.data.chat_template import CHATML, load_template
+
+FIXTURES = ROOT / "tests" / "fixtures" / "chat"
+KNOWN = json.loads((FIXTURES / "rendered.json").read_text())
+TEMPLATES = {path.stem: path.read_text() for path in FIXTURES.glob("*.jinja")}
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[name], KNOWN["special_tokens"])
+
+
+def chat(*contents: str) -> list[dict[str, Any]]:
+    """A conversation of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def learned(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
+    """What counts of a conversation's text."""
+    text, ranges = template.render_targets(messages)
+    assert text == template.render(messages)
+    return [text[start:end] for start, end in ranges]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_is_rendered_as_transformers_does(name: str) -> None:
+    rows = [row for row in KNOWN["rendered"] if row["template"] == name]
+    assert len(rows) == 12
+    for row in rows:
+        messages, prompt = KNOWN["conversations"][row["conversation"]], row["add_generation_prompt"]
+        if "error" in row:
+            with pytest.raises(DataError, match=row["error"].split("/")[0]):
+                template(name).render(messages, add_generation_prompt=prompt)
+            continue
+        assert template(name).render(messages, add_generation_prompt=prompt) == row["text"], row
+        if not prompt and row.get("ranges"):
+            assert template(name).render_targets(messages)[1] == tuple(map(tuple, row["ranges"]))
+
+
+def test_the_built_in_template_is_the_published_one() -> None:
+    for messages in KNOWN["conversations"].values():
+        for prompt in (False, True):
+            ours = ChatTemplate(CHATML).render(messages, add_generation_prompt=prompt)
+            assert ours == template("chatml").render(messages, add_generation_prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("chatml", ["b<|im_end|>\n", "e & f<|im_end|>\n"]),
+        ("headers", ["b<|eot_id|>", "e & f<|eot_id|>"]),
+        ("instruct", [" b </s>", " e & f </s>"]),
+        ("turns", ["b<end_of_turn>\n", "e & f<end_of_turn>\n"]),
+        ("generation", ["b</s>", "e & f</s>"]),
+    ],
+)
+def test_the_assistants_turns_count_with_what_ends_them(name: str, turns: list[str]) -> None:
+    assert learned(template(name), chat("a", "b", "c", "e & f")) == turns
+
+
+def test_an_answer_may_begin_with_what_the_template_adds() -> None:
+    assert learned(template("thinking"), chat("a", "b")) == ["<think>\n\n</think>\n\nb<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "message"),
+    [
+        ("thinking", chat("a", "b", "c", "d"), r"messages up to 1 differently .*\{% generation %\}"),
+        ("chatml", chat("a"), "no message of the assistant"),
+        ("generation", chat("a"), "no message of the assistant"),
+        ("instruct", [*chat("a"), *chat("b", "c")], "roles must alternate"),
+    ],
+)
+def test_a_conversation_without_a_clear_answer_is_refused(name: str, messages: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        template(name).render_targets(messages)
+
+
+def test_the_end_of_a_turn() -> None:
+    ends = {name: template(name).turn_end for name in TEMPLATES}
+    assert ends == {
+        "chatml": "<|im_end|>\n",
+        "generation": "</s>",
+        "headers": "<|eot_id|>",
+        "instruct": " </s>",
+        "thinking": "<|im_end|>\n",
+        "turns": "<end_of_turn>\n",
+    }
+
+
+EACH = "{% for m in messages %}[{{ m.role }}]"
+OUTSIDE = (
+    EACH + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}<end>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (EACH + "{{ m.content }}{% endfor %}", "nothing after an assistant's message"),
+        (EACH + "{% endfor %}", "nothing after an assistant's message|nothing to learn"),
+        (OUTSIDE + "{% endfor %}", "'<end>', which ends an assistant's message, outside"),
+        (EACH, r"line 1: .*endfor"),
+        ("{{ messages[5].role }}", "has no element 5"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% include 'x' %}", "no loader"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(source: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        _ = ChatTemplate(source).turn_end
+
+
+class TestFiles:
+    def test_where_a_template_is(self, tmp_path: Path) -> None:
+        assert find_template(tmp_path) is None
+        config = tmp_path / "tokenizer_config.json"
+        config.write_text(json.dumps({"chat_template": "one"}))
+        assert find_template(tmp_path) == "one"
+        named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
+        config.write_text(json.dumps({"chat_template": named}))
+        assert find_template(tmp_path) == "two"
+        assert load_template("tokenizer", str(tmp_path / "tokenizer.json"))[0] == "two"
+        (tmp_path / "chat_template.jinja").write_text("three")
+        assert find_template(tmp_path) == "three"
+        assert load_template(str(tmp_path / "chat_template.jinja"), "byte")[0] == "three"
+
+    @pytest.mark.parametrize("tokenizer", ["byte", "bpe", "elsewhere/tokenizer.json"])
+    def test_none_says_which_to_choose(self, tokenizer: str) -> None:
+        with pytest.raises(DataError, match=r"no chat template: set data.chat_template to 'chatml'"):
+            load_template("tokenizer", tokenizer)
+
+    def test_a_wrong_one_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="'tokenizer', 'chatml' or an existing file"):
+            load_template("nowhere.jinja", "byte")
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
+        with pytest.raises(DataError, match="should be a string"):
+            find_template(tmp_path)
+        (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+        with pytest.raises(DataError, match="not valid UTF-8 at byte 0"):
+            find_template(tmp_path)

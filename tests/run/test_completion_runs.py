@@ -1,0 +1,252 @@
+"""Runs on prompts and completions, and on conversations: they learn, resume, are measured, and answer."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from micro_run import Stop, die_at, micro_config, train
+
+from zerojax import gather_model
+from zerojax.cli import main
+from zerojax.cli.chat import Dialogue
+from zerojax.cli.trained import open_trained
+from zerojax.errors import ConfigurationError
+from zerojax.models import Sampling, generate
+from zerojax.run import exact_match as exact_match_module
+from zerojax.run.config import MeshSection, RunConfig, ZeroSection, load_config
+from zerojax.run.data import BPETokenizer, ByteTokenizer, ChatTemplate, open_dataset, prepare
+from zerojax.run.data.chat_template import CHATML
+from zerojax.run.exact_match import ExactMatch
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
+
+ANSWERS = {"a": "xy", "b": "zz"}
+
+
+def config(source: Path, **data: Any) -> RunConfig:
+    return micro_config(
+        source,
+        train={
+            "steps": 120,
+            "eval_every": 60,
+            "eval_batches": 1,
+            "eval_exact_match": 6,
+            "sequence_length": 24,
+        },
+        model={"d_model": 32, "positions": "rope"},
+        optimizer={"learning_rate": 2e-2, "warmup_steps": 10, "final_fraction": 0.0},
+        mesh={"nodes": 1, "local": 2},
+        data={"kind": "completion", "packing": "documents", "validation": 0.4} | data,
+        checkpoint={"every": 70},
+    )
+
+
+def rows_of(folder: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "tokens", "grad_norm", "validation_loss", "exact_match")
+    return [tuple(line.get(name) for name in names) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that learned to answer "a" and "b"; read-only."""
+    folder = tmp_path_factory.mktemp("answering")
+    rows = [
+        {"prompt": f"{i:02}{letter}", "completion": f" {answer} "}
+        for i in range(40)
+        for letter, answer in ANSWERS.items()
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(config(folder / "rows.jsonl"), folder / "run")
+    return RunFolder(folder / "run")
+
+
+def test_a_run_learns_to_answer_and_measures_it(answering: RunFolder) -> None:
+    measured = {row[0]: row[5] for row in rows_of(answering.path) if row[5] is not None}
+    assert set(measured) == {60, 120}
+    summary = answering.read_summary()
+    assert measured[120] == summary["exact_match"] == 1
+    assert summary["validation_loss"] < 0.1
+    # Eight rows of four documents, each with a completion of four tokens and its end.
+    assert all(8 * 4 < row[2] <= 8 * 4 * 5 for row in rows_of(answering.path))
+
+
+def test_a_torn_run_resumes_in_the_middle_of_an_epoch_bit_by_bit(
+    answering: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_config(answering.config)
+    with monkeypatch.context() as patch:
+        die_at(patch, 75)
+        with pytest.raises(Stop):
+            train(settings, tmp_path / "torn")
+    train(settings, tmp_path / "torn", resume="must")
+    assert rows_of(tmp_path / "torn") == rows_of(answering.path)
+
+
+def test_exact_match_is_the_share_of_right_answers_as_text(
+    answering: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_config(answering.config)
+    data = open_dataset(settings.data, answering.data)
+    items = ExactMatch.of(settings, data, answering.data)
+    assert items is not None
+    assert len(items) == 6
+    [(end, some)] = items.items
+    given = {item.prompt.tobytes(): item.completion for item in some}
+
+    def answers(model: Any, rows: Any, count: int, **options: Any) -> jax.Array:
+        """Right but for blanks, except for the last two prompts; the last one does not end."""
+        assert options["stop"] == end.token == 0
+        assert options["how"].temperature == 0
+        found = []
+        for row in rows:
+            right = given[row.tobytes()][1:-2].tolist()
+            found.append([*right, *[0] * (count - len(right))])
+        found[-1], found[-2] = [120] * count, [0] * count
+        return jnp.asarray(found)
+
+    monkeypatch.setattr(exact_match_module, "gather_model", lambda state: state)
+    monkeypatch.setattr(exact_match_module, "generate", answers)
+    state: Any = None
+    assert items.measure(state) == 4 / 6
+    # Batches of four: in the second one the last two rows only fill it up, and do not count.
+    monkeypatch.setattr(exact_match_module, "_ROWS", 4)
+    assert items.measure(state) == (2 + 2) / 6
+    monkeypatch.setattr(exact_match_module, "_ROWS", 3)
+    assert items.measure(state) == (1 + 1) / 6
+
+
+def test_eval_says_exact_match_and_perplexity(
+    answering: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(answering.path), "--exact-match", "9"]) == 0
+    out = capfd.readouterr().out
+    assert "of the completions, whose perplexity is 1.0" in out
+    assert "exact match 100.0% of 9 held-out prompts" in out
+
+
+def test_items_need_prompts_in_whole_documents(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r'set data.kind to "chat" or "completion"'):
+        micro_config(tmp_path, train={"eval_exact_match": 4})
+    with pytest.raises(ConfigurationError, match=r'set data.packing = "documents"'):
+        config(tmp_path, packing="none")
+
+
+def test_long_documents_are_noted(
+    answering: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = open_dataset(load_config(answering.config).data, answering.data)
+    assert data.notes(24) == []
+    (note,) = data.notes(5)
+    header = data.parts[0].train.header
+    assert f": {header.documents} of {header.documents} documents are longer than 6 tokens" in note
+    # A document has nine tokens, of which the last five count.
+    assert f"lose their end: {3 * header.documents} of {5 * header.documents} tokens that count" in note
+
+
+def test_chat_answers_each_line(
+    answering: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("91a\n\n92b\n"))
+    assert main(["chat", str(answering.path), "--temperature", "0", "--tokens", "9"]) == 0
+    assert capfd.readouterr().out == "xy \nzz \n"
+    assert main(["chat", str(answering.path), "--system", "be brief"]) == 2
+    assert "--system: " in capfd.readouterr().err
+
+
+def test_chat_on_conversations_uses_the_template(
+    answering: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The weights of the other run; what they answer here is nonsense, but always the same.
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(answering.path, folder.path, ignore=shutil.ignore_patterns("data"))
+    config = load_config(answering.config)
+    chat = replace(config.data, kind="chat", chat_template="chatml")
+    config = replace(config, data=chat, model=replace(config.model, max_seq_len=256), zero=ZeroSection())
+    folder.write_config(config)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    capfd.readouterr()
+    code = main(["chat", str(folder.path), "--system", "S", "--temperature", "0", "--tokens", "7"])
+    assert code == 0
+    out = capfd.readouterr().out
+    # The same by hand.
+    model = gather_model(open_trained(folder, config, MeshSection(nodes=1, local=1)).state)
+    text, wanted = "<|im_start|>system\nS<|im_end|>\n", ""
+    for line in ("one", "two"):
+        text += f"<|im_start|>user\n{line}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32)
+        new = generate(model, prompt, 7, key=jax.random.key(0), how=Sampling(temperature=0), stop=0)
+        answer = ByteTokenizer().decode(new[0].tolist()).lstrip()
+        wanted += f"{answer}\n"
+        text += f"{answer}<|im_end|>\n"
+    assert out == wanted
+
+
+def test_of_conversations_the_last_answers_are_compared(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho\n"}]
+    rows = [{"messages": [turns[0] | {"content": f"hi {i}"}, turns[1]]} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = config(tmp_path / "rows.jsonl", kind="chat", chat_template="chatml")
+    settings = replace(
+        settings,
+        train=replace(settings.train, sequence_length=96),
+        model=replace(settings.model, max_seq_len=96),
+    )
+    prepare(settings.data, tmp_path / "data")
+    items = ExactMatch.of(settings, open_dataset(settings.data, tmp_path / "data"), tmp_path / "data")
+    assert items is not None
+    [(end, some)] = items.items
+    assert end.text == "<|im_end|>"
+    assert {bytes(item.completion.astype(np.uint8)) for item in some} == {b"ho\n<|im_end|>\n"}
+    assert all(bytes(item.prompt.astype(np.uint8)).endswith(b"<|im_start|>assistant\n") for item in some)
+    short = replace(settings, train=replace(settings.train, sequence_length=24))
+    data = open_dataset(settings.data, tmp_path / "data")
+    with pytest.raises(ConfigurationError, match="no held-out document fits into 25 tokens"):
+        ExactMatch.of(short, data, tmp_path / "data")
+
+
+def test_chat_with_a_run_on_text_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_config(micro_config(tmp_path))
+    assert main(["chat", str(folder.path)]) == 2
+    assert "was trained on plain text, and its tokenizer has no chat template: use zerojax sample" in (
+        capfd.readouterr().err
+    )
+    assert main(["chat", str(folder.path), "--tokens", "0"]) == 2
+
+
+class TestDialogue:
+    def read(self, text: bytes) -> list[str]:
+        dialogue = Dialogue(ByteTokenizer(), ChatTemplate(CHATML), longest=999)
+        return [piece for piece in dialogue.read(iter(text)) if piece]
+
+    def test_text_comes_as_it_is_complete_and_ends_before_the_end(self) -> None:
+        assert self.read(b"hello world, you<|im_end|>\nand more") == list("hello world, you")
+        assert "".join(self.read("  größe 😀!".encode())) == "größe 😀!"
+        assert all("\ufffd" not in piece for piece in self.read("😀 größe, and so on".encode()))
+        assert "".join(self.read(b"a < b <|im_e")) == "a < b <|im_e"
+        assert self.read(b"<|im_end|>") == []
+
+    def test_an_end_that_is_one_token_is_that_token(self) -> None:
+        tokenizer = BPETokenizer.train([b"hello"], 260)
+        template = ChatTemplate(CHATML.replace("<|im_end|>", "<|endoftext|>"))
+        dialogue = Dialogue(tokenizer, template, longest=99)
+        assert (dialogue.end.token, dialogue.end.text) == (tokenizer.end_of_text, "")
+        assert list(dialogue.read(iter(tokenizer.encode(b"hi!").tolist()))) == ["h", "i", "!", ""]
+
+    def test_the_oldest_messages_are_dropped_but_not_the_system_message(self) -> None:
+        dialogue = Dialogue(ByteTokenizer(), ChatTemplate(CHATML), system="S", longest=150)
+        prompt = ""
+        for turn in range(4):
+            prompt = ByteTokenizer().decode(dialogue.ask(f"q{turn}").tolist())
+            dialogue.answered(f"a{turn}")
+        assert len(prompt) <= 150
+        assert prompt.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nq2")
+        assert prompt.endswith("a2<|im_end|>\n<|im_start|>user\nq3<|im_end|>\n<|im_start|>assistant\n")
+        assert "x" * 200 in ByteTokenizer().decode(dialogue.ask("x" * 200).tolist())

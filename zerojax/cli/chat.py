@@ -1,0 +1,201 @@
+"""``zerojax chat RUN``: talk to a trained run in the terminal."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+
+from zerojax import gather_model
+from zerojax.cli.options import read_options
+from zerojax.cli.trained import open_trained
+from zerojax.errors import ConfigurationError
+from zerojax.models import GPT, Sampling, stream
+from zerojax.run.config import MeshSection, RunConfig, ZeroSection
+from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
+from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.run_dir import RunFolder
+
+_MOST_TOKENS = 1 << 24
+_UNFINISHED = "\ufffd"  # of a character whose last bytes have not come yet
+
+
+@dataclass(frozen=True)
+class Options:
+    """Talk to a run's latest checkpoint, on one device: a message per line of the input, until it ends.
+
+    A run on conversations sees the whole conversation, in its chat template; of one that is too long for the
+    context, the oldest messages are dropped. A run on prompts and completions sees each line by itself.
+
+    Attributes:
+        run: The run's folder.
+        system: A message of the role "system" that the conversation begins with.
+        tokens: Largest number of tokens of an answer.
+        temperature: Divisor of the logits; 0 always takes the likeliest token.
+        top_k: Sample from this many likeliest tokens only.
+        top_p: Sample from the fewest likeliest tokens whose probabilities sum to this.
+        seed: The same seed and messages give the same answers.
+        ema: Use the averaged weights (optimizer.ema_decay).
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    system: str | None = None
+    tokens: int = 300
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    ema: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a number of tokens below 1, or more than fit into memory.
+
+        Raises:
+            ConfigurationError: names the option.
+        """
+        if not 1 <= self.tokens <= _MOST_TOKENS:
+            raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MOST_TOKENS:,}")
+
+
+def run(arguments: list[str]) -> None:
+    """Restore the newest checkpoint, and answer each line of the input."""
+    options = read_options(Options, "chat", arguments)
+    how = Sampling(options.temperature, options.top_k, options.top_p)
+    folder = RunFolder(options.run)
+    # One device computes with the master weights: wire formats do not matter.
+    config = replace(folder.read_config(), zero=ZeroSection())
+    dialogue = _open_dialogue(config, folder, options)
+    trained = open_trained(folder, config, MeshSection(nodes=1, local=1), ema=options.ema)
+    model: GPT = gather_model(trained.state)
+    keys = jax.random.key(options.seed)
+    for turn, line in enumerate(_lines()):
+        prompt = dialogue.ask(line)
+        key = jax.random.fold_in(keys, turn)
+        new = stream(model, prompt, options.tokens, key=key, how=how, stop=dialogue.end.token)
+        answer = ""
+        for piece in dialogue.read(new):
+            answer += piece
+            print(piece, end="", flush=True)
+        print(flush=True)
+        dialogue.answered(answer)
+
+
+def _lines() -> Iterator[str]:
+    """The messages of the user, after a prompt if they are typed."""
+    typed = sys.stdin.isatty()
+    while True:
+        if typed:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            if typed:
+                print()
+            return
+        if line.strip():
+            yield line.rstrip("\r\n")
+
+
+class Dialogue:
+    """What has been said so far, and how the next prompt is made from it.
+
+    Attributes:
+        end: what ends an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        system: str | None = None,
+        longest: int,
+    ) -> None:
+        """Begin a conversation.
+
+        Args:
+            tokenizer: of the run.
+            template: None if each line is a prompt by itself.
+            system: message that the conversation begins with.
+            longest: tokens of a prompt from which on the oldest messages are dropped.
+
+        Raises:
+            DataError: an assistant's message has no end in the template.
+        """
+        self.end = AnswerEnd.of(tokenizer, template)
+        self._tokenizer = tokenizer
+        self._template = template
+        self._longest = longest
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, line: str) -> np.ndarray:
+        """Add a message of the user; returns the tokens of the prompt, int32.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        if self._template is None:
+            prompt = self._tokenizer.encode(line.encode(errors="replace"))
+            return np.asarray([self._tokenizer.begin_of_text, *prompt], np.int32)
+        self._messages.append({"role": "user", "content": line})
+        while True:
+            text = self._template.render([*self._first, *self._messages], add_generation_prompt=True)
+            prompt = self._tokenizer.encode(text.encode(errors="replace")).astype(np.int32)
+            if len(prompt) <= self._longest or len(self._messages) == 1:
+                return prompt
+            del self._messages[:2]  # a question and its answer
+
+    def answered(self, answer: str) -> None:
+        """Add the answer to the conversation."""
+        self._messages.append({"role": "assistant", "content": answer})
+
+    def read(self, tokens: Iterator[int]) -> Iterator[str]:
+        """The text of an answer in pieces as its tokens come, without blanks at the start."""
+        ids: list[int] = []
+        shown = 0
+        text, ended = "", False
+        for token in tokens:
+            ids.append(token)
+            text, ended = self.end.read(self._tokenizer, ids)
+            text = text.lstrip()
+            if ended:
+                break
+            ready = text.rstrip(_UNFINISHED)
+            if self.end.text:  # its beginning may be the end of the text so far
+                ready = ready[: max(shown, len(ready) - len(self.end.text) + 1)]
+            yield ready[shown:]
+            shown = max(shown, len(ready))
+        yield text[shown:]
+
+
+def _open_dialogue(config: RunConfig, folder: RunFolder, options: Options) -> Dialogue:
+    """The conversation that fits what the run was trained on.
+
+    Raises:
+        ConfigurationError: it was trained on plain text, with a tokenizer without a chat template; or a
+            system message is given to one that answers single prompts.
+    """
+    kinds = {one.kind for one in config.data.sources}
+    tokenizer = open_tokenizer(config.data, folder.data)
+    longest = max(1, config.model.max_seq_len - options.tokens)
+    if "chat" in kinds:
+        template = open_template(config.data, folder.data)
+    elif "completion" in kinds:
+        if options.system is not None:
+            raise ConfigurationError(
+                f"--system: {folder.path} answers single prompts (data.kind), not conversations: leave it out"
+            )
+        template = None
+    else:
+        try:
+            template = open_template(config.data, folder.data)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{folder.path} was trained on plain text, and its tokenizer has no chat template: use "
+                "zerojax sample, or train on conversations (data.kind)"
+            ) from error
+    return Dialogue(tokenizer, template, system=options.system, longest=longest)

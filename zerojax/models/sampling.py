@@ -1,0 +1,51 @@
+"""Draws tokens from logits."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from zerojax.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw the next token from the logits.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Draw only from this many likeliest tokens.
+        top_p: Draw only from the fewest likeliest tokens whose probabilities (after temperature and
+            top_k) sum to at least this (Holtzman et al., 2020).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ConfigurationError(f"temperature = {self.temperature}: 0 (greedy) or above")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigurationError(f"top_k = {self.top_k}: at least 1, or left out")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
+
+
+def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampling) -> Int[Array, " batch"]:
+    """Draw one token per row of logits, int32."""
+    if how.temperature == 0:
+        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    scores = scores.astype(jnp.float32) / how.temperature
+    if how.top_k is not None and how.top_k < scores.shape[-1]:
+        least = jax.lax.top_k(scores, how.top_k)[0][:, -1:]
+        scores = jnp.where(scores < least, -jnp.inf, scores)
+    if how.top_p is not None and how.top_p < 1:
+        descending = jnp.sort(scores, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        # A token is kept if the likelier ones sum to less than top_p; the likeliest always is.
+        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < how.top_p
+        least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+        scores = jnp.where(scores < least, -jnp.inf, scores)
+    return jax.random.categorical(key, scores).astype(jnp.int32)

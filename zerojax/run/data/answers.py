@@ -1,0 +1,89 @@
+"""Where an answer ends, and the held-out prompts whose answers are known."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Int32
+
+from zerojax.run.data.chat_template import ChatTemplate
+from zerojax.run.data.tokenizer import Tokenizer
+from zerojax.run.data.tokens import TokenFile
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """What ends an answer.
+
+    Attributes:
+        token: that ends it.
+        text: that ends it if it is not a single token, as for bytes; else empty.
+    """
+
+    token: int
+    text: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> Self:
+        """The end of an assistant's message, or without a template that of a text.
+
+        Raises:
+            DataError: the template writes nothing after a message.
+        """
+        if template is None:
+            return cls(tokenizer.end_of_text)
+        ending = template.turn_end.strip() or template.turn_end
+        tokens = tokenizer.encode(ending.encode())
+        return cls(int(tokens[0])) if len(tokens) == 1 else cls(tokenizer.end_of_text, ending)
+
+    def read(self, tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, bool]:
+        """The text of an answer up to its end, and whether it has ended."""
+        ids = list(tokens)
+        ended = self.token in ids
+        text = tokenizer.decode(ids[: ids.index(self.token)] if ended else ids)
+        if self.text and self.text in text:
+            return text[: text.index(self.text)], True
+        return text, ended
+
+
+class Item(NamedTuple):
+    """A prompt and its completion, as tokens.
+
+    Attributes:
+        prompt: all that is before the completion, with the token that begins the text.
+        completion: with what ends it.
+    """
+
+    prompt: Int32[np.ndarray, " prompt"]
+    completion: Int32[np.ndarray, " completion"]
+
+
+def held_out_items(file: TokenFile, count: int, longest: int) -> list[Item]:
+    """Prompts and completions, spread evenly over a file with a mask.
+
+    Of a conversation the last message of the assistant is the completion.
+
+    Args:
+        file: of validation documents.
+        count: the most to return.
+        longest: documents of more tokens are left out.
+    """
+    assert file.mask is not None
+    lengths = np.asarray(file.lengths, np.int64)
+    ends = np.cumsum(lengths)
+    fitting = np.flatnonzero(lengths <= longest)
+    chosen = np.linspace(0, len(fitting) - 1, min(count, len(fitting))).astype(int)
+    items: list[Item] = []
+    for document in fitting[chosen]:
+        whole = slice(ends[document] - lengths[document], ends[document])
+        tokens, mask = np.asarray(file.tokens[whole], np.int32), file.mask[whole]
+        counted = np.flatnonzero(mask)
+        if not len(counted):
+            continue
+        end = int(counted[-1]) + 1
+        others = np.flatnonzero(mask[:end] == 0)
+        if len(others):
+            start = int(others[-1]) + 1
+            items.append(Item(tokens[:start], tokens[start:end]))
+    return items

@@ -1,0 +1,282 @@
+"""Chat templates: Jinja programs that turn a conversation into the text that a model was trained on.
+
+Hugging Face tokenizers carry one, as "chat_template" in tokenizer_config.json or as chat_template.jinja.
+Templates are rendered as ``transformers`` does (``apply_chat_template`` with ``tokenize=False``): in Jinja's
+sandbox, without access to files or to Python's internals.
+"""
+
+import json
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.tokenizer import SETTINGS, read_settings
+from zerojax.validation.untrusted import printable, short
+
+TEMPLATE = "chat_template.jinja"
+"""Beside a tokenizer.json, as in Hugging Face's folders."""
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+BUILT_IN = {"chatml": CHATML}
+"""Name -> template, for tokenizers that have none."""
+
+Message = Mapping[str, Any]
+Ranges = tuple[tuple[int, int], ...]
+
+_PROBE = "0f2c9a71"  # content that no template writes itself
+_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template.
+
+    Attributes:
+        source: Jinja.
+        special_tokens: "bos_token" and "eos_token", as far as the tokenizer has them.
+        name: of its file or setting, for messages.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    name: str = "the chat template"
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"{self.name}: line {error.lineno}: {printable(str(error))}") from error
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: each with "role" and "content", and perhaps other keys that the template knows.
+            add_generation_prompt: end with what begins an answer.
+
+        Raises:
+            DataError: the template is not valid, or refuses the conversation.
+        """
+        return self._render(messages, add_generation_prompt)[0]
+
+    def render_targets(self, messages: Sequence[Message]) -> tuple[str, Ranges]:
+        """The text of a conversation, and the ranges of its characters that an assistant is to write.
+
+        These are what the template puts into ``{% generation %}`` blocks; in a template without them, what
+        an assistant's message adds to the text of the messages before it and the generation prompt. That
+        includes what ends the turn.
+
+        Raises:
+            DataError: as for ``render``; there is nothing to learn; or the template has no blocks and does
+                not go on where the text of fewer messages ends.
+        """
+        text, ranges = self._render(messages, False)
+        if not _BLOCK.search(self.source):
+            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+            ranges = tuple(self._turn(messages, number, text) for number in turns)
+        ranges = tuple((start, end) for start, end in ranges if start < end)
+        if not ranges:
+            raise DataError("no message of the assistant, so there is nothing to learn")
+        return text, ranges
+
+    def _turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+        """The range of an assistant's message in the text of the whole conversation."""
+        before, _ = self._render(messages[:number], True)
+        after, _ = self._render(messages[: number + 1], False)
+        if not (after.startswith(before) and text.startswith(after)):
+            raise DataError(
+                f"{self.name} writes the messages up to {number} differently when others follow: mark what "
+                "the assistant writes by {% generation %} ... {% endgeneration %} in a copy of the template, "
+                "and give its path as data.chat_template"
+            )
+        return len(before), len(after)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What the template writes after the content of an assistant's message.
+
+        Raises:
+            DataError: it writes nothing, so that a model could not learn to stop, or does not train on it.
+        """
+        probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        text, ranges = self.render_targets(probe)
+        at = text.rfind(_PROBE) + len(_PROBE)
+        ending = text[at:]
+        if _PROBE not in text or not ending:
+            raise DataError(
+                f"{self.name} writes nothing after an assistant's message, so a model cannot learn to stop: "
+                'add what ends a turn, or set data.chat_template to "chatml"'
+            )
+        written = len(ending.rstrip()) or len(ending)
+        if not any(start <= text.rfind(_PROBE) and at + written <= end for start, end in ranges):
+            raise DataError(
+                f"{self.name} leaves {short(ending)}, which ends an assistant's message, outside of its "
+                "{% generation %} block, so a model would not learn to stop"
+            )
+        return ending
+
+    def _render(self, messages: Sequence[Message], prompt: bool) -> tuple[str, Ranges]:
+        template = self._compiled
+        # A column of Parquet has null for the keys that a message lacks.
+        plain = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        blocks: list[str] = []
+        ranges: list[tuple[int, int]] = []
+        try:
+            with _GenerationBlocks.recorded(template.environment, blocks, ranges):
+                for block in template.generate(
+                    messages=plain,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=prompt,
+                    **self.special_tokens,
+                ):
+                    blocks.append(block)
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise DataError(f"{self.name}: {printable(str(error))}") from error
+        return "".join(blocks), tuple(ranges)
+
+
+def find_template(folder: Path) -> str | None:
+    """The chat template of a tokenizer's folder, or None if it has none.
+
+    Raises:
+        DataError: a file of the folder cannot be read.
+    """
+    path = folder / TEMPLATE
+    if path.is_file():
+        return _read(path)
+    found = read_settings(folder / SETTINGS).get("chat_template")
+    if isinstance(found, list):  # of named ones
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise DataError(f"{folder / SETTINGS}: chat_template = {short(found)} should be a string")
+    return found
+
+
+def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
+    """The chat template of the settings.
+
+    Args:
+        setting: data.chat_template: "tokenizer", the name of a built-in one, or the path of a Jinja file.
+        tokenizer: data.tokenizer.
+
+    Returns:
+        The template, and its name for messages.
+
+    Raises:
+        DataError: there is none; says which to choose.
+    """
+    if setting in BUILT_IN:
+        return BUILT_IN[setting], f'data.chat_template "{setting}"'
+    if setting != "tokenizer":
+        path = Path(setting).expanduser()
+        if not path.is_file():
+            known = ", ".join(map(repr, BUILT_IN))
+            raise DataError(f"data.chat_template {setting!r}: 'tokenizer', {known} or an existing file")
+        return _read(path), str(path)
+    folder = Path(tokenizer).expanduser().parent
+    found = None if tokenizer in ("byte", "bpe") else find_template(folder)
+    if found is None:
+        raise DataError(
+            f"data.tokenizer {tokenizer!r} has no chat template: set data.chat_template to "
+            f"{' or '.join(map(repr, BUILT_IN))}, or to the path of a Jinja file"
+        )
+    return found, f"the chat template in {folder}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not valid UTF-8 at byte {error.start}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _GenerationBlocks(Extension):
+    """The tag {% generation %} ... {% endgeneration %}, whose text an assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own is not annotated either)
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self._blocks: list[str] = []
+        self._ranges: list[tuple[int, int]] = []
+
+    def parse(self, parser: Any) -> Node:
+        """Turn the tag into a call of ``_record``."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+    def _record(self, caller: Any) -> str:
+        text = caller()
+        start = sum(map(len, self._blocks))
+        self._ranges.append((start, start + len(text)))
+        return text
+
+    @classmethod
+    @contextmanager
+    def recorded(
+        cls, environment: jinja2.Environment, blocks: list[str], ranges: list[tuple[int, int]]
+    ) -> Generator[None]:
+        """Record the ranges of blocks while ``blocks`` collects the text before them."""
+        one: Any = environment.extensions[cls.identifier]
+        one._blocks, one._ranges = blocks, ranges
+        try:
+            yield
+        finally:
+            one._blocks, one._ranges = [], []

@@ -1,0 +1,161 @@
+"""Prompts with completions, and conversations: rows of a table whose documents count in the loss in part."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, UInt32
+
+from zerojax.run.data.chat_template import ChatTemplate
+from zerojax.run.data.formats import DataError, Document, encode_text, read_rows
+from zerojax.run.data.tokenizer import Tokenizer
+from zerojax.validation.untrusted import short
+
+
+class Encoded(NamedTuple):
+    """The tokens of a document, ends included.
+
+    Attributes:
+        tokens: their ids.
+        mask: which of them count in the loss.
+    """
+
+    tokens: UInt32[np.ndarray, " n"]
+    mask: Bool[np.ndarray, " n"]
+
+
+class Examples(Protocol):
+    """How the rows of a table become documents, and these tokens."""
+
+    def read(self, path: Path) -> Iterator[Document]:
+        """The documents of a table, with the ranges that count in the loss.
+
+        Raises:
+            DataError: the file is damaged or not a table, or a row is not as it should be; names the row.
+        """
+        ...
+
+    def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
+        """The tokens of documents.
+
+        Raises:
+            DataError: the tokenizer cannot encode one.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Rows with a prompt and its completion.
+
+    Both are encoded by themselves, since a prompt to answer comes without its completion. The tokens are
+    those of the prompt and the completion, between the tokens that begin and end a text; the completion and
+    the end count in the loss.
+
+    Attributes:
+        prompt: column of the prompt.
+        completion: column of the completion.
+    """
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+
+    def read(self, path: Path) -> Iterator[Document]:
+        """The prompts and completions of a table; see ``Examples``."""
+        for place, row in read_rows(path, (self.prompt, self.completion)):
+            for column, value in row.items():
+                if not isinstance(value, str):
+                    raise DataError(f"{place}: column {column!r} is {_kind(value)}, not text: clean the data")
+            prompt, completion = row[self.prompt], row[self.completion]
+            if not completion:
+                raise DataError(f"{place}: column {self.completion!r} is empty, so there is nothing to learn")
+            whole = prompt + completion
+            yield Document(place, encode_text(whole, place), ((len(prompt), len(whole)),))
+
+    def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
+        """The tokens of prompts and completions; see ``Examples``."""
+        halves: list[bytes] = []
+        for document in documents:
+            text = document.text.decode()
+            for cut, _ in document.targets or ():
+                halves += text[:cut].encode(), text[cut:].encode()
+        encoded = tokenizer.encode_batch(halves)
+        begin, end = (
+            np.asarray([token], np.uint32) for token in (tokenizer.begin_of_text, tokenizer.end_of_text)
+        )
+        found = []
+        for prompt, completion in zip(encoded[::2], encoded[1::2], strict=True):
+            tokens = np.concatenate([begin, prompt, completion, end])
+            found.append(Encoded(tokens, np.arange(len(tokens)) > len(prompt)))
+        return found
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Rows with a list of messages, which a chat template turns into text.
+
+    The tokens are those of the text as a whole, as of ``apply_chat_template`` in transformers: which special
+    tokens there are is up to the template. A token counts in the loss if any of its characters does.
+
+    Attributes:
+        template: of the conversations.
+        messages: column of the messages.
+    """
+
+    template: ChatTemplate
+    messages: str = "messages"
+
+    def read(self, path: Path) -> Iterator[Document]:
+        """The conversations of a table; see ``Examples``."""
+        for place, row in read_rows(path, (self.messages,)):
+            messages = _checked_messages(row[self.messages], self.messages, place)
+            try:
+                text, targets = self.template.render_targets(messages)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            yield Document(place, encode_text(text, place), targets)
+
+    def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
+        """The tokens of conversations; see ``Examples``."""
+        found = []
+        spans = tokenizer.encode_spans([document.text.decode() for document in documents])
+        for document, (tokens, starts, ends) in zip(documents, spans, strict=True):
+            mask = np.zeros(len(tokens), bool)
+            for start, end in document.targets or ():
+                mask |= (starts < end) & (ends > start)
+            found.append(Encoded(tokens, mask))
+        return found
+
+
+def text_that_counts(document: Document) -> int:
+    """The number of bytes of a document that count in the loss."""
+    if document.targets is None:
+        return len(document.text)
+    text = document.text.decode()
+    return sum(len(text[start:end].encode()) for start, end in document.targets)
+
+
+def _checked_messages(messages: Any, column: str, place: str) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        found = "an empty list" if messages == [] else _kind(messages)
+        raise DataError(f"{place}: column {column!r} is {found}, not a list of messages: clean the data")
+    for number, message in enumerate(messages):
+        here = f"{place}: message {number}"
+        if not isinstance(message, dict):
+            raise DataError(f"{here} is {_kind(message)}, not a table with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                keys = short(list(message))
+                what = (
+                    f"has no {key!r} among {keys}"
+                    if key not in message
+                    else f"has {_kind(message[key])} as {key}"
+                )
+                raise DataError(f"{here} {what}: role and content are text")
+    return messages
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
