@@ -76,6 +76,18 @@ MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
 }
 
 
+TINY = LLAMA | {"intermediate_size": 24}
+# name -> config: one of each family and feature, without a tokenizer, in bfloat16.
+FAMILIES: dict[str, Any] = {
+    "mistral": transformers.MistralConfig(**TINY, sliding_window=6),
+    "qwen2": transformers.Qwen2Config(**TINY, max_window_layers=2, tie_word_embeddings=True),
+    "qwen2-window": transformers.Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=6, max_window_layers=0
+    ),
+    "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
+}
+
+
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE over lower-case text, with an end-of-text token."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -103,6 +115,28 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     return model.to(dtype).eval()
 
 
+@torch.no_grad()
+def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """The logits of a saved model in fp32, with attention as its code spells it out."""
+    # Read again: a model cast back to fp32 would keep its rotary frequencies rounded.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model(torch.from_numpy(tokens).long()).logits.numpy()
+
+
+def write_families(folder: Path) -> None:
+    """Write the models of FAMILIES; expected.npz has tokens and their logits."""
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 20), dtype=np.int32)
+    for name, config in FAMILIES.items():
+        shutil.rmtree(folder / name, ignore_errors=True)
+        make_model(config, torch.bfloat16).save_pretrained(folder / name)
+        (folder / name / "generation_config.json").unlink(missing_ok=True)
+        np.savez_compressed(
+            folder / name / "expected.npz", tokens=tokens, logits=logits_of(folder / name, tokens)
+        )
+
+
 def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None:
     """Write models; beside the files of each, expected.npz has tokens and their logits."""
     tokenizer = make_tokenizer()
@@ -112,11 +146,9 @@ def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None
         shutil.rmtree(folder / name, ignore_errors=True)
         make_model(config, dtype).save_pretrained(folder / name, max_shard_size=largest)
         tokenizer.save_pretrained(folder / name)
-        # Read again: a model cast back to fp32 would keep its rotary frequencies rounded.
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        with torch.no_grad():
-            logits = model(torch.from_numpy(tokens).long()).logits.numpy()
-        np.savez_compressed(folder / name / "expected.npz", tokens=tokens, logits=logits)
+        np.savez_compressed(
+            folder / name / "expected.npz", tokens=tokens, logits=logits_of(folder / name, tokens)
+        )
 
 
 def main() -> None:
@@ -125,7 +157,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    write(parser.parse_args().folder, MODELS)
+    folder = parser.parse_args().folder
+    write(folder, MODELS)
+    write_families(folder / "families")
 
 
 if __name__ == "__main__":

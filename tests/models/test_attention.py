@@ -18,16 +18,24 @@ def table(positions, head_dim, theta):
     return rope_table(positions, rope_frequencies(config))
 
 
-def plain_attention(q, k, v):
+def plain_attention(q, k, v, window=100):
     """Numpy, one head and one position at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(q.shape[:3]):
-        scores = k[b, : t + 1, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        seen = slice(max(0, t + 1 - window), t + 1)
+        scores = k[b, seen, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ v[b, : t + 1, h // group] / weights.sum()
+        out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
     return out
+
+
+@pytest.mark.parametrize("window", [1, 4, 6, 9])
+def test_a_window_reaches_back_so_many_positions(window):
+    q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
+    ours = causal_attention(q, k, v, window=window)
+    np.testing.assert_allclose(ours, plain_attention(q, k, v, window), atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -26,8 +26,8 @@ def draw_prompt(length, batch=2):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2}],
-    ids=["gpt2", "llama", "list"],
+    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2}, LLAMA | {"sliding_window": 5}],
+    ids=["gpt2", "llama", "list", "window"],
 )
 @pytest.mark.parametrize("length", [1, 6, 17])
 def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):

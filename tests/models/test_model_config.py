@@ -28,6 +28,8 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"position_offset": 2, "positions": "rope"}, "0 without learned positions"),
         ({"rope_scaling": "yarn"}, "one of none, linear, llama3"),
         ({"rope_low_freq_factor": 4.0}, "must lie below"),
+        ({"qkv_biases": True}, "qkv_biases: biases = true"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -46,6 +48,7 @@ def test_wrong_settings_are_named(settings, message):
         {"norm": "rms", "mlp": "swiglu", "kv_heads": 1},
         {"heads": 5, "kv_heads": 1, "head_width": 6, "position_offset": 2, "mlp": "gelu_exact"},
         {"dropout": 0.1},
+        LLAMA | {"qkv_biases": True, "qk_norm": True, "kv_heads": 2},
     ],
 )
 def test_parameter_count_is_that_of_the_model(settings):
@@ -67,5 +70,8 @@ def test_flops_per_token_counts_what_is_multiplied():
     qkv_and_out, mlp, head = 24 * 72 + 24 * 24, 2 * 24 * 96, 37 * 24
     scores_and_values = 12 * 3 * 24 * 10
     assert flops_per_token(config, 10) == 6 * (3 * (qkv_and_out + mlp) + head) + scores_and_values
+    short = GPTConfig(**SMALL, sliding_window=4)
+    assert flops_per_token(config, 10) - flops_per_token(short, 10) == 12 * 3 * 24 * (10 - 4)
+    assert flops_per_token(config, 3) == flops_per_token(short, 3)
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

@@ -24,7 +24,10 @@ SMALL: dict[str, Any] = {
     "init_std": 0.3,
 }
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "kv_heads": 2}
-FAMILIES = pytest.mark.parametrize("family", [{"scan": False}, LLAMA], ids=["learned", "rope"])
+WINDOW = LLAMA | {"sliding_window": 3, "qkv_biases": True, "qk_norm": True}
+FAMILIES = pytest.mark.parametrize(
+    "family", [{"scan": False}, LLAMA, WINDOW], ids=["learned", "rope", "window"]
+)
 # The tokens of each document in each row of 17; what is left is padding.
 ROWS = ((17,), (5, 12), (2, 3, 2, 9), (6, 4), (1, 1, 15), (8, 8))
 

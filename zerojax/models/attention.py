@@ -78,9 +78,11 @@ def causal_attention(
     value: Float[Array, "batch time kv_heads dim"],
     kernel: AttentionKernel = "auto",
     segments: Segments | None = None,
+    window: int | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
+    With a window, a position attends to so many positions at most, itself included; cuDNN skips the rest.
     Positions of different segments do not attend to each other. With cuDNN this needs an even time and a
     bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept.
 
@@ -91,9 +93,12 @@ def causal_attention(
     if kernel == "auto":
         kernel = "cudnn" if _cudnn_takes(query, segments) else "xla"
     same = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+    reach = None if window is None or window >= query.shape[1] else window - 1
     if kernel == "cudnn":
-        return _cudnn_attention(query, key, value, same)
-    out = jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
+        return _cudnn_attention(reach, query, key, value, same)
+    out = jax.nn.dot_product_attention(
+        query, key, value, mask=same, is_causal=True, local_window_size=_left(reach), implementation="xla"
+    )
     return checkpoint_name(out, ATTENTION_NAME)
 
 
@@ -108,18 +113,28 @@ def _cudnn_takes(query: Array, segments: Array | None) -> bool:
     )
 
 
-_flash = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+def _left(reach: int | None) -> tuple[int, int] | None:
+    """JAX's ``local_window_size`` for a reach of so many earlier positions."""
+    return None if reach is None else (reach, 0)
 
 
-@jax.custom_vjp
-def _cudnn_attention(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
-    return checkpoint_name(_flash(query, key, value, mask=mask), ATTENTION_NAME)
+def _flash(reach: int | None, query: Array, key: Array, value: Array, *, mask: Array | None) -> Array:
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, local_window_size=_left(reach), implementation="cudnn"
+    )
 
 
-def _cudnn_forward(query: Array, key: Array, value: Array, mask: Array | None) -> tuple[Array, Callable]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cudnn_attention(reach: int | None, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+    return checkpoint_name(_flash(reach, query, key, value, mask=mask), ATTENTION_NAME)
+
+
+def _cudnn_forward(
+    reach: int | None, query: Array, key: Array, value: Array, mask: Array | None
+) -> tuple[Array, Callable]:
     # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
     # make remat run the forward kernel again for them. Hence this rule, which names them.
-    out, pullback = jax.vjp(partial(_flash, mask=mask), query, key, value)
+    out, pullback = jax.vjp(partial(_flash, reach, mask=mask), query, key, value)
     named_out = checkpoint_name(out, ATTENTION_NAME)
 
     def name(residual: Array) -> Array:
@@ -131,7 +146,10 @@ def _cudnn_forward(query: Array, key: Array, value: Array, mask: Array | None) -
     return named_out, jax.tree.map(name, pullback)
 
 
-def _cudnn_backward(pullback: Callable, gradient: Array) -> tuple[Array, Array, Array, None]:
+def _cudnn_backward(
+    reach: int | None, pullback: Callable, gradient: Array
+) -> tuple[Array, Array, Array, None]:
+    del reach
     return *pullback(gradient), None
 
 

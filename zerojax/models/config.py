@@ -36,6 +36,12 @@ class GPTConfig:
         mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT) or "swiglu" (LLaMA).
         tied: Whether the output projection is the token embedding.
         biases: Whether linear layers and layer norms have biases.
+        qkv_biases: Whether the query, key and value projections have biases although other layers
+            have none (Qwen2).
+        qk_norm: Whether each head of the queries and keys goes through an RMS norm before it is
+            rotated (Qwen3).
+        sliding_window: Tokens that a position attends to, itself included (Mistral); None means
+            itself and all earlier ones.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
         rope_theta: Base of the rotary wavelengths; this and the next five are used only when
@@ -71,6 +77,9 @@ class GPTConfig:
     mlp: Activation = "gelu"
     tied: bool = True
     biases: bool = True
+    qkv_biases: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
     max_seq_len: int = 1024
     dropout: float = 0.0
     rope_theta: float = 10000.0
@@ -89,7 +98,7 @@ class GPTConfig:
         check_numbers(self, "[model] {}".format)
         for name in _COUNTS:
             _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: at least 1")
-        for name in ("kv_heads", "head_width", "ffn"):
+        for name in ("kv_heads", "head_width", "ffn", "sliding_window"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
         for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "norm_eps", "init_std"):
@@ -120,6 +129,10 @@ class GPTConfig:
             self.positions != "rope" or self.head_dim % 2 == 0,
             f'positions = "rope" rotates pairs, but a head is {self.head_dim} wide '
             "(head_width, or d_model / heads): make it even",
+        )
+        _require(
+            not (self.biases and self.qkv_biases),
+            "qkv_biases: biases = true gives them to every layer; set it to false, or leave qkv_biases out",
         )
         most = _MOST_LAYERS if self.scan else _MOST_UNSCANNED
         _require(
@@ -179,10 +192,12 @@ def _norm_parameters(c: GPTConfig) -> int:
 def parameter_count(config: GPTConfig) -> int:
     """Number of parameters of ``GPT(config)``; tied matrices count once."""
     c = config
-    block = _block_matrices(c) + 2 * _norm_parameters(c)
+    block = _block_matrices(c) + 2 * _norm_parameters(c) + (2 * c.head_dim if c.qk_norm else 0)
+    if c.biases or c.qkv_biases:
+        block += c.attention_width + 2 * c.key_value_heads * c.head_dim
     if c.biases:
         hidden = (2 if c.mlp == "swiglu" else 1) * c.ffn_width
-        block += c.attention_width + 2 * c.key_value_heads * c.head_dim + c.d_model + hidden + c.d_model
+        block += c.d_model + hidden + c.d_model
     tables = c.vocab_size * (1 if c.tied else 2)
     if c.positions == "learned":
         tables += c.max_seq_len + c.position_offset
@@ -194,8 +209,9 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
 
     6 per weight that is multiplied (including the output projection, without the embedding look-ups), plus
     12 x layers x heads x head_dim x seq_len for attention scores and values. This is the convention of PaLM
-    (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not added. Model
-    FLOPs utilisation is this times tokens per second over the peak of the chip.
+    (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not added. Where
+    there is a sliding window, it takes the place of a longer seq_len. Model FLOPs utilisation is this times
+    tokens per second over the peak of the chip.
 
     Raises:
         ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
@@ -203,4 +219,9 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     if not 1 <= seq_len <= config.max_seq_len:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = config.layers * _block_matrices(config) + config.vocab_size * config.d_model
-    return 6 * matrices + 12 * config.layers * config.attention_width * seq_len
+    return 6 * matrices + 12 * config.attention_width * attended_tokens(config, seq_len)
+
+
+def attended_tokens(config: GPTConfig, seq_len: int) -> int:
+    """Tokens that a position may attend to, summed over the layers; causal masking is not deducted."""
+    return config.layers * min(seq_len, config.sliding_window or seq_len)

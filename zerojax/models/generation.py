@@ -198,7 +198,11 @@ def _extend(
     """``GPT.hidden`` of tokens at positions start, start + 1, ..., reading and filling the cache."""
     positions = start + jnp.arange(tokens.shape[1])
     x, rope = model.embed_tokens(tokens, positions)
-    seen = (jnp.arange(cache.keys.shape[2]) <= positions[:, None])[None, None]
+    distance = positions[:, None] - jnp.arange(cache.keys.shape[2])
+    seen = distance >= 0
+    if (window := model.config.sliding_window) is not None:
+        seen &= distance < window
+    seen = seen[None, None]
     if not isinstance(model.blocks, Stack):
         for index, block in enumerate(model.blocks):
             x, cache = _extend_block(block, index, x, rope, seen, start, cache)

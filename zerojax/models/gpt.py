@@ -35,9 +35,9 @@ from zerojax.schedule.breadth_first import with_batching_rule
 Hidden = Float[Array, "batch time d_model"]
 
 
-def _linear(c: GPTConfig, inputs: int, outputs: int, rngs: nnx.Rngs, std: float) -> nnx.Linear:
+def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float, *, biases: bool) -> nnx.Linear:
     init = nnx.initializers.normal(std)
-    return nnx.Linear(inputs, outputs, use_bias=c.biases, kernel_init=init, rngs=rngs)
+    return nnx.Linear(inputs, outputs, use_bias=biases, kernel_init=init, rngs=rngs)
 
 
 def _residual_std(c: GPTConfig) -> float:
@@ -97,8 +97,11 @@ class Attention(nnx.Module):
         c = config
         self.config = c
         width = (c.heads + 2 * c.key_value_heads) * c.head_dim
-        self.qkv = _linear(c, c.d_model, width, rngs, c.init_std)
-        self.out = _linear(c, c.attention_width, c.d_model, rngs, _residual_std(c))
+        self.qkv = _linear(c.d_model, width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
+        self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
+        if c.qk_norm:
+            self.query_norm = nnx.RMSNorm(c.head_dim, epsilon=c.norm_eps, rngs=rngs)
+            self.key_norm = nnx.RMSNorm(c.head_dim, epsilon=c.norm_eps, rngs=rngs)
 
     def project(self, x: Hidden, rope: RopeTable | None) -> tuple[Array, Array, Array]:
         """Queries (batch, time, heads, head_dim), keys and values (batch, time, kv_heads, ...)."""
@@ -106,14 +109,16 @@ class Attention(nnx.Module):
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
         q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
+        if c.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         return q, k, v
 
     def __call__(self, x: Hidden, rope: RopeTable | None, segments: Segments | None = None) -> Hidden:
         """Mix each position with those before it, in its segment; rope is None with learned positions."""
-        q, k, v = self.project(x, rope)
-        return self.join(causal_attention(q, k, v, self.config.attention, segments))
+        c, (q, k, v) = self.config, self.project(x, rope)
+        return self.join(causal_attention(q, k, v, c.attention, segments, c.sliding_window))
 
     def join(self, heads: Float[Array, "batch time heads head_dim"]) -> Hidden:
         """The output projection of all heads side by side."""
@@ -134,9 +139,9 @@ class MLP(nnx.Module):
         c = config
         self.activation = c.mlp
         if c.mlp == "swiglu":
-            self.gate = _linear(c, c.d_model, c.ffn_width, rngs, c.init_std)
-        self.up = _linear(c, c.d_model, c.ffn_width, rngs, c.init_std)
-        self.down = _linear(c, c.ffn_width, c.d_model, rngs, _residual_std(c))
+            self.gate = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
+        self.up = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
+        self.down = _linear(c.ffn_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
 
     def __call__(self, x: Hidden) -> Hidden:
         """Apply up, the activation, and down."""

@@ -1,7 +1,7 @@
 """Keys missing from a config.json have the defaults that transformers documents.
 
-The values are those of `GPT2Config`, `OPTConfig` and `LlamaConfig` and of their base class, in transformers 4
-and 5 alike; the epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.
+The values are those of the families' configs and of their base class, in transformers 4 and 5 alike; the
+epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.
 """
 
 from typing import Any
@@ -10,9 +10,17 @@ import pytest
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.config_keys import HARMLESS, ConfigKeys
-from zerojax.interop.huggingface.families import FAMILIES
+from zerojax.interop.huggingface.families import FAMILIES, read_model
 from zerojax.models import GPTConfig
 
+_LLAMA_SHAPE: dict[str, Any] = {
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
 SHAPE: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 100, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 32},
     "opt": {
@@ -23,18 +31,27 @@ SHAPE: dict[str, dict[str, Any]] = {
         "ffn_dim": 24,
         "max_position_embeddings": 32,
     },
-    "llama": {
-        "vocab_size": 100,
-        "num_hidden_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-        "max_position_embeddings": 32,
-    },
+    "llama": _LLAMA_SHAPE,
+    "mistral": _LLAMA_SHAPE | {"num_key_value_heads": 2},
+    "qwen2": _LLAMA_SHAPE | {"num_key_value_heads": 2},
+    "qwen3": _LLAMA_SHAPE | {"num_key_value_heads": 2},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
+NULLABLE = {"num_key_value_heads", "sliding_window"}
+"""Keys whose null is not their default: as many as heads, and no window."""
 
 SAME: dict[str, Any] = {"vocab_size": 100, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 32}
+_LLAMA: dict[str, Any] = {
+    **SAME, "ffn": 24, "norm": "rms", "positions": "rope", "position_offset": 0, "mlp": "swiglu",
+    "tied": False, "biases": False, "kv_heads": 2, "head_width": None, "norm_eps": 1e-6,
+    "rope_theta": 10000.0, "rope_scaling": "none",
+}  # fmt: skip
+
+
+def like_llama(**fields: Any) -> GPTConfig:
+    return GPTConfig(**(_LLAMA | fields))
+
+
 MODELS = {
     "gpt2": GPTConfig(
         **SAME, ffn=None, norm="layer", positions="learned", position_offset=0, mlp="gelu", tied=True,
@@ -44,11 +61,31 @@ MODELS = {
         **SAME, ffn=24, norm="layer", positions="learned", position_offset=2, mlp="relu", tied=True,
         biases=True, kv_heads=None, head_width=None, norm_eps=1e-5,
     ),
-    "llama": GPTConfig(
-        **SAME, ffn=24, norm="rms", positions="rope", position_offset=0, mlp="swiglu", tied=False,
-        biases=False, kv_heads=None, head_width=None, norm_eps=1e-6, rope_theta=10000.0, rope_scaling="none",
-    ),
+    "llama": like_llama(kv_heads=None),
+    "mistral": like_llama(sliding_window=4096),
+    "qwen2": like_llama(qkv_biases=True),
+    "qwen3": like_llama(head_width=128, qk_norm=True),
 }  # fmt: skip
+
+_ROPE: dict[str, tuple[Any, Any]] = {
+    "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
+    "rope_scaling": ({"type": "default", "partial_rotary_factor": 1.0}, {"type": "linear", "factor": 2.0}),
+    "rope_theta": (10000.0, 5e5),
+}
+_LIKE_LLAMA: dict[str, tuple[Any, Any]] = {
+    "hidden_act": ("silu", "gelu"),
+    "head_dim": (4, 8),
+    "rms_norm_eps": (1e-6, 1e-5),
+    "tie_word_embeddings": (False, True),
+    **_ROPE,
+}
+_QWEN: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
+    "layer_types": (["full_attention"] * 2, ["chunked_attention"] * 2),
+    "max_window_layers": (28, 28),
+    "sliding_window": (4096, 4096),
+    "use_sliding_window": (False, False),
+}
+"""Windows depend on several keys: see below."""
 
 KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "gpt2": {
@@ -71,27 +108,22 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "word_embed_proj_dim": (16, 8),
     },
     "llama": {
-        "hidden_act": ("silu", "gelu"),
+        **_LIKE_LLAMA,
         "attention_bias": (False, True),
         "mlp_bias": (False, True),
-        "head_dim": (4, 8),
         "num_key_value_heads": (None, 2),
         "pretraining_tp": (1, 2),
-        "rms_norm_eps": (1e-6, 1e-5),
-        "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
-        "rope_scaling": (
-            {"type": "default", "partial_rotary_factor": 1.0},
-            {"type": "linear", "factor": 2.0},
-        ),
-        "rope_theta": (10000.0, 5e5),
-        "tie_word_embeddings": (False, True),
+        "rope_interleaved": (False, True),
     },
+    "mistral": _LIKE_LLAMA | {"sliding_window": (4096, 16)},
+    "qwen2": _QWEN | {"use_mrope": (False, True)},
+    "qwen3": _QWEN | {"attention_bias": (False, True), "head_dim": (128, 8)},
 }
 """Every other key that the logits depend on: its documented default, and another value."""
 TRAINING = {
     "gpt2": {"resid_pdrop", "embd_pdrop", "attn_pdrop"},
     "opt": {"dropout", "attention_dropout", "activation_dropout", "layerdrop"},
-    "llama": {"attention_dropout"},
+    **{family: {"attention_dropout"} for family in FAMILIES if family not in ("gpt2", "opt")},
 }
 UNUSED = {
     "gpt2": {
@@ -99,7 +131,7 @@ UNUSED = {
         *("summary_proj_to_labels", "summary_first_dropout"),
     },
     "opt": {"init_std"},
-    "llama": set(),
+    "llama": {"is_llama_config"},
 }
 PAIRS = [(family, key) for family, keys in KEYS.items() for key in keys]
 
@@ -120,12 +152,15 @@ def test_without_any_of_them(family: str):
 def test_leaving_a_key_out_is_writing_its_default(family: str, key: str):
     default, _ = KEYS[family][key]
     assert read(family, **{key: default}) == MODELS[family]
-    assert read(family, **{key: None}) == MODELS[family]
+    if key not in NULLABLE:
+        assert read(family, **{key: None}) == MODELS[family]
 
 
 @pytest.mark.parametrize(("family", "key"), PAIRS)
 def test_another_value_is_another_model_or_is_refused(family: str, key: str):
-    _, other = KEYS[family][key]
+    default, other = KEYS[family][key]
+    if default == other:
+        return
     try:
         model = read(family, **{key: other})
     except ZeroError as error:
@@ -138,15 +173,59 @@ def test_another_value_is_another_model_or_is_refused(family: str, key: str):
 
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SHAPE.items() for key in keys])
 def test_a_shape_is_never_guessed(family: str, key: str):
-    with pytest.raises(ZeroError, match=f"{key} is missing"):
-        read(family, **{key: None})
+    values = {name: value for name, value in SHAPE[family].items() if name != key}
+    for given in ({}, {} if key in NULLABLE else {key: None}):
+        keys = ConfigKeys(values | given, "config.json")
+        with pytest.raises(ZeroError, match=f"{key} is missing"):
+            FAMILIES[family].read(keys)
+
+
+def test_null_key_value_heads_are_as_many_as_heads():
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        assert read(family, num_key_value_heads=None).key_value_heads == 4
+
+
+def test_windows():
+    assert read("mistral", sliding_window=None).sliding_window is None
+    on = {"use_sliding_window": True, "sliding_window": 8}
+    for family in ("qwen2", "qwen3"):
+        assert read(family, **on).sliding_window is None  # max_window_layers is 28
+        assert read(family, **on, max_window_layers=0).sliding_window == 8
+        assert read(family, **on, layer_types=["sliding_attention"] * 2).sliding_window == 8
+        assert (
+            read(family, use_sliding_window=True, sliding_window=None, max_window_layers=0) == MODELS[family]
+        )
+        with pytest.raises(ZeroError, match="layer_types"):
+            read(family, **on, max_window_layers=1)
+        with pytest.raises(ZeroError, match="layer_types"):
+            read(family, layer_types=["full_attention"])
+
+
+def test_a_llama_with_the_keys_of_smollm():
+    # config.json of HuggingFaceTB/SmolLM2-135M, in transformers 4.40, shrunk.
+    values = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 18,
+        "initializer_range": 0.041666666666666664, "intermediate_size": 48, "is_llama_config": True,
+        "max_position_embeddings": 64, "model_type": "llama", "num_attention_heads": 9,
+        "num_hidden_layers": 2, "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers.js_config": {}, "transformers_version": "4.40.1",
+        "use_cache": True, "vocab_size": 100,
+    }  # fmt: skip
+    family, model, notes = read_model(values, "config.json")
+    assert (family.model_type, notes) == ("llama", [])
+    assert model == like_llama(
+        d_model=18, heads=9, kv_heads=3, ffn=48, max_seq_len=64, tied=True, norm_eps=1e-5, rope_theta=1e5
+    )
 
 
 @pytest.mark.parametrize("family", KEYS)
 def test_these_are_all_the_keys_that_are_read(family: str):
     keys = ConfigKeys(SHAPE[family], "config.json")
     FAMILIES[family].read(keys)
-    assert keys._seen - HARMLESS == {*SHAPE[family], *KEYS[family], *TRAINING[family], *UNUSED[family]}
+    known = {*SHAPE[family], *KEYS[family], *TRAINING[family], *UNUSED.get(family, ())}
+    assert keys._seen - HARMLESS == known
     for name in TRAINING[family]:
         keys = ConfigKeys(SHAPE[family] | {name: 0.3}, "config.json")
         assert FAMILIES[family].read(keys) == MODELS[family]

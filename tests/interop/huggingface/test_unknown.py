@@ -1,6 +1,7 @@
 """Unknown keys and tensors are refused by name, and nothing is written."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("llama2", {"model_type": "mistral"}, "model_type = 'mistral' is not supported, only gpt2, opt"),
+        ("llama2", {"model_type": "mixtral"}, "model_type = 'mixtral' is not supported, only gpt2, opt"),
         ("llama2", {"sliding_window": 64}, "cannot import a model with unknown keys: sliding_window = 64"),
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ("llama2", {"attention_bias": True}, "attention_bias and mlp_bias"),
@@ -96,9 +97,15 @@ def test_of_another_model_and_of_a_run_that_is_there(tmp_path):
 def test_of_a_model_that_no_family_has():
     with pytest.raises(ZeroError, match=r"no Hugging Face family.*GPT-2 has 'layer'.*LLaMA has 'rope'"):
         describe_model(GPTConfig(norm="rms"))
+    with pytest.raises(ZeroError, match=r"GPT-2 has None.*LLaMA has 'rope'"):
+        describe_model(GPTConfig(sliding_window=8))
+    like_llama: Any = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False}
     for model, kind in (
         (GPTConfig(), "gpt2"),
         (GPTConfig(position_offset=2, mlp="relu"), "opt"),
-        (GPTConfig(norm="rms", positions="rope", mlp="swiglu", biases=False), "llama"),
+        (GPTConfig(**like_llama), "llama"),
+        (GPTConfig(**like_llama, sliding_window=8), "mistral"),
+        (GPTConfig(**like_llama, qkv_biases=True), "qwen2"),
+        (GPTConfig(**like_llama, qk_norm=True), "qwen3"),
     ):
         assert describe_model(model)[0].model_type == kind

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import gpt2, llama, opt
+from zerojax.interop.huggingface import gpt2, llama, mistral, opt, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
@@ -37,6 +37,11 @@ class Family:
     write: Callable[[GPTConfig], dict[str, Any]]
     parts: Callable[[GPTConfig, str], TensorParts]
 
+    @property
+    def base(self) -> str:
+        """The architecture without its head."""
+        return re.sub(r"(LMHeadModel|ForCausalLM)$", "Model", self.architecture)
+
     def prefix_in(self, names: Collection[str]) -> str:
         """The prefix of the names in a file: the family's, or none."""
         return self.prefix if any(name.startswith(self.prefix) for name in names) else ""
@@ -44,6 +49,16 @@ class Family:
     def is_buffer(self, name: str) -> bool:
         """Whether the tensor of this name is a mask or a table that the model computes itself."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+
+Read = Callable[[ConfigKeys], GPTConfig]
+Write = Callable[[GPTConfig], dict[str, Any]]
+
+
+def _like_llama(model_type: str, architecture: str, read: Read, write: Write) -> Family:
+    """A family whose tensors are those of LLaMA, or more of the same."""
+    buffers = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    return Family(model_type, architecture, "model.", buffers, True, read, write, llama.parts)
 
 
 FAMILIES = {
@@ -60,16 +75,10 @@ FAMILIES = {
             gpt2.parts,
         ),
         Family("opt", "OPTForCausalLM", "model.", (), True, opt.read, opt.write, opt.parts),
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            "model.",
-            (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-            True,
-            llama.read,
-            llama.write,
-            llama.parts,
-        ),
+        _like_llama("llama", "LlamaForCausalLM", llama.read, llama.write),
+        _like_llama("mistral", "MistralForCausalLM", mistral.read, mistral.write),
+        _like_llama("qwen2", "Qwen2ForCausalLM", qwen.read_qwen2, qwen.write_qwen2),
+        _like_llama("qwen3", "Qwen3ForCausalLM", qwen.read_qwen3, qwen.write_qwen3),
     )
 }
 
@@ -94,7 +103,7 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
         raise ConfigurationError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
     keys = ConfigKeys(values, origin)
     for name in keys.take("architectures", list, []):
-        if name not in (family.architecture, *(f"{stem}Model" for stem in ("GPT2", "OPT", "Llama"))):
+        if name not in (family.architecture, family.base):
             raise ConfigurationError(
                 f"{origin}: architectures = {short(name)} is not supported, only causal language models"
             )

@@ -1,0 +1,38 @@
+"""Which layers attend within a sliding window: ``layer_types`` of config.json."""
+
+from typing import Any
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.models import GPTConfig
+from zerojax.validation.untrusted import short
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_window(keys: ConfigKeys, window: int | None, default: list[str]) -> dict[str, Any]:
+    """The model's field of the window.
+
+    Args:
+        keys: of a config.json.
+        window: its length, or None for none.
+        default: the kind of each layer, where there are no layer_types.
+
+    Raises:
+        ConfigurationError: only some layers have the window.
+    """
+    types = keys.take("layer_types", list, default)
+    if len(types) != len(default) or not all(kind in (FULL, SLIDING) for kind in types):
+        raise ConfigurationError(
+            f"layer_types = {short(types)}: {len(default)} of {FULL!r} and {SLIDING!r} are supported"
+        )
+    if window is None or set(types) == {FULL}:
+        return {}
+    if set(types) == {SLIDING}:
+        return {"sliding_window": window}
+    raise ConfigurationError(f"layer_types = {short(types)}: only equal layers are supported")
+
+
+def write_types(model: GPTConfig) -> list[str]:
+    """The kind of each layer."""
+    return [FULL if model.sliding_window is None else SLIDING] * model.layers
