@@ -84,6 +84,23 @@ FAMILIES: dict[str, Any] = {
     "qwen2-window": transformers.Qwen2Config(
         **TINY, use_sliding_window=True, sliding_window=6, max_window_layers=0
     ),
+    "llama-dynamic": transformers.LlamaConfig(
+        **TINY | {"max_position_embeddings": 8},
+        head_dim=8,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    ),
+    "llama-yarn": transformers.LlamaConfig(
+        **TINY,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+        },
+    ),
     "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
 }
 

@@ -5,17 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.models.attention import apply_rope, causal_attention, rope_frequencies, rope_table
-from zerojax.models.config import GPTConfig
+from zerojax.models.attention import causal_attention
 
 
 def heads(key, batch=2, time=6, count=4, dim=8):
     return jax.random.normal(jax.random.key(key), (batch, time, count, dim))
-
-
-def table(positions, head_dim, theta):
-    config = GPTConfig(positions="rope", head_width=head_dim, rope_theta=theta)
-    return rope_table(positions, rope_frequencies(config))
 
 
 def plain_attention(q, k, v, window=100):
@@ -48,26 +42,6 @@ def test_grouped_attention_equals_repeated_heads():
     q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
     repeated = causal_attention(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
     np.testing.assert_allclose(causal_attention(q, k, v), repeated, atol=1e-6)
-
-
-def test_rope_scores_depend_on_distance_alone():
-    q, k = heads(0, time=1), heads(1, time=1)
-
-    def score(at, to):
-        turned = (apply_rope(x, table(jnp.array([p]), 8, 10000.0)) for x, p in ((q, at), (k, to)))
-        return jnp.einsum("bthd,bthd->bth", *turned)
-
-    np.testing.assert_allclose(score(5, 2), score(105, 102), atol=1e-4)
-    assert float(jnp.max(jnp.abs(score(5, 2) - score(5, 3)))) > 1e-2
-
-
-def test_rope_turns_pairs_of_halves():
-    x = jnp.zeros((1, 3, 1, 4)).at[..., 1].set(1.0)
-    turned = apply_rope(x, table(jnp.arange(3), 4, 100.0))
-    angles = np.arange(3) / 10.0  # the second of two frequencies: 100^(-2/4)
-    np.testing.assert_allclose(turned[0, :, 0, 1], np.cos(angles), atol=1e-6)
-    np.testing.assert_allclose(turned[0, :, 0, 3], np.sin(angles), atol=1e-6)
-    assert apply_rope(x.astype(jnp.bfloat16), table(jnp.arange(3), 4, 100.0)).dtype == jnp.bfloat16
 
 
 def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(monkeypatch):

@@ -1,4 +1,4 @@
-"""Causal attention: rotary positions and the choice of the kernel."""
+"""Causal attention: packed documents, sliding windows, and the choice of the kernel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,15 +9,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from zerojax.models.config import AttentionKernel, GPTConfig
+from zerojax.models.config import AttentionKernel
 
 ATTENTION_NAME = "attention"
 """The ``checkpoint_name`` of attention's output, and of what its backward pass needs beside q, k and v."""
 
 CUDNN_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention supports on every GPU since Ampere."""
-
-RopeTable = tuple[Float[Array, "*batch time half"], Float[Array, "*batch time half"]]
 
 Segments = Int[Array, "batch time"]
 """The document of each position, for rows that hold several."""
@@ -28,48 +26,6 @@ def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
     first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
-
-
-def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
-    """The angle by which each pair of a head is rotated per position, in radians, fp32.
-
-    Pair i is rotated by theta^(-2i/head_dim) (Su et al., 2021, eq. 15). "linear" scaling divides all angles
-    by rope_factor (Chen et al., 2023); "llama3" divides those of wavelengths above rope_original_len /
-    rope_low_freq_factor, keeps those below rope_original_len / rope_high_freq_factor, and interpolates in
-    between (as in Meta's release of LLaMA 3.1).
-    """
-    c = config
-    exponents = jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim
-    plain = 1.0 / c.rope_theta**exponents
-    if c.rope_scaling == "none":
-        return plain
-    stretched = plain / c.rope_factor
-    if c.rope_scaling == "linear":
-        return stretched
-    turns = c.rope_original_len * plain / (2 * jnp.pi)  # in the original context
-    low, high = c.rope_low_freq_factor, c.rope_high_freq_factor
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * stretched + kept * plain
-
-
-def rope_table(positions: Int[Array, "*batch time"], frequencies: Float[Array, " half"]) -> RopeTable:
-    """The cosines and sines of the rotary embedding, fp32."""
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: Float[Array, "batch time heads dim"], table: RopeTable
-) -> Float[Array, "batch time heads dim"]:
-    """Rotate each pair (x[i], x[i + dim/2]) by its position's angle, computed in fp32, returned in x's dtype.
-
-    Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints.
-    """
-    # The table depends on no parameter; without this a scanned stack would accumulate a gradient for it.
-    cos, sin = (jax.lax.stop_gradient(t)[..., None, :] for t in table)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 def causal_attention(

@@ -9,7 +9,7 @@ from zerojax.validation.bounds import check_numbers
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
-RopeScaling = Literal["none", "linear", "llama3"]
+RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn"]
 AttentionKernel = Literal["auto", "cudnn", "xla"]
 
 
@@ -44,15 +44,21 @@ class GPTConfig:
             itself and all earlier ones.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
-        rope_theta: Base of the rotary wavelengths; this and the next five are used only when
+        rope_theta: Base of the rotary wavelengths; this and the next eight are used only when
             positions is "rope".
         rope_scaling: How wavelengths are stretched for longer contexts: "none", "linear" (all by
-            rope_factor) or "llama3" (long ones by rope_factor, short ones not, interpolated
-            between the two bounds).
+            rope_factor), "llama3" (long ones by rope_factor, short ones not, interpolated
+            between the two bounds), "dynamic" (by a theta that grows with the length of a sequence
+            beyond rope_original_len) or "yarn" (those that turn rarely by rope_factor, those that
+            turn often not, interpolated between the two bounds).
         rope_factor: Factor of the stretching.
         rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched in full.
         rope_high_freq_factor: "llama3": wavelengths below rope_original_len / this are not stretched.
-        rope_original_len: "llama3": tokens of the context before its extension.
+        rope_original_len: "llama3", "dynamic" and "yarn": tokens of the context before its extension.
+        rope_beta_fast: "yarn": what turns this often in the original context is not stretched.
+        rope_beta_slow: "yarn": what turns this rarely in the original context is stretched in full.
+        rope_attention_factor: "yarn": factor of the rotated queries and keys; None means
+            1 + 0.1 ln(rope_factor).
         norm_eps: Added to the variance inside the norms.
         init_std: Standard deviation of the initial weights; the projections into the residual
             stream get init_std / sqrt(2 layers), as in GPT-2.
@@ -88,6 +94,9 @@ class GPTConfig:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_len: int = 8192
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_attention_factor: float | None = None
     norm_eps: float = 1e-5
     init_std: float = 0.02
     scan: bool = True
@@ -101,8 +110,9 @@ class GPTConfig:
         for name in ("kv_heads", "head_width", "ffn", "sliding_window"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
-        for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "norm_eps", "init_std"):
-            _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)}: above 0")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} = {value}: above 0")
         for field in fields(self):
             if get_origin(field.type) is Literal:
                 choices, value = get_args(field.type), getattr(self, field.name)
@@ -112,11 +122,14 @@ class GPTConfig:
             self.position_offset == 0 or (self.position_offset > 0 and self.positions == "learned"),
             f"position_offset = {self.position_offset}: 0 or more, and 0 without learned positions",
         )
-        _require(
-            self.rope_low_freq_factor < self.rope_high_freq_factor,
-            f"rope_low_freq_factor = {self.rope_low_freq_factor} must lie below "
-            f"rope_high_freq_factor = {self.rope_high_freq_factor}",
-        )
+        for low, high in (
+            ("rope_low_freq_factor", "rope_high_freq_factor"),
+            ("rope_beta_slow", "rope_beta_fast"),
+        ):
+            _require(
+                getattr(self, low) < getattr(self, high),
+                f"{low} = {getattr(self, low)} must lie below {high} = {getattr(self, high)}",
+            )
         _require(
             self.head_width is not None or self.d_model % self.heads == 0,
             f"d_model = {self.d_model} does not divide into heads = {self.heads}",
@@ -129,6 +142,14 @@ class GPTConfig:
             self.positions != "rope" or self.head_dim % 2 == 0,
             f'positions = "rope" rotates pairs, but a head is {self.head_dim} wide '
             "(head_width, or d_model / heads): make it even",
+        )
+        _require(
+            self.rope_scaling != "dynamic" or self.head_dim > 2,
+            'rope_scaling = "dynamic" needs heads wider than 2 (head_width, or d_model / heads)',
+        )
+        _require(
+            self.rope_scaling != "yarn" or self.rope_theta > 1,
+            f'rope_scaling = "yarn" needs rope_theta above 1, not {self.rope_theta}',
         )
         _require(
             not (self.biases and self.qkv_biases),
@@ -167,6 +188,15 @@ class GPTConfig:
 
 
 _COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
+_POSITIVE = (
+    "rope_theta",
+    "rope_factor",
+    "rope_low_freq_factor",
+    "rope_beta_slow",
+    "rope_attention_factor",
+    "norm_eps",
+    "init_std",
+)
 
 _MOST_LAYERS = 10_000
 _MOST_UNSCANNED = 1_000  # each is a module, built and compiled separately

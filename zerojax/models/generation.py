@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.models.attention import RopeTable
 from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, Block, logits
+from zerojax.models.rope import RopeTable
 
 
 class Cache(NamedTuple):
@@ -157,7 +157,7 @@ def _continue(
     model = nnx.merge(graph, weights)
     batch = prompt.shape[0]
     # The padding's cache entries lie ahead of every query until tokens overwrite them.
-    hidden, cache = _extend(model, prompt, jnp.int32(0), _empty_cache(model, batch, capacity))
+    hidden, cache = _extend(model, prompt, jnp.int32(0), _empty_cache(model, batch, capacity), length)
     last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
 
     def draw(hidden: Array, step: Array, done: Array) -> tuple[Array, Array]:
@@ -176,7 +176,7 @@ def _continue(
         state: tuple[Array, Array, Array, Array, Cache],
     ) -> tuple[Array, Array, Array, Array, Cache]:
         step, token, done, text, cache = state
-        hidden, cache = _extend(model, token[:, None], length + step - 1, cache)
+        hidden, cache = _extend(model, token[:, None], length + step - 1, cache, length + step)
         token, done = draw(hidden, step, done)
         return step + 1, token, done, text.at[:, step].set(token), cache
 
@@ -193,11 +193,15 @@ def _empty_cache(model: GPT, batch: int, length: int) -> Cache:
 
 
 def _extend(
-    model: GPT, tokens: Int[Array, "batch time"], start: Int[Array, ""], cache: Cache
+    model: GPT, tokens: Int[Array, "batch time"], start: Int[Array, ""], cache: Cache, end: Int[Array, ""]
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """``GPT.hidden`` of tokens at positions start, start + 1, ..., reading and filling the cache."""
+    """``GPT.hidden`` of tokens at positions start, start + 1, ..., reading and filling the cache.
+
+    The sequence ends at ``end``: tokens from there on are padding. With rope_scaling = "dynamic", keys stay in
+    the cache as they were rotated at the length of their time, as in transformers.
+    """
     positions = start + jnp.arange(tokens.shape[1])
-    x, rope = model.embed_tokens(tokens, positions)
+    x, rope = model.embed_tokens(tokens, positions, end)
     distance = positions[:, None] - jnp.arange(cache.keys.shape[2])
     seen = distance >= 0
     if (window := model.config.sliding_window) is not None:

@@ -20,16 +20,9 @@ from jaxtyping import Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.models.attention import (
-    RopeTable,
-    Segments,
-    apply_rope,
-    causal_attention,
-    rope_frequencies,
-    rope_table,
-    segment_positions,
-)
+from zerojax.models.attention import Segments, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
+from zerojax.models.rope import RopeTable, apply_rope, rope_amplitude, rope_frequencies, rope_table
 from zerojax.schedule.breadth_first import with_batching_rule
 
 Hidden = Float[Array, "batch time d_model"]
@@ -209,15 +202,24 @@ class GPT(nnx.Module):
         return (self.embed if self.config.tied else self.head).embedding[...]
 
     def embed_tokens(
-        self, tokens: Int[Array, "batch time"], positions: Int[Array, "*batch time"]
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "*batch time"],
+        length: int | Int[Array, ""],
     ) -> tuple[Hidden, RopeTable | None]:
-        """The start of the residual stream, and the rotary table if positions are rotary."""
+        """The start of the residual stream, and the rotary table if positions are rotary.
+
+        Args:
+            tokens: ids in [0, vocab_size).
+            positions: of the tokens.
+            length: of the whole sequence, on which rope_scaling = "dynamic" depends.
+        """
         c = self.config
         look_up = with_batching_rule(_look_up_in_breadth, _look_up)
         x = look_up(self.embed.embedding[...], tokens)
         if c.positions == "learned":
             return x + look_up(self.position.embedding[...], positions + c.position_offset), None
-        return x, rope_table(positions, rope_frequencies(c))
+        return x, rope_table(positions, rope_frequencies(c, length), rope_amplitude(c))
 
     def hidden(
         self,
@@ -242,7 +244,7 @@ class GPT(nnx.Module):
         if length > c.max_seq_len:
             raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
         positions = jnp.arange(length) if segments is None else segment_positions(segments)
-        x, rope = self.embed_tokens(tokens, positions)
+        x, rope = self.embed_tokens(tokens, positions, length)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)

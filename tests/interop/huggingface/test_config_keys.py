@@ -6,6 +6,7 @@ epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zerojax.errors import ZeroError
@@ -199,6 +200,28 @@ def test_windows():
             read(family, **on, max_window_layers=1)
         with pytest.raises(ZeroError, match="layer_types"):
             read(family, layer_types=["full_attention"])
+
+
+def test_dynamic_scaling_extends_the_context():
+    model = read("llama", rope_scaling={"type": "dynamic", "factor": 2.5})
+    assert (model.rope_scaling, model.rope_factor) == ("dynamic", 2.5)
+    assert (model.rope_original_len, model.max_seq_len) == (32, 80)
+
+
+def test_yarn_takes_the_defaults_of_transformers():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert read("llama", rope_scaling=yarn) == like_llama(
+        kv_heads=None, rope_scaling="yarn", rope_factor=4.0, rope_original_len=32
+    )
+    given = {"original_max_position_embeddings": 8, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}
+    assert read("llama", rope_scaling=yarn | given) == like_llama(
+        kv_heads=None, rope_scaling="yarn", rope_factor=4.0, rope_original_len=8, rope_beta_fast=16.0,
+        rope_beta_slow=2.0, rope_attention_factor=1.5,
+    )  # fmt: skip
+    both = read("llama", rope_scaling=yarn | {"mscale": 0.5, "mscale_all_dim": 2.0})
+    # transformers' get_mscale(4, 0.5) / get_mscale(4, 2)
+    assert both.rope_attention_factor == pytest.approx((0.05 * np.log(4) + 1) / (0.2 * np.log(4) + 1))
+    assert read("llama", rope_scaling=yarn | {"mscale": 0.5}).rope_attention_factor is None
 
 
 def test_a_llama_with_the_keys_of_smollm():

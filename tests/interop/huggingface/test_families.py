@@ -85,6 +85,6 @@ def test_the_config_is_described_in_the_familys_own_keys(loaded: Loaded):
     # transformers 5 has one table for what zerojax writes in the form that version 4 reads as well.
     rope = theirs.pop("rope_parameters")
     theirs = logit_keys(theirs) | {"rope_theta": rope.pop("rope_theta")}
-    theirs["rope_scaling"] = rope if rope.pop("rope_type") != "default" else None
+    theirs["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     ours = logit_keys(ours)
     assert {key: ours[key] for key in theirs} == theirs

@@ -15,7 +15,14 @@ from zerojax.models import GPTConfig
 from zerojax.run.run_dir import RunFolder
 
 OLD_ROPE = {"rope_parameters": None}  # as before transformers 5
-ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +33,10 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ("llama2", {"attention_bias": True}, "attention_bias and mlp_bias"),
         ("llama2", {"pretraining_tp": 2}, "pretraining_tp = 2"),
-        ("llama2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+        ("llama2", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
+        ("llama2", {"rope_parameters": YARN | {"finetuned": True}}, "finetuned = True"),
+        ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "factor is missing"),
         ("llama2", {"rope_parameters": ROPE}, "original_max_position_embeddings is missing"),
         (
             "llama2",

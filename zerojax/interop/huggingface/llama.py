@@ -68,7 +68,6 @@ def read_shape(
         "mlp": "swiglu",
         "tied": keys.take("tie_word_embeddings", bool, tied),
         "biases": False,
-        "max_seq_len": keys.take("max_position_embeddings", int),
         "norm_eps": keys.take("rms_norm_eps", float, norm_eps),
         **read_rope(keys),
     }
@@ -85,6 +84,7 @@ def write(model: GPTConfig) -> dict[str, Any]:
         "attention_bias": model.biases,
         "hidden_act": "silu",
         "mlp_bias": model.biases,
+        "pretraining_tp": 1,
     }
 
 
@@ -95,7 +95,6 @@ def write_shape(model: GPTConfig) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "hidden_size": model.d_model,
         "intermediate_size": model.ffn_width,
-        "max_position_embeddings": model.max_seq_len,
         "num_attention_heads": model.heads,
         "num_hidden_layers": model.layers,
         "num_key_value_heads": model.key_value_heads,
