@@ -101,6 +101,7 @@ FAMILIES: dict[str, Any] = {
             "beta_slow": 0.5,
         },
     ),
+    "phi3": transformers.Phi3Config(**TINY, pad_token_id=0, sliding_window=6),
     "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
 }
 

@@ -197,8 +197,8 @@ def _extend(
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
     """``GPT.hidden`` of tokens at positions start, start + 1, ..., reading and filling the cache.
 
-    The sequence ends at ``end``: tokens from there on are padding. With rope_scaling = "dynamic", keys stay in
-    the cache as they were rotated at the length of their time, as in transformers.
+    The sequence ends at ``end``: tokens from there on are padding. With rope_scaling = "dynamic", the cached
+    keys stay as they were rotated at the length of their time, as in transformers.
     """
     positions = start + jnp.arange(tokens.shape[1])
     x, rope = model.embed_tokens(tokens, positions, end)

@@ -36,6 +36,7 @@ SHAPE: dict[str, dict[str, Any]] = {
     "mistral": _LLAMA_SHAPE | {"num_key_value_heads": 2},
     "qwen2": _LLAMA_SHAPE | {"num_key_value_heads": 2},
     "qwen3": _LLAMA_SHAPE | {"num_key_value_heads": 2},
+    "phi3": _LLAMA_SHAPE,
 }
 """Keys that transformers always writes, and without which nothing is imported."""
 NULLABLE = {"num_key_value_heads", "sliding_window"}
@@ -66,6 +67,7 @@ MODELS = {
     "mistral": like_llama(sliding_window=4096),
     "qwen2": like_llama(qkv_biases=True),
     "qwen3": like_llama(head_width=128, qk_norm=True),
+    "phi3": like_llama(kv_heads=None, norm_eps=1e-5),
 }  # fmt: skip
 
 _ROPE: dict[str, tuple[Any, Any]] = {
@@ -119,12 +121,23 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "mistral": _LIKE_LLAMA | {"sliding_window": (4096, 16)},
     "qwen2": _QWEN | {"use_mrope": (False, True)},
     "qwen3": _QWEN | {"attention_bias": (False, True), "head_dim": (128, 8)},
+    "phi3": {
+        **_LIKE_LLAMA,
+        "attention_bias": (False, True),
+        "lm_head_bias": (False, True),
+        "num_key_value_heads": (None, 2),
+        "partial_rotary_factor": (1.0, 0.75),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": ({"type": "default"}, {"type": "longrope"}),
+        "sliding_window": (None, 8),
+    },
 }
 """Every other key that the logits depend on: its documented default, and another value."""
 TRAINING = {
     "gpt2": {"resid_pdrop", "embd_pdrop", "attn_pdrop"},
     "opt": {"dropout", "attention_dropout", "activation_dropout", "layerdrop"},
-    **{family: {"attention_dropout"} for family in FAMILIES if family not in ("gpt2", "opt")},
+    **{family: {"attention_dropout"} for family in FAMILIES if family not in ("gpt2", "opt", "phi3")},
+    "phi3": {"attention_dropout", "resid_pdrop", "embd_pdrop"},
 }
 UNUSED = {
     "gpt2": {
@@ -133,6 +146,7 @@ UNUSED = {
     },
     "opt": {"init_std"},
     "llama": {"is_llama_config"},
+    "phi3": {"original_max_position_embeddings", "full_attn_mod", "interpolate_factor"},
 }
 PAIRS = [(family, key) for family, keys in KEYS.items() for key in keys]
 
@@ -169,7 +183,7 @@ def test_another_value_is_another_model_or_is_refused(family: str, key: str):
     else:
         assert model != MODELS[family]
         return
-    assert key in refusal
+    assert key in refusal or other["type"] in refusal
 
 
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SHAPE.items() for key in keys])
@@ -182,7 +196,7 @@ def test_a_shape_is_never_guessed(family: str, key: str):
 
 
 def test_null_key_value_heads_are_as_many_as_heads():
-    for family in ("llama", "mistral", "qwen2", "qwen3"):
+    for family in ("llama", "mistral", "qwen2", "qwen3", "phi3"):
         assert read(family, num_key_value_heads=None).key_value_heads == 4
 
 

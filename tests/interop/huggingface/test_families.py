@@ -18,8 +18,8 @@ from zerojax.interop.huggingface.config_keys import HARMLESS
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.mapping import TensorParts
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.interop.huggingface.save import cast, each_tensor
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter
+from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.models import GPT, GPTConfig
 from zerojax.run.build import abstract_model
 from zerojax.run.config import MeshSection
@@ -59,13 +59,15 @@ def test_logits_are_those_of_transformers(loaded: Loaded):
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
 
 
-def test_tensors_come_back_bit_for_bit(loaded: Loaded):
+def test_tensors_come_back_bit_for_bit(loaded: Loaded, tmp_path: Path):
     before = tensors(loaded.folder)
-    after = {
-        tensor.name: cast(tensor.name, values, "BF16")
-        for tensor, values in each_tensor(loaded.state, loaded.parts)
-        if tensor.part.required
-    }
+    specs = tensor_specs(loaded.state.spec, loaded.parts, {}, "BF16")
+    writer = SafetensorWriter(tmp_path, specs, 10**9)
+    for tensor, values in each_tensor(loaded.state, loaded.parts):
+        if tensor.part.required:
+            writer.write(tensor.name, cast(tensor.name, values, "BF16"), tensor.part.first_row)
+    writer.close()
+    after = tensors(tmp_path)
     assert before.keys() == after.keys()
     for name, values in before.items():
         assert after[name].tobytes() == values.tobytes(), name
@@ -80,6 +82,10 @@ def logit_keys(values: dict[str, Any]) -> dict[str, Any]:
 def test_the_config_is_described_in_the_familys_own_keys(loaded: Loaded):
     theirs = json.loads((loaded.folder / "config.json").read_text())
     family, ours = describe_model(loaded.model)
+    if loaded.family.write is None:  # a Phi-3 with a window computes what a Mistral computes
+        assert (loaded.family.model_type, family.model_type) == ("phi3", "mistral")
+        assert replace(loaded.model, init_std=0.02) == read_model(ours, "config.json")[1]
+        return
     assert (family, ours["architectures"]) == (loaded.family, theirs["architectures"])
     assert read_model(ours, "config.json")[1] == replace(loaded.model, init_std=ours["initializer_range"])
     # transformers 5 has one table for what zerojax writes in the form that version 4 reads as well.

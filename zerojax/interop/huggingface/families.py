@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import gpt2, llama, mistral, opt, qwen
+from zerojax.interop.huggingface import gpt2, llama, mistral, opt, phi3, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
@@ -24,7 +24,8 @@ class Family:
         buffers: patterns of the names of tensors in old files that hold no weights.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
         read: from the keys of a config.json to the model; refuses what zerojax does not support.
-        write: from the model to the keys of a config.json; refuses what the family does not have.
+        write: from the model to the keys of a config.json; refuses what the family does not have. None if
+            an earlier family has all its models.
         parts: the tensors of each leaf, for a model and a prefix.
     """
 
@@ -34,7 +35,7 @@ class Family:
     buffers: tuple[str, ...]
     linear: bool
     read: Callable[[ConfigKeys], GPTConfig]
-    write: Callable[[GPTConfig], dict[str, Any]]
+    write: Callable[[GPTConfig], dict[str, Any]] | None
     parts: Callable[[GPTConfig, str], TensorParts]
 
     @property
@@ -53,12 +54,15 @@ class Family:
 
 Read = Callable[[ConfigKeys], GPTConfig]
 Write = Callable[[GPTConfig], dict[str, Any]]
+Parts = Callable[[GPTConfig, str], TensorParts]
 
 
-def _like_llama(model_type: str, architecture: str, read: Read, write: Write) -> Family:
+def _like_llama(
+    model_type: str, architecture: str, read: Read, write: Write | None, parts: Parts = llama.parts
+) -> Family:
     """A family whose tensors are those of LLaMA, or more of the same."""
     buffers = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    return Family(model_type, architecture, "model.", buffers, True, read, write, llama.parts)
+    return Family(model_type, architecture, "model.", buffers, True, read, write, parts)
 
 
 FAMILIES = {
@@ -79,6 +83,7 @@ FAMILIES = {
         _like_llama("mistral", "MistralForCausalLM", mistral.read, mistral.write),
         _like_llama("qwen2", "Qwen2ForCausalLM", qwen.read_qwen2, qwen.write_qwen2),
         _like_llama("qwen3", "Qwen3ForCausalLM", qwen.read_qwen3, qwen.write_qwen3),
+        _like_llama("phi3", "Phi3ForCausalLM", phi3.read, None, phi3.parts),
     )
 }
 
@@ -123,6 +128,8 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
     """
     reasons = []
     for family in FAMILIES.values():
+        if family.write is None:
+            continue
         try:
             config = family.write(model)
         except ConfigurationError as error:

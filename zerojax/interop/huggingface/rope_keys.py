@@ -43,13 +43,14 @@ def read_table(values: dict[str, Any], theta: float, length: int) -> dict[str, A
     Raises:
         ConfigurationError: a value is not supported.
     """
+    if values.get("rope_type") is None:  # its name was "type" before transformers 4.43
+        values = values | {"rope_type": values.get("type")}
     rope = ConfigKeys(values, "rope_parameters")
     theta = rope.take("rope_theta", float, theta)
     rope.only("partial_rotary_factor", 1, 1.0)
-    old = rope.take("type", str, "default")  # the name of rope_type before transformers 4.43
-    kind = rope.take("rope_type", str, old)
-    rope.only("type", kind)
     rope.only("rope_type", "default", *_READERS)
+    kind = rope.take("rope_type", str, "default")
+    rope.only("type", kind)
     fields: dict[str, Any] = {"rope_theta": theta, "max_seq_len": length}
     if kind in _READERS:
         fields |= {"rope_scaling": kind} | _READERS[kind](rope, length)
