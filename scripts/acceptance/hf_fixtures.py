@@ -79,6 +79,26 @@ MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
 TINY = LLAMA | {"intermediate_size": 24}
 # name -> config: one of each family and feature, without a tokenizer, in bfloat16.
 FAMILIES: dict[str, Any] = {
+    "gemma": transformers.GemmaConfig(**TINY, head_dim=8),
+    "gemma2": transformers.Gemma2Config(
+        **TINY,
+        head_dim=8,
+        sliding_window=6,
+        query_pre_attn_scalar=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **TINY | {"num_hidden_layers": 4},
+        head_dim=8,
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
     "mistral": transformers.MistralConfig(**TINY, sliding_window=6),
     "qwen2": transformers.Qwen2Config(**TINY, max_window_layers=2, tie_word_embeddings=True),
     "qwen2-window": transformers.Qwen2Config(
@@ -128,7 +148,9 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            around = 1.0 if "norm" in name.lower() or ".ln_" in name else 0.0
+            is_norm = "norm" in name.lower() or ".ln_" in name
+            # Gemma's norms multiply by 1 + weight.
+            around = float(is_norm and not config.model_type.startswith("gemma"))
             parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
     return model.to(dtype).eval()
 

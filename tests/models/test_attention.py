@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zerojax.errors import ZeroError
 from zerojax.models.attention import causal_attention
 
 
@@ -12,14 +13,16 @@ def heads(key, batch=2, time=6, count=4, dim=8):
     return jax.random.normal(jax.random.key(key), (batch, time, count, dim))
 
 
-def plain_attention(q, k, v, window=100):
+def plain_attention(q, k, v, window=100, scale=None, softcap=None):
     """Numpy, one head and one position at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(q.shape[:3]):
         seen = slice(max(0, t + 1 - window), t + 1)
-        scores = k[b, seen, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        scores = k[b, seen, h // group] @ q[b, t, h] * (scale or q.shape[3] ** -0.5)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
     return out
@@ -36,6 +39,33 @@ def test_a_window_reaches_back_so_many_positions(window):
 def test_attention_is_the_plain_formula(kv_heads):
     q, k, v = heads(0), heads(1, count=kv_heads), heads(2, count=kv_heads)
     np.testing.assert_allclose(causal_attention(q, k, v), plain_attention(q, k, v), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_softcap_bounds_the_scores(window):
+    q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
+    ours = causal_attention(q, k, v, window=window, scale=0.9, softcap=1.5)
+    expected = plain_attention(q, k, v, window or 100, 0.9, 1.5)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    assert not np.allclose(ours, causal_attention(q, k, v, window=window, scale=0.9), atol=1e-2)
+    with pytest.raises(ZeroError, match=r"softcap = 1\.5"):
+        causal_attention(q, k, v, "cudnn", softcap=1.5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_whether_a_layer_has_the_window_can_be_data(softcap):
+    q, k, v = heads(0), heads(1), heads(2)
+    segments = jnp.array([[1, 1, 1, 1, 1, 2]] * 2)
+
+    @jax.jit
+    def run(windowed):
+        return causal_attention(q, k, v, "xla", segments, window=2, windowed=windowed, softcap=softcap)
+
+    for windowed in (True, False):
+        static = causal_attention(q, k, v, "xla", segments, window=2 if windowed else None, softcap=softcap)
+        np.testing.assert_allclose(run(jnp.array(windowed)), static, atol=1e-6)
+        same = causal_attention(q, k, v, "xla", segments, window=2, windowed=windowed, softcap=softcap)
+        np.testing.assert_array_equal(same, static)
 
 
 def test_grouped_attention_equals_repeated_heads():

@@ -12,6 +12,11 @@ from zerojax.models.generation import _empty_cache, _extend, sample
 
 SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
+GEMMA = LLAMA | {
+    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
+    "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
+    "attention_softcap": 2.0, "logit_softcap": 3.0,
+}  # fmt: skip
 GREEDY = Sampling(temperature=0)
 KEY = jax.random.key(0)
 
@@ -26,8 +31,8 @@ def draw_prompt(length, batch=2):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2}, LLAMA | {"sliding_window": 5}],
-    ids=["gpt2", "llama", "list", "window"],
+    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2, "sliding_window": 5}, GEMMA],
+    ids=["gpt2", "llama", "list", "gemma"],
 )
 @pytest.mark.parametrize("length", [1, 6, 17])
 def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):

@@ -19,7 +19,7 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"layers": 0}, "layers = 0: at least 1"),
         ({"ffn": 0}, "ffn = 0"),
         ({"norm": "batch"}, "norm = 'batch': one of layer, rms"),
-        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu"),
+        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu, geglu"),
         ({"attention": "flash"}, "one of auto, cudnn, xla"),
         ({"dropout": 1.0}, "dropout = 1.0"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0"),
@@ -34,6 +34,12 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"rope_low_freq_factor": 4.0}, "must lie below"),
         ({"qkv_biases": True}, "qkv_biases: biases = true"),
         ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"sliding_window_pattern": 2}, "sliding_window_pattern = 2: at least 2, and with a sliding_window"),
+        ({"sliding_window": 4, "sliding_window_pattern": 1}, "sliding_window_pattern = 1"),
+        ({"rope_local_theta": 9.0, "positions": "rope"}, "rope_local_theta = 9.0 is of layers with a window"),
+        ({"norm_offset": 1.0}, "norm_offset = 1.0 is of RMS norms"),
+        ({"attention_softcap": 5.0, "attention": "cudnn"}, "has no attention_softcap"),
+        ({"logit_softcap": 0.0}, "logit_softcap = 0.0"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -53,6 +59,7 @@ def test_wrong_settings_are_named(settings, message):
         {"heads": 5, "kv_heads": 1, "head_width": 6, "position_offset": 2, "mlp": "gelu_exact"},
         {"dropout": 0.1},
         LLAMA | {"qkv_biases": True, "qk_norm": True, "kv_heads": 2},
+        LLAMA | {"mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True},
     ],
 )
 def test_parameter_count_is_that_of_the_model(settings):
@@ -77,5 +84,8 @@ def test_flops_per_token_counts_what_is_multiplied():
     short = GPTConfig(**SMALL, sliding_window=4)
     assert flops_per_token(config, 10) - flops_per_token(short, 10) == 12 * 3 * 24 * (10 - 4)
     assert flops_per_token(config, 3) == flops_per_token(short, 3)
+    pattern = GPTConfig(**SMALL, sliding_window=4, sliding_window_pattern=3)
+    assert pattern.windowed == (True, True, False)
+    assert flops_per_token(config, 10) - flops_per_token(pattern, 10) == 12 * 2 * 24 * (10 - 4)
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
+from zerojax.models.attention import Windowed, masked_attention
 from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, Block, logits
 from zerojax.models.rope import RopeTable
@@ -161,7 +162,7 @@ def _continue(
     last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
 
     def draw(hidden: Array, step: Array, done: Array) -> tuple[Array, Array]:
-        scores = logits(hidden[:, 0], model.unembedding)
+        scores = logits(hidden[:, 0], model.unembedding, model.config.logit_softcap)
         token = sample(scores, jax.random.fold_in(key, step), how)
         if stop is None:
             return token, done
@@ -202,39 +203,40 @@ def _extend(
     """
     positions = start + jnp.arange(tokens.shape[1])
     x, rope = model.embed_tokens(tokens, positions, end)
-    distance = positions[:, None] - jnp.arange(cache.keys.shape[2])
-    seen = distance >= 0
-    if (window := model.config.sliding_window) is not None:
-        seen &= distance < window
-    seen = seen[None, None]
+    distance = (positions[:, None] - jnp.arange(cache.keys.shape[2]))[None, None]
+    windows = model.config.windowed
     if not isinstance(model.blocks, Stack):
-        for index, block in enumerate(model.blocks):
-            x, cache = _extend_block(block, index, x, rope, seen, start, cache)
+        for index, (block, windowed) in enumerate(zip(model.blocks, windows, strict=True)):
+            x, cache = _extend_block(block, index, windowed, x, rope, distance, start, cache)
         return model.norm(x), cache
     graph, stacked = nnx.split(model.blocks.block)
 
-    def layer(carry: tuple[Array, Cache], item: tuple[nnx.State, Array]) -> tuple[tuple[Array, Cache], None]:
-        weights, index = item
+    def layer(
+        carry: tuple[Array, Cache], item: tuple[nnx.State, Array, Array]
+    ) -> tuple[tuple[Array, Cache], None]:
+        weights, index, windowed = item
         x, cache = carry
         block = cast(Block, nnx.merge(graph, weights))
-        return _extend_block(block, index, x, rope, seen, start, cache), None
+        return _extend_block(block, index, windowed, x, rope, distance, start, cache), None
 
     layers = jnp.arange(model.config.layers)
-    (x, cache), _ = jax.lax.scan(layer, (x, cache), (stacked, layers))
+    (x, cache), _ = jax.lax.scan(layer, (x, cache), (stacked, layers, jnp.array(windows)))
     return model.norm(x), cache
 
 
 def _extend_block(
     block: Block,
     index: int | Array,
+    windowed: Windowed,
     x: Float[Array, "batch time d_model"],
     rope: RopeTable | None,
-    seen: Array,
+    distance: Int[Array, "1 1 time length"],
     start: Int[Array, ""],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """``Block.__call__`` with attention to the cached positions in ``seen`` (1, 1, time, length)."""
-    query, key, value = block.attention.project(block.norm_attention(x), rope)
+    """``Block.__call__`` with attention to the cached positions, each at a ``distance`` back from a token."""
+    c = block.attention.config
+    query, key, value = block.attention.project(block.norm_attention(x), rope, windowed)
     cache = Cache(
         *(
             jax.lax.dynamic_update_slice(whole, part[None], (index, 0, start, 0, 0))
@@ -242,6 +244,10 @@ def _extend_block(
         )
     )
     keys, values = (jax.lax.dynamic_index_in_dim(whole, index, keepdims=False) for whole in cache)
-    attended = jax.nn.dot_product_attention(query, keys, values, mask=seen, implementation="xla")
-    x = x + block.attention.join(attended)
-    return x + block.mlp(block.norm_mlp(x)), cache
+    seen = distance >= 0
+    if c.sliding_window is not None:
+        seen &= (distance < c.sliding_window) | jnp.logical_not(windowed)
+    attended = masked_attention(
+        query, keys, values, seen, scale=c.attention_scale, softcap=c.attention_softcap
+    )
+    return block.finish(x, block.attention.join(attended)), cache

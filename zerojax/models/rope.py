@@ -98,6 +98,17 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def rope_tables(
+    config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, ""]
+) -> RopeTable:
+    """The table of a model; with rope_local_theta that of full layers and that of windowed ones, stacked."""
+    table = rope_table(positions, rope_frequencies(config, length), rope_amplitude(config))
+    if config.rope_local_theta is None:
+        return table
+    local = rope_table(positions, _plain(config, config.rope_local_theta))
+    return jnp.stack([table[0], local[0]]), jnp.stack([table[1], local[1]])
+
+
 def rope_table(
     positions: Int[Array, "*batch time"], frequencies: Float[Array, " half"], amplitude: float = 1.0
 ) -> RopeTable:

@@ -37,10 +37,11 @@ SHAPE: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_SHAPE | {"num_key_value_heads": 2},
     "qwen3": _LLAMA_SHAPE | {"num_key_value_heads": 2},
     "phi3": _LLAMA_SHAPE,
+    **{family: _LLAMA_SHAPE | {"num_key_value_heads": 2} for family in ("gemma", "gemma2", "gemma3_text")},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
-NULLABLE = {"num_key_value_heads", "sliding_window"}
-"""Keys whose null is not their default: as many as heads, and no window."""
+NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+"""Keys whose null is not their default: as many as heads, no window, no cap."""
 
 SAME: dict[str, Any] = {"vocab_size": 100, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 32}
 _LLAMA: dict[str, Any] = {
@@ -54,6 +55,9 @@ def like_llama(**fields: Any) -> GPTConfig:
     return GPTConfig(**(_LLAMA | fields))
 
 
+_GEMMA: dict[str, Any] = {
+    "head_width": 256, "tied": True, "mlp": "geglu", "norm_offset": 1.0, "embedding_scale": 4.0,
+}  # fmt: skip
 MODELS = {
     "gpt2": GPTConfig(
         **SAME, ffn=None, norm="layer", positions="learned", position_offset=0, mlp="gelu", tied=True,
@@ -68,6 +72,15 @@ MODELS = {
     "qwen2": like_llama(qkv_biases=True),
     "qwen3": like_llama(head_width=128, qk_norm=True),
     "phi3": like_llama(kv_heads=None, norm_eps=1e-5),
+    "gemma": like_llama(**_GEMMA),
+    "gemma2": like_llama(
+        **_GEMMA, post_norms=True, query_scalar=256.0, attention_softcap=50.0, logit_softcap=30.0,
+        sliding_window=4096, sliding_window_pattern=2,
+    ),
+    "gemma3_text": like_llama(
+        **_GEMMA, post_norms=True, query_scalar=256.0, qk_norm=True, sliding_window=4096,
+        rope_theta=1e6, rope_local_theta=10000.0,
+    ),
 }  # fmt: skip
 
 _ROPE: dict[str, tuple[Any, Any]] = {
@@ -89,6 +102,21 @@ _QWEN: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
     "use_sliding_window": (False, False),
 }
 """Windows depend on several keys: see below."""
+_LIKE_GEMMA: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
+    "attention_bias": (False, True),
+    "head_dim": (256, 8),
+    "hidden_act": ("gelu_pytorch_tanh", "silu"),
+    "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+    "tie_word_embeddings": (True, False),
+    "use_bidirectional_attention": (False, True),
+}
+_GEMMA2: dict[str, tuple[Any, Any]] = _LIKE_GEMMA | {
+    "attn_logit_softcapping": (50.0, None),
+    "final_logit_softcapping": (30.0, 20.0),
+    "layer_types": (["sliding_attention", "full_attention"], ["sliding_attention"] * 2),
+    "query_pre_attn_scalar": (256, 8),
+    "sliding_window": (4096, 16),
+}
 
 KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "gpt2": {
@@ -131,6 +159,21 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "rope_scaling": ({"type": "default"}, {"type": "longrope"}),
         "sliding_window": (None, 8),
     },
+    "gemma": _LIKE_GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2
+    | {
+        "attn_logit_softcapping": (None, 50.0),
+        "final_logit_softcapping": (None, 20.0),
+        "layer_types": (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]),
+        "rope_local_base_freq": (10000.0, 1e6),
+        "rope_parameters": (
+            {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_theta": 1e6}},
+            {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        "rope_theta": (1e6, 1e4),
+        "sliding_window_pattern": (6, 2),
+    },
 }
 """Every other key that the logits depend on: its documented default, and another value."""
 TRAINING = {
@@ -147,6 +190,8 @@ UNUSED = {
     "opt": {"init_std"},
     "llama": {"is_llama_config"},
     "phi3": {"original_max_position_embeddings", "full_attn_mod", "interpolate_factor"},
+    "gemma2": {"cache_implementation", "sliding_window_size"},
+    "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
 }
 PAIRS = [(family, key) for family, keys in KEYS.items() for key in keys]
 
@@ -183,7 +228,7 @@ def test_another_value_is_another_model_or_is_refused(family: str, key: str):
     else:
         assert model != MODELS[family]
         return
-    assert key in refusal or other["type"] in refusal
+    assert key in refusal or "rope_type" in refusal
 
 
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SHAPE.items() for key in keys])
@@ -214,6 +259,23 @@ def test_windows():
             read(family, **on, max_window_layers=1)
         with pytest.raises(ZeroError, match="layer_types"):
             read(family, layer_types=["full_attention"])
+
+
+def test_windows_of_a_pattern():
+    layers = {"num_hidden_layers": 12, "sliding_window": 8}
+    gemma3 = read("gemma3_text", **layers)
+    assert (gemma3.sliding_window, gemma3.sliding_window_pattern) == (8, 6)
+    assert gemma3.windowed == ((True,) * 5 + (False,)) * 2
+    assert read("gemma2", **layers).windowed == (True, False) * 6
+    no_window = read("gemma3_text", **layers, layer_types=["full_attention"] * 12)
+    assert (no_window.sliding_window, no_window.rope_local_theta) == (None, None)
+    assert read("gemma2", sliding_window=None).sliding_window is None
+    for types in (
+        ["full_attention"] + ["sliding_attention"] * 11,
+        ["sliding_attention"] * 3 + ["full_attention"] * 9,
+    ):
+        with pytest.raises(ZeroError, match="layer_types"):
+            read("gemma2", **layers, layer_types=types)
 
 
 def test_dynamic_scaling_extends_the_context():

@@ -110,6 +110,15 @@ def test_of_a_model_that_no_family_has():
     with pytest.raises(ZeroError, match=r"GPT-2 has None.*LLaMA has 'rope'"):
         describe_model(GPTConfig(sliding_window=8))
     like_llama: Any = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False}
+    gemma = like_llama | {"mlp": "geglu", "norm_offset": 1.0, "d_model": 768, "embedding_scale": 768**0.5}
+    for field, value in {"post_norms": True, "logit_softcap": 3.0, "query_scalar": 2.5}.items():
+        with pytest.raises(ZeroError, match=f"LLaMA has.*model.{field}"):
+            describe_model(GPTConfig(**like_llama, **{field: value}))
+    with pytest.raises(ZeroError, match=r"model\.query_scalar = 2\.5, but Gemma has whole numbers"):
+        describe_model(GPTConfig(**gemma, post_norms=True, query_scalar=2.5))
+    windowed = GPTConfig(**gemma, post_norms=True, qk_norm=True, sliding_window=8)
+    with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None"):
+        describe_model(windowed)
     for model, kind in (
         (GPTConfig(), "gpt2"),
         (GPTConfig(position_offset=2, mlp="relu"), "opt"),
@@ -117,5 +126,8 @@ def test_of_a_model_that_no_family_has():
         (GPTConfig(**like_llama, sliding_window=8), "mistral"),
         (GPTConfig(**like_llama, qkv_biases=True), "qwen2"),
         (GPTConfig(**like_llama, qk_norm=True), "qwen3"),
+        (GPTConfig(**gemma), "gemma"),
+        (GPTConfig(**gemma, post_norms=True), "gemma2"),
+        (GPTConfig(**gemma, post_norms=True, qk_norm=True), "gemma3_text"),
     ):
         assert describe_model(model)[0].model_type == kind

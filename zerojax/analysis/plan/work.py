@@ -83,7 +83,9 @@ class Work:
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
     """Whether attention runs as cuDNN's kernel on a GPU, which keeps no scores."""
     takes = dtype == "bfloat16" and config.head_dim <= CUDNN_MAX_HEAD_DIM and config.head_dim % 8 == 0
-    return config.attention == "cudnn" or (config.attention == "auto" and takes)
+    return config.attention == "cudnn" or (
+        config.attention == "auto" and takes and config.attention_softcap is None
+    )
 
 
 def decoder_work(
@@ -130,8 +132,11 @@ def decoder_work(
 
 
 def _computed_tokens(c: GPTConfig, length: int) -> float:
-    """Tokens that cuDNN's kernel reads for a position, on average: it skips what lies outside the window."""
-    window = min(length, c.sliding_window or length)
+    """Tokens that cuDNN's kernel reads for a position, on average.
+
+    It skips what lies outside a window that all layers have; the window of a pattern is a mask.
+    """
+    window = min(length, c.sliding_window or length) if all(c.windowed) else length
     return window - window**2 / (2 * length)
 
 
@@ -140,7 +145,7 @@ def _qkv_width(c: GPTConfig) -> int:
 
 
 def _mlp_width(c: GPTConfig) -> int:
-    return c.ffn_width * (2 if c.mlp == "swiglu" else 1)
+    return c.ffn_width * (2 if c.gated else 1)
 
 
 def _kept_width(c: GPTConfig, remat: Remat) -> int:
@@ -164,7 +169,7 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
 def _working_width(c: GPTConfig, remat: Remat) -> float:
     if remat == "none":
         return 1.5 * c.d_model + _qkv_width(c) + 2 * c.ffn_width
-    return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.mlp == "swiglu" else 2) * c.ffn_width
+    return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.ffn_width
 
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:

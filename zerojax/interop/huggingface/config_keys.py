@@ -57,7 +57,22 @@ REQUIRED = object()
 ANY = object()
 """In ``refuse_others``: a family takes any value of this field."""
 # A family has none of these unless it says so.
-_FEATURES = frozenset({"position_offset", "qkv_biases", "qk_norm", "sliding_window"})
+_FEATURES = frozenset(
+    {
+        "attention_softcap",
+        "embedding_scale",
+        "logit_softcap",
+        "norm_offset",
+        "position_offset",
+        "post_norms",
+        "qk_norm",
+        "qkv_biases",
+        "query_scalar",
+        "rope_local_theta",
+        "sliding_window",
+        "sliding_window_pattern",
+    }
+)
 
 
 class ConfigKeys:

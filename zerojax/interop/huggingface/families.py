@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import gpt2, llama, mistral, opt, phi3, qwen
+from zerojax.interop.huggingface import gemma, gpt2, llama, mistral, opt, phi3, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
@@ -83,6 +83,9 @@ FAMILIES = {
         _like_llama("mistral", "MistralForCausalLM", mistral.read, mistral.write),
         _like_llama("qwen2", "Qwen2ForCausalLM", qwen.read_qwen2, qwen.write_qwen2),
         _like_llama("qwen3", "Qwen3ForCausalLM", qwen.read_qwen3, qwen.write_qwen3),
+        _like_llama("gemma", "GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma),
+        _like_llama("gemma2", "Gemma2ForCausalLM", gemma.read_gemma2, gemma.write_gemma2),
+        _like_llama("gemma3_text", "Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3),
         _like_llama("phi3", "Phi3ForCausalLM", phi3.read, None, phi3.parts),
     )
 }

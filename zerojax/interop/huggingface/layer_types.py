@@ -11,7 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_window(keys: ConfigKeys, window: int | None, default: list[str]) -> dict[str, Any]:
-    """The model's field of the window.
+    """The model's fields of the window.
 
     Args:
         keys: of a config.json.
@@ -19,7 +19,7 @@ def read_window(keys: ConfigKeys, window: int | None, default: list[str]) -> dic
         default: the kind of each layer, where there are no layer_types.
 
     Raises:
-        ConfigurationError: only some layers have the window.
+        ConfigurationError: the layers with full attention are not every so many.
     """
     types = keys.take("layer_types", list, default)
     if len(types) != len(default) or not all(kind in (FULL, SLIDING) for kind in types):
@@ -30,9 +30,19 @@ def read_window(keys: ConfigKeys, window: int | None, default: list[str]) -> dic
         return {}
     if set(types) == {SLIDING}:
         return {"sliding_window": window}
-    raise ConfigurationError(f"layer_types = {short(types)}: only equal layers are supported")
+    pattern = types.index(FULL) + 1
+    if pattern == 1 or types != periodic(len(types), pattern):
+        raise ConfigurationError(
+            f"layer_types = {short(types)}: only {FULL!r} in every so many layers is supported"
+        )
+    return {"sliding_window": window, "sliding_window_pattern": pattern}
+
+
+def periodic(layers: int, pattern: int) -> list[str]:
+    """Kinds of layers of which every ``pattern``-th has full attention."""
+    return [SLIDING if number % max(pattern, 1) else FULL for number in range(1, layers + 1)]
 
 
 def write_types(model: GPTConfig) -> list[str]:
     """The kind of each layer."""
-    return [FULL if model.sliding_window is None else SLIDING] * model.layers
+    return [SLIDING if windowed else FULL for windowed in model.windowed]

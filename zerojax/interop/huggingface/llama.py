@@ -4,6 +4,7 @@ Other families have the same keys and tensors, and a few more: they begin with `
 and ``parts``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from zerojax.errors import ConfigurationError
@@ -39,6 +40,7 @@ def read_shape(
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
     tied: bool = False,
+    rope: Callable[[ConfigKeys], dict[str, Any]] = read_rope,
 ) -> dict[str, Any]:
     """The fields of a model, from the keys that these families share.
 
@@ -48,6 +50,7 @@ def read_shape(
         head_dim: without the key; None is hidden_size / num_attention_heads.
         norm_eps: without rms_norm_eps.
         tied: without tie_word_embeddings.
+        rope: reads the rotary fields and max_seq_len.
 
     Raises:
         ConfigurationError: a value is not supported.
@@ -69,7 +72,7 @@ def read_shape(
         "tied": keys.take("tie_word_embeddings", bool, tied),
         "biases": False,
         "norm_eps": keys.take("rms_norm_eps", float, norm_eps),
-        **read_rope(keys),
+        **rope(keys),
     }
 
 
@@ -116,6 +119,12 @@ def parts(model: GPTConfig, prefix: str) -> TensorParts:
     }
     if model.biases or model.qkv_biases:
         found["block/attention/qkv/bias"] = _projections(model, block, "bias")
+    if model.post_norms:  # then the second norm has another name
+        found |= {
+            "block/post_norm_attention/scale": whole(block + "post_attention_layernorm.weight"),
+            "block/norm_mlp/scale": whole(block + "pre_feedforward_layernorm.weight"),
+            "block/post_norm_mlp/scale": whole(block + "post_feedforward_layernorm.weight"),
+        }
     if model.qk_norm:
         for ours, theirs in (("query", "q"), ("key", "k")):
             found[f"block/attention/{ours}_norm/scale"] = whole(f"{block}self_attn.{theirs}_norm.weight")

@@ -7,6 +7,8 @@ from zerojax.interop.huggingface.layer_types import FULL, SLIDING, read_window, 
 from zerojax.interop.huggingface.llama import LIKE_LLAMA, read_shape, write_shape
 from zerojax.models import GPTConfig
 
+_WINDOWS = {"sliding_window": ANY, "sliding_window_pattern": ANY}
+
 
 def read_qwen2(keys: ConfigKeys) -> GPTConfig:
     """The model of a config.json.
@@ -44,7 +46,7 @@ def write_qwen2(model: GPTConfig) -> dict[str, Any]:
     Raises:
         ConfigurationError: Qwen2 does not have such models; names the field.
     """
-    refuse_others(model, "Qwen2", **LIKE_LLAMA, biases=False, qkv_biases=True, sliding_window=ANY)
+    refuse_others(model, "Qwen2", **LIKE_LLAMA, biases=False, qkv_biases=True, **_WINDOWS)
     return _write(model)
 
 
@@ -54,7 +56,7 @@ def write_qwen3(model: GPTConfig) -> dict[str, Any]:
     Raises:
         ConfigurationError: Qwen3 does not have such models; names the field.
     """
-    refuse_others(model, "Qwen3", **LIKE_LLAMA, biases=False, qk_norm=True, sliding_window=ANY)
+    refuse_others(model, "Qwen3", **LIKE_LLAMA, biases=False, qk_norm=True, **_WINDOWS)
     return _write(model) | {"attention_bias": False}
 
 
