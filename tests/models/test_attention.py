@@ -93,6 +93,25 @@ def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(monkeypatch):
     assert kernels(jax.checkpoint_policies.save_only_these_names("attention")) == [1, 1]
 
 
+def test_cudnns_kernel_gets_the_window_and_the_scale(monkeypatch):
+    # Traced only: neither cuDNN nor a GPU is needed for the program's text.
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+
+    def text(**options):
+        return str(jax.make_jaxpr(lambda q: causal_attention(q, q, q, "cudnn", **options))(q))
+
+    assert "sliding_window_length=32" in text(window=32)
+    assert "scale=0.25" in text(scale=0.25)
+    for whole in (text(), text(window=128), text(window=32, windowed=False)):
+        assert "sliding_window_length=0" in whole or "sliding_window_length=None" in whole
+    as_data = str(
+        jax.make_jaxpr(lambda q, w: causal_attention(q, q, q, "cudnn", window=32, windowed=w))(q, True)
+    )
+    assert "sliding_window_length=32" not in as_data
+    assert "1,1,128,128]" in as_data
+
+
 def test_auto_picks_xla_without_a_gpu():
     q = heads(0).astype(jnp.bfloat16)
     text = str(jax.make_jaxpr(lambda q: causal_attention(q, q, q))(q))
@@ -102,10 +121,14 @@ def test_auto_picks_xla_without_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
-def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32():
+@pytest.mark.parametrize("options", [{}, {"window": 40, "scale": 0.2}, {"window": 40, "data": True}], ids=str)
+def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32(options):
+    if options.get("data"):
+        options = {"window": options["window"], "windowed": jnp.array(True)}
+
     def loss(kernel, q, k, v):
         weights = jnp.cos(jnp.arange(64.0))
-        return jnp.sum(causal_attention(q, k, v, kernel).astype(jnp.float32) * weights)
+        return jnp.sum(causal_attention(q, k, v, kernel, **options).astype(jnp.float32) * weights)
 
     inputs = [heads(i, time=256, count=count, dim=64) for i, count in enumerate((8, 2, 2))]
     half = [x.astype(jnp.bfloat16) for x in inputs]

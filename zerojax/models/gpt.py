@@ -23,9 +23,9 @@ from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Segments, Windowed, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
+from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import RopeTable, apply_rope, rope_tables
-from zerojax.schedule.breadth_first import with_batching_rule
 
 Hidden = Float[Array, "batch time d_model"]
 
@@ -48,35 +48,6 @@ def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
 def _dropout(x: Hidden, rate: float, key: Key[Array, ""]) -> Hidden:
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
-
-
-@jax.custom_vjp
-def _look_up(table: Float[Array, "rows dim"], ids: Int[Array, "..."]) -> Float[Array, "... dim"]:
-    """Rows of a table, by id."""
-    return jnp.take(table, ids, axis=0)
-
-
-def _look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(table, ids), (table, ids)
-
-
-def _look_up_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
-    # The row of a frequent token sums thousands of terms: bf16 would lose most of them, and its atomic
-    # additions serialise (8192 equal tokens take 70 ms on an H200, but 0.4 ms in fp32).
-    table, ids = residuals
-    total = jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
-    return total.astype(table.dtype), None
-
-
-_look_up.defvjp(_look_up_forward, _look_up_backward)
-
-
-def _look_up_in_breadth(size: int, mapped: tuple[bool, bool], table: Array, ids: Array) -> tuple[Array, bool]:
-    """All micro-batches' rows at once, so that there is one gradient of the table."""
-    table_mapped, ids_mapped = mapped
-    if table_mapped:
-        return jax.vmap(_look_up, in_axes=(0, 0 if ids_mapped else None), axis_size=size)(table, ids), True
-    return _look_up(table, ids), ids_mapped
 
 
 class Attention(nnx.Module):
@@ -259,7 +230,6 @@ class GPT(nnx.Module):
             length: of the whole sequence, on which rope_scaling = "dynamic" depends.
         """
         c = self.config
-        look_up = with_batching_rule(_look_up_in_breadth, _look_up)
         x = look_up(self.embed.embedding[...], tokens)
         x = x if c.embedding_scale == 1 else x * c.embedding_scale
         if c.positions == "learned":
