@@ -109,6 +109,8 @@ def test_cudnns_kernel_gets_the_window_and_the_scale(monkeypatch):
         jax.make_jaxpr(lambda q, w: causal_attention(q, q, q, "cudnn", window=32, windowed=w))(q, True)
     )
     assert "sliding_window_length=32" not in as_data
+    # cuDNN takes a window or a bias, not both.
+    assert "sliding_window_length=32" not in text(window=32, segments=jnp.ones((2, 128), int))
     assert "1,1,128,128]" in as_data
 
 

@@ -50,8 +50,8 @@ def causal_attention(
 
     With a window, a position attends to so many positions at most, itself included; cuDNN skips the rest.
     Positions of different segments do not attend to each other. With cuDNN this needs an even time and a
-    bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept; so does a
-    window that is data.
+    bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window
+    beside segments, or one that is data, becomes a part of that bias.
 
     Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and with cuDNN
     so does the log-sum-exp that the backward kernel reads: under a remat policy that saves this name, the
@@ -73,13 +73,13 @@ def causal_attention(
     """
     length = query.shape[1]
     mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
-    if window is None or window >= length or windowed is False:
-        reach = None
-    elif windowed is True:
-        reach = window - 1
-    else:
-        reach, near = None, (_distances(length) < window) | ~windowed
-        mask = near if mask is None else mask & near
+    reach = None
+    if window is not None and window < length and windowed is not False:
+        if windowed is True and mask is None:
+            reach = window - 1
+        else:  # cuDNN takes a window or a bias, not both
+            near = (_distances(length) < window) | jnp.logical_not(windowed)
+            mask = near if mask is None else mask & near
     if kernel == "auto":
         kernel = "cudnn" if softcap is None and _cudnn_takes(query, mask) else "xla"
     if kernel == "cudnn":
