@@ -76,6 +76,56 @@ MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
 }
 
 
+TINY = LLAMA | {"intermediate_size": 24}
+# name -> config: one of each family and feature, without a tokenizer, in bfloat16.
+FAMILIES: dict[str, Any] = {
+    "gemma": transformers.GemmaConfig(**TINY, head_dim=8),
+    "gemma2": transformers.Gemma2Config(
+        **TINY,
+        head_dim=8,
+        sliding_window=6,
+        query_pre_attn_scalar=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **TINY | {"num_hidden_layers": 4},
+        head_dim=8,
+        sliding_window=6,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "mistral": transformers.MistralConfig(**TINY, sliding_window=6),
+    "qwen2": transformers.Qwen2Config(**TINY, max_window_layers=2, tie_word_embeddings=True),
+    "qwen2-window": transformers.Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=6, max_window_layers=0
+    ),
+    "llama-dynamic": transformers.LlamaConfig(
+        **TINY | {"max_position_embeddings": 8},
+        head_dim=8,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    ),
+    "llama-yarn": transformers.LlamaConfig(
+        **TINY,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+        },
+    ),
+    "phi3": transformers.Phi3Config(**TINY, pad_token_id=0, sliding_window=6),
+    "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
+}
+
+
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE over lower-case text, with an end-of-text token."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -98,9 +148,33 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            around = 1.0 if "norm" in name.lower() or ".ln_" in name else 0.0
+            is_norm = "norm" in name.lower() or ".ln_" in name
+            # Gemma's norms multiply by 1 + weight.
+            around = float(is_norm and not config.model_type.startswith("gemma"))
             parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """The logits of a saved model in fp32, with attention as its code spells it out."""
+    # Read again: a model cast back to fp32 would keep its rotary frequencies rounded.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model(torch.from_numpy(tokens).long()).logits.numpy()
+
+
+def write_families(folder: Path) -> None:
+    """Write the models of FAMILIES; expected.npz has tokens and their logits."""
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 20), dtype=np.int32)
+    for name, config in FAMILIES.items():
+        shutil.rmtree(folder / name, ignore_errors=True)
+        make_model(config, torch.bfloat16).save_pretrained(folder / name)
+        (folder / name / "generation_config.json").unlink(missing_ok=True)
+        np.savez_compressed(
+            folder / name / "expected.npz", tokens=tokens, logits=logits_of(folder / name, tokens)
+        )
 
 
 def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None:
@@ -112,11 +186,9 @@ def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None
         shutil.rmtree(folder / name, ignore_errors=True)
         make_model(config, dtype).save_pretrained(folder / name, max_shard_size=largest)
         tokenizer.save_pretrained(folder / name)
-        # Read again: a model cast back to fp32 would keep its rotary frequencies rounded.
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        with torch.no_grad():
-            logits = model(torch.from_numpy(tokens).long()).logits.numpy()
-        np.savez_compressed(folder / name / "expected.npz", tokens=tokens, logits=logits)
+        np.savez_compressed(
+            folder / name / "expected.npz", tokens=tokens, logits=logits_of(folder / name, tokens)
+        )
 
 
 def main() -> None:
@@ -125,7 +197,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    write(parser.parse_args().folder, MODELS)
+    folder = parser.parse_args().folder
+    write(folder, MODELS)
+    write_families(folder / "families")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Any, torch.dtype, str]] = {
         ONE,
     ),
 }
+CASES |= {name: (config, torch.bfloat16, ONE) for name, config in hf_fixtures.FAMILIES.items()}
 
 
 def load(folder: Path) -> torch.nn.Module:

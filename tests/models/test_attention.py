@@ -5,29 +5,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.models.attention import apply_rope, causal_attention, rope_frequencies, rope_table
-from zerojax.models.config import GPTConfig
+from zerojax.errors import ZeroError
+from zerojax.models.attention import causal_attention
 
 
 def heads(key, batch=2, time=6, count=4, dim=8):
     return jax.random.normal(jax.random.key(key), (batch, time, count, dim))
 
 
-def table(positions, head_dim, theta):
-    config = GPTConfig(positions="rope", head_width=head_dim, rope_theta=theta)
-    return rope_table(positions, rope_frequencies(config))
-
-
-def plain_attention(q, k, v):
+def plain_attention(q, k, v, window=100, scale=None, softcap=None):
     """Numpy, one head and one position at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(q.shape[:3]):
-        scores = k[b, : t + 1, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        seen = slice(max(0, t + 1 - window), t + 1)
+        scores = k[b, seen, h // group] @ q[b, t, h] * (scale or q.shape[3] ** -0.5)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ v[b, : t + 1, h // group] / weights.sum()
+        out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
     return out
+
+
+@pytest.mark.parametrize("window", [1, 4, 6, 9])
+def test_a_window_reaches_back_so_many_positions(window):
+    q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
+    ours = causal_attention(q, k, v, window=window)
+    np.testing.assert_allclose(ours, plain_attention(q, k, v, window), atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -36,30 +41,37 @@ def test_attention_is_the_plain_formula(kv_heads):
     np.testing.assert_allclose(causal_attention(q, k, v), plain_attention(q, k, v), atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_softcap_bounds_the_scores(window):
+    q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
+    ours = causal_attention(q, k, v, window=window, scale=0.9, softcap=1.5)
+    expected = plain_attention(q, k, v, window or 100, 0.9, 1.5)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    assert not np.allclose(ours, causal_attention(q, k, v, window=window, scale=0.9), atol=1e-2)
+    with pytest.raises(ZeroError, match=r"softcap = 1\.5"):
+        causal_attention(q, k, v, "cudnn", softcap=1.5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_whether_a_layer_has_the_window_can_be_data(softcap):
+    q, k, v = heads(0), heads(1), heads(2)
+    segments = jnp.array([[1, 1, 1, 1, 1, 2]] * 2)
+
+    @jax.jit
+    def run(windowed):
+        return causal_attention(q, k, v, "xla", segments, window=2, windowed=windowed, softcap=softcap)
+
+    for windowed in (True, False):
+        static = causal_attention(q, k, v, "xla", segments, window=2 if windowed else None, softcap=softcap)
+        np.testing.assert_allclose(run(jnp.array(windowed)), static, atol=1e-6)
+        same = causal_attention(q, k, v, "xla", segments, window=2, windowed=windowed, softcap=softcap)
+        np.testing.assert_array_equal(same, static)
+
+
 def test_grouped_attention_equals_repeated_heads():
     q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
     repeated = causal_attention(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
     np.testing.assert_allclose(causal_attention(q, k, v), repeated, atol=1e-6)
-
-
-def test_rope_scores_depend_on_distance_alone():
-    q, k = heads(0, time=1), heads(1, time=1)
-
-    def score(at, to):
-        turned = (apply_rope(x, table(jnp.array([p]), 8, 10000.0)) for x, p in ((q, at), (k, to)))
-        return jnp.einsum("bthd,bthd->bth", *turned)
-
-    np.testing.assert_allclose(score(5, 2), score(105, 102), atol=1e-4)
-    assert float(jnp.max(jnp.abs(score(5, 2) - score(5, 3)))) > 1e-2
-
-
-def test_rope_turns_pairs_of_halves():
-    x = jnp.zeros((1, 3, 1, 4)).at[..., 1].set(1.0)
-    turned = apply_rope(x, table(jnp.arange(3), 4, 100.0))
-    angles = np.arange(3) / 10.0  # the second of two frequencies: 100^(-2/4)
-    np.testing.assert_allclose(turned[0, :, 0, 1], np.cos(angles), atol=1e-6)
-    np.testing.assert_allclose(turned[0, :, 0, 3], np.sin(angles), atol=1e-6)
-    assert apply_rope(x.astype(jnp.bfloat16), table(jnp.arange(3), 4, 100.0)).dtype == jnp.bfloat16
 
 
 def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(monkeypatch):
@@ -81,6 +93,27 @@ def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(monkeypatch):
     assert kernels(jax.checkpoint_policies.save_only_these_names("attention")) == [1, 1]
 
 
+def test_cudnns_kernel_gets_the_window_and_the_scale(monkeypatch):
+    # Traced only: neither cuDNN nor a GPU is needed for the program's text.
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+
+    def text(**options):
+        return str(jax.make_jaxpr(lambda q: causal_attention(q, q, q, "cudnn", **options))(q))
+
+    assert "sliding_window_length=32" in text(window=32)
+    assert "scale=0.25" in text(scale=0.25)
+    for whole in (text(), text(window=128), text(window=32, windowed=False)):
+        assert "sliding_window_length=0" in whole or "sliding_window_length=None" in whole
+    as_data = str(
+        jax.make_jaxpr(lambda q, w: causal_attention(q, q, q, "cudnn", window=32, windowed=w))(q, True)
+    )
+    assert "sliding_window_length=32" not in as_data
+    # cuDNN takes a window or a bias, not both.
+    assert "sliding_window_length=32" not in text(window=32, segments=jnp.ones((2, 128), int))
+    assert "1,1,128,128]" in as_data
+
+
 def test_auto_picks_xla_without_a_gpu():
     q = heads(0).astype(jnp.bfloat16)
     text = str(jax.make_jaxpr(lambda q: causal_attention(q, q, q))(q))
@@ -90,10 +123,14 @@ def test_auto_picks_xla_without_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
-def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32():
+@pytest.mark.parametrize("options", [{}, {"window": 40, "scale": 0.2}, {"window": 40, "data": True}], ids=str)
+def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32(options):
+    if options.get("data"):
+        options = {"window": options["window"], "windowed": jnp.array(True)}
+
     def loss(kernel, q, k, v):
         weights = jnp.cos(jnp.arange(64.0))
-        return jnp.sum(causal_attention(q, k, v, kernel).astype(jnp.float32) * weights)
+        return jnp.sum(causal_attention(q, k, v, kernel, **options).astype(jnp.float32) * weights)
 
     inputs = [heads(i, time=256, count=count, dim=64) for i, count in enumerate((8, 2, 2))]
     half = [x.astype(jnp.bfloat16) for x in inputs]

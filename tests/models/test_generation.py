@@ -8,11 +8,16 @@ from flax import nnx
 
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, Sampling, generate, stream
-from zerojax.models.generation import _extend
+from zerojax.models.generation import _empty_cache, _extend
 from zerojax.models.sampling import sample
 
 SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
+GEMMA = LLAMA | {
+    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
+    "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
+    "attention_softcap": 2.0, "logit_softcap": 3.0,
+}  # fmt: skip
 GREEDY = Sampling(temperature=0)
 KEY = jax.random.key(0)
 
@@ -27,8 +32,8 @@ def draw_prompt(length, batch=2):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2}],
-    ids=["gpt2", "llama", "list"],
+    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2, "sliding_window": 5}, GEMMA],
+    ids=["gpt2", "llama", "list", "gemma"],
 )
 @pytest.mark.parametrize("length", [1, 6, 17])
 def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):
@@ -46,6 +51,18 @@ def test_text_goes_on_when_the_context_is_full():
     # 5 tokens fill the context of 24 (the last is not fed back); the next sees the last 12.
     window = jnp.concatenate([prompt, text[:, :5]], axis=1)[:, -12:]
     np.testing.assert_array_equal(text[:, 5], jnp.argmax(model(window)[:, -1], axis=-1))
+
+
+def test_dynamic_rotary_scaling_takes_the_length_of_the_prompt_not_of_its_padding():
+    dynamic = {"rope_scaling": "dynamic", "rope_factor": 8.0, "rope_original_len": 4, "rope_theta": 10.0}
+    model, prompt = make(**LLAMA, **dynamic), draw_prompt(9)
+    padded = jnp.pad(prompt, ((0, 0), (0, 7)))
+    expected = model.hidden(prompt)
+    for end, same in ((9, True), (16, False)):
+        hidden, _ = _extend(
+            model, padded, jnp.int32(0), _empty_cache(model, 2, 16), jnp.zeros(2, jnp.int32), jnp.int32(end)
+        )
+        assert np.allclose(hidden[:, :9], expected, atol=1e-5) == same
 
 
 def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):

@@ -12,7 +12,12 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 SMALL = {"vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2}
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
 OPT = {"mlp": "relu"}
-FAMILIES = pytest.mark.parametrize("family", [{}, OPT, LLAMA], ids=["gpt2", "opt", "llama"])
+GEMMA = LLAMA | {
+    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
+    "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
+    "attention_softcap": 2.0, "logit_softcap": 10.0,
+}  # fmt: skip
+FAMILIES = pytest.mark.parametrize("family", [{}, OPT, LLAMA, GEMMA], ids=["gpt2", "opt", "llama", "gemma"])
 
 
 def make(**settings: Any) -> Any:
@@ -88,7 +93,7 @@ def test_embedding_gradients_of_bf16_weights_are_summed_in_fp32():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
     def total(params):
-        x, _ = nnx.merge(graph, params).embed_tokens(jnp.full((1, 1000), 5), jnp.arange(1000))
+        x, _ = nnx.merge(graph, params).embed_tokens(jnp.full((1, 1000), 5), jnp.arange(1000), 1000)
         return jnp.sum(x)
 
     gradient = jax.grad(total)(params)["embed"]["embedding"][...]

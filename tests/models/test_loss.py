@@ -21,26 +21,32 @@ def case(dtype=jnp.float32):
     )
 
 
-def plain(hidden, unembedding, labels):
+def plain(hidden, unembedding, labels, softcap=None):
     logits = hidden.astype(jnp.float32) @ unembedding.astype(jnp.float32).T
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
     return jnp.sum(losses * (labels >= 0)) / jnp.sum(labels >= 0)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 25, 50, 64])
-def test_value_and_gradients_are_the_plain_ones(chunk):
+@pytest.mark.parametrize(
+    ("chunk", "softcap"), [(1, None), (7, None), (16, None), (25, None), (50, None), (64, None), (16, 2.0)]
+)
+def test_value_and_gradients_are_the_plain_ones(chunk, softcap):
     hidden, unembedding, labels = case()
     (loss, count), gradients = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)(
-        hidden, unembedding, labels, chunk=chunk
+        hidden, unembedding, labels, chunk=chunk, softcap=softcap
     )
-    expected, expected_gradients = jax.value_and_grad(plain, argnums=(0, 1))(hidden, unembedding, labels)
+    expected, expected_gradients = jax.value_and_grad(plain, argnums=(0, 1))(
+        hidden, unembedding, labels, softcap
+    )
     assert float(count) == 47
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-6
     # Without a gradient another path computes the value.
     np.testing.assert_allclose(
-        cross_entropy(hidden, unembedding, labels, chunk=chunk)[0], expected, rtol=1e-6
+        cross_entropy(hidden, unembedding, labels, chunk=chunk, softcap=softcap)[0], expected, rtol=1e-6
     )
 
 

@@ -19,15 +19,27 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"layers": 0}, "layers = 0: at least 1"),
         ({"ffn": 0}, "ffn = 0"),
         ({"norm": "batch"}, "norm = 'batch': one of layer, rms"),
-        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu"),
+        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu, geglu"),
         ({"attention": "flash"}, "one of auto, cudnn, xla"),
         ({"dropout": 1.0}, "dropout = 1.0"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0"),
         ({"heads": 8, "positions": "rope"}, "3 wide"),
         ({"head_width": 0}, "head_width = 0"),
         ({"position_offset": 2, "positions": "rope"}, "0 without learned positions"),
-        ({"rope_scaling": "yarn"}, "one of none, linear, llama3"),
+        ({"rope_scaling": "longrope"}, "one of none, linear, llama3, dynamic, yarn"),
+        ({"rope_beta_slow": 32.0}, "rope_beta_slow = 32.0 must lie below"),
+        ({"rope_attention_factor": 0.0}, "rope_attention_factor = 0.0"),
+        ({"rope_scaling": "dynamic", "head_width": 2}, "wider than 2"),
+        ({"rope_scaling": "yarn", "rope_theta": 1.0}, "rope_theta above 1"),
         ({"rope_low_freq_factor": 4.0}, "must lie below"),
+        ({"qkv_biases": True}, "qkv_biases: biases = true"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"sliding_window_pattern": 2}, "sliding_window_pattern = 2: at least 2, and with a sliding_window"),
+        ({"sliding_window": 4, "sliding_window_pattern": 1}, "sliding_window_pattern = 1"),
+        ({"rope_local_theta": 9.0, "positions": "rope"}, "rope_local_theta = 9.0 is of layers with a window"),
+        ({"norm_offset": 1.0}, "norm_offset = 1.0 is of RMS norms"),
+        ({"attention_softcap": 5.0, "attention": "cudnn"}, "has no attention_softcap"),
+        ({"logit_softcap": 0.0}, "logit_softcap = 0.0"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -46,6 +58,8 @@ def test_wrong_settings_are_named(settings, message):
         {"norm": "rms", "mlp": "swiglu", "kv_heads": 1},
         {"heads": 5, "kv_heads": 1, "head_width": 6, "position_offset": 2, "mlp": "gelu_exact"},
         {"dropout": 0.1},
+        LLAMA | {"qkv_biases": True, "qk_norm": True, "kv_heads": 2},
+        LLAMA | {"mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True},
     ],
 )
 def test_parameter_count_is_that_of_the_model(settings):
@@ -67,5 +81,11 @@ def test_flops_per_token_counts_what_is_multiplied():
     qkv_and_out, mlp, head = 24 * 72 + 24 * 24, 2 * 24 * 96, 37 * 24
     scores_and_values = 12 * 3 * 24 * 10
     assert flops_per_token(config, 10) == 6 * (3 * (qkv_and_out + mlp) + head) + scores_and_values
+    short = GPTConfig(**SMALL, sliding_window=4)
+    assert flops_per_token(config, 10) - flops_per_token(short, 10) == 12 * 3 * 24 * (10 - 4)
+    assert flops_per_token(config, 3) == flops_per_token(short, 3)
+    pattern = GPTConfig(**SMALL, sliding_window=4, sliding_window_pattern=3)
+    assert pattern.windowed == (True, True, False)
+    assert flops_per_token(config, 10) - flops_per_token(pattern, 10) == 12 * 2 * 24 * (10 - 4)
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

@@ -24,7 +24,15 @@ SMALL: dict[str, Any] = {
     "init_std": 0.3,
 }
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "kv_heads": 2}
-FAMILIES = pytest.mark.parametrize("family", [{"scan": False}, LLAMA], ids=["learned", "rope"])
+WINDOW = LLAMA | {"sliding_window": 3, "qkv_biases": True, "qk_norm": True}
+GEMMA = LLAMA | {
+    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
+    "sliding_window": 3, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
+    "attention_softcap": 2.0, "logit_softcap": 3.0,
+}  # fmt: skip
+FAMILIES = pytest.mark.parametrize(
+    "family", [{"scan": False}, WINDOW, GEMMA], ids=["learned", "window", "gemma"]
+)
 # The tokens of each document in each row of 17; what is left is padding.
 ROWS = ((17,), (5, 12), (2, 3, 2, 9), (6, 4), (1, 1, 15), (8, 8))
 
@@ -85,14 +93,17 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
     )
 
 
-def test_a_step_counts_tokens_over_devices_and_micro_batches():
+@pytest.mark.parametrize(
+    ("family", "order"), [(LLAMA, "depth"), (GEMMA, "breadth")], ids=["depth", "gemma-breadth"]
+)
+def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order):
     documents, batch = draw()
     state = zerojax.TrainState.create(
-        lambda rngs: GPT(GPTConfig(**(SMALL | LLAMA)), rngs=rngs),
+        lambda rngs: GPT(GPTConfig(**(SMALL | family)), rngs=rngs),
         optax.sgd(1.0),
         lm_loss,
         mesh=zerojax.make_mesh(1, 3),
-        zero=zerojax.ZeroConfig(accumulate=2, compute_dtype="float32"),
+        zero=zerojax.ZeroConfig(accumulate=2, accumulate_order=order, compute_dtype="float32"),
     )
     model = zerojax.gather_model(state)
     expected, gradients = nnx.jit(nnx.value_and_grad(plain_loss))(model, alone(documents))

@@ -21,7 +21,8 @@ STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
 class Stack(nnx.Module):
     """``layers`` blocks in a row, their parameters stacked along a leading axis.
 
-    ``stack(x, *args)`` is ``for block in blocks: x = block(x, *args)``, run by ``lax.scan``. In a
+    ``stack(x, *args)`` is ``for block in blocks: x = block(x, *args)``, run by ``lax.scan``;
+    ``stack(x, by_layer={"scale": scales})`` calls block i with ``scale=scales[i]``. In a
     ``TrainState`` each layer is a unit whose weights are gathered for it alone, whether or not the block's
     class is in ``ZeroConfig.units``.
     """
@@ -48,12 +49,16 @@ class Stack(nnx.Module):
 
         self.block = make(rngs)
 
-    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+    def __call__(
+        self, x: Array, *args: Any, by_layer: dict[str, Array] | None = None, **kwargs: Any
+    ) -> Array:
         """Apply the blocks in order.
 
         Args:
             x: the input of the first block; each block must keep its shape and dtype.
             *args: passed to every block.
+            by_layer: arguments that differ, by name: arrays with a leading axis of layers, of which each
+                block gets its own part. No gradient flows through them.
             **kwargs: passed to every block.
 
         Returns:
@@ -65,21 +70,23 @@ class Stack(nnx.Module):
             arrays, join = split_arrays((args, kwargs))
             empty = [(path, variable.replace(None)) for path, variable in nnx.to_flat_state(params)]
 
-            def body(whole: Any, x: Array, state: Any, arrays: Any) -> tuple[Array, Any]:
-                args, kwargs = join(arrays)
+            def body(whole: Any, x: Array, own: Any, arrays: Any) -> tuple[Array, Any]:
+                (state, differing), (args, kwargs) = own, join(arrays)
                 values = [(path, var.replace(w)) for (path, var), w in zip(empty, whole, strict=True)]
-                return _run(nnx.merge(graph, nnx.from_flat_state(values), state), x, args, kwargs)
+                block = nnx.merge(graph, nnx.from_flat_state(values), state)
+                return _run(block, x, args, kwargs | differing)
 
-            x, state, copies = scan_units(body, weights, x, state, arrays)
+            x, state, copies = scan_units(body, weights, x, (state, by_layer or {}), arrays)
             if copies is not None:
                 fresh = [weight.updated(copies) for weight in weights]
                 self._keep([(path, var.replace(w)) for (path, var), w in zip(empty, fresh, strict=True)])
         else:
 
             def layer(x: Array, values: Any) -> tuple[Array, Any]:
-                return _run(nnx.merge(graph, *values), x, args, kwargs)
+                *states, differing = values
+                return _run(nnx.merge(graph, *states), x, args, kwargs | differing)
 
-            x, state = jax.lax.scan(layer, x, (params, state))
+            x, state = jax.lax.scan(layer, x, (params, state, by_layer or {}))
         nnx.update(self.block, state)
         return x
 

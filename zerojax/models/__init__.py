@@ -1,4 +1,4 @@
-"""Language models in Flax NNX: GPT-2, OPT and LLaMA style decoders, their loss and sampling."""
+"""Language models in Flax NNX: GPT-2, OPT, LLaMA and Gemma style decoders, their loss and sampling."""
 
 from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
 from zerojax.models.generation import generate, stream

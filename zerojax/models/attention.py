@@ -1,23 +1,23 @@
-"""Causal attention: rotary positions and the choice of the kernel."""
+"""Causal attention: packed documents, sliding windows, and the choice of the kernel."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from zerojax.models.config import AttentionKernel, GPTConfig
+from zerojax.errors import ConfigurationError
+from zerojax.models.config import AttentionKernel
 
 ATTENTION_NAME = "attention"
 """The ``checkpoint_name`` of attention's output, and of what its backward pass needs beside q, k and v."""
 
 CUDNN_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention supports on every GPU since Ampere."""
-
-RopeTable = tuple[Float[Array, "*batch time half"], Float[Array, "*batch time half"]]
 
 Segments = Int[Array, "batch time"]
 """The document of each position, for rows that hold several."""
@@ -30,46 +30,8 @@ def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
-def rope_frequencies(config: GPTConfig) -> Float[Array, " half"]:
-    """The angle by which each pair of a head is rotated per position, in radians, fp32.
-
-    Pair i is rotated by theta^(-2i/head_dim) (Su et al., 2021, eq. 15). "linear" scaling divides all angles
-    by rope_factor (Chen et al., 2023); "llama3" divides those of wavelengths above rope_original_len /
-    rope_low_freq_factor, keeps those below rope_original_len / rope_high_freq_factor, and interpolates in
-    between (as in Meta's release of LLaMA 3.1).
-    """
-    c = config
-    exponents = jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim
-    plain = 1.0 / c.rope_theta**exponents
-    if c.rope_scaling == "none":
-        return plain
-    stretched = plain / c.rope_factor
-    if c.rope_scaling == "linear":
-        return stretched
-    turns = c.rope_original_len * plain / (2 * jnp.pi)  # in the original context
-    low, high = c.rope_low_freq_factor, c.rope_high_freq_factor
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * stretched + kept * plain
-
-
-def rope_table(positions: Int[Array, "*batch time"], frequencies: Float[Array, " half"]) -> RopeTable:
-    """The cosines and sines of the rotary embedding, fp32."""
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: Float[Array, "batch time heads dim"], table: RopeTable
-) -> Float[Array, "batch time heads dim"]:
-    """Rotate each pair (x[i], x[i + dim/2]) by its position's angle, computed in fp32, returned in x's dtype.
-
-    Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints.
-    """
-    # The table depends on no parameter; without this a scanned stack would accumulate a gradient for it.
-    cos, sin = (jax.lax.stop_gradient(t)[..., None, :] for t in table)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return turned.astype(x.dtype)
+Windowed = bool | Bool[Array, ""]
+"""Whether a layer has the window: in a scanned stack it is data, else static."""
 
 
 def causal_attention(
@@ -78,48 +40,144 @@ def causal_attention(
     value: Float[Array, "batch time kv_heads dim"],
     kernel: AttentionKernel = "auto",
     segments: Segments | None = None,
+    *,
+    window: int | None = None,
+    windowed: Windowed = True,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
+    With a window, a position attends to so many positions at most, itself included; cuDNN skips the rest.
     Positions of different segments do not attend to each other. With cuDNN this needs an even time and a
-    bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept.
+    bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window
+    beside segments, or one that is data, becomes a part of that bias.
 
     Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and with cuDNN
     so does the log-sum-exp that the backward kernel reads: under a remat policy that saves this name, the
     forward kernel runs once per step, not twice.
+
+    Args:
+        query: queries.
+        key: keys.
+        value: values.
+        kernel: "auto" is cuDNN's where it can do this.
+        segments: the document of each position.
+        window: positions that one attends to, itself included.
+        windowed: whether the window applies.
+        scale: of the scores; None is 1 / sqrt(dim).
+        softcap: the scores become softcap x tanh(scores / softcap).
+
+    Raises:
+        ConfigurationError: with cuDNN there is no softcap.
     """
+    length = query.shape[1]
+    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+    reach = None
+    if window is not None and window < length and windowed is not False:
+        if windowed is True and mask is None:
+            reach = window - 1
+        else:  # cuDNN takes a window or a bias, not both
+            near = (_distances(length) < window) | jnp.logical_not(windowed)
+            mask = near if mask is None else mask & near
     if kernel == "auto":
-        kernel = "cudnn" if _cudnn_takes(query, segments) else "xla"
-    same = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+        kernel = "cudnn" if softcap is None and _cudnn_takes(query, mask) else "xla"
     if kernel == "cudnn":
-        return _cudnn_attention(query, key, value, same)
-    out = jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation="xla")
+        if softcap is not None:
+            raise ConfigurationError(f'softcap = {softcap}: the kernel "cudnn" has none, only "xla"')
+        return _cudnn_attention(_Options(reach, scale), query, key, value, mask)
+    if softcap is None:
+        out = _dot_product_attention(_Options(reach, scale), query, key, value, mask, "xla")
+    else:
+        distances = _distances(length)
+        seen = (distances >= 0) & (distances < (length if reach is None else reach + 1))
+        mask = seen if mask is None else mask & seen
+        out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
     return checkpoint_name(out, ATTENTION_NAME)
 
 
-def _cudnn_takes(query: Array, segments: Array | None) -> bool:
+def masked_attention(
+    query: Float[Array, "batch time heads dim"],
+    key: Float[Array, "batch length kv_heads dim"],
+    value: Float[Array, "batch length kv_heads dim"],
+    mask: Bool[Array, "#batch 1 time length"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "batch time heads dim"]:
+    """Attention of each query to the keys in the mask, by XLA; see ``causal_attention``."""
+    if softcap is None:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="xla")
+    batch, time, heads, dim = query.shape
+    grouped = query.reshape(batch, time, key.shape[2], -1, dim)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    scores = softcap * jnp.tanh(scores * ((dim**-0.5 if scale is None else scale) / softcap))
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, time, heads, dim)
+
+
+def _distances(length: int) -> Int[Array, "1 1 time time"]:
+    """How far back each key lies from each query."""
+    index = jnp.arange(length)
+    return (index[:, None] - index)[None, None]
+
+
+def _cudnn_takes(query: Array, mask: Array | None) -> bool:
     head_dim = query.shape[-1]
     return (
         jax.default_backend() == "gpu"
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim <= CUDNN_MAX_HEAD_DIM
         and head_dim % 8 == 0
-        and (segments is None or query.shape[1] % 2 == 0)
+        and (mask is None or query.shape[1] % 2 == 0)
     )
 
 
-_flash = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+class _Options(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        reach: earlier positions within the window; None for all.
+        scale: of the scores.
+    """
+
+    reach: int | None
+    scale: float | None
 
 
-@jax.custom_vjp
-def _cudnn_attention(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
-    return checkpoint_name(_flash(query, key, value, mask=mask), ATTENTION_NAME)
+def _dot_product_attention(
+    options: _Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    kernel: Literal["cudnn", "xla"],
+) -> Array:
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=options.scale,
+        is_causal=True,
+        local_window_size=None if options.reach is None else (options.reach, 0),
+        implementation=kernel,
+    )
 
 
-def _cudnn_forward(query: Array, key: Array, value: Array, mask: Array | None) -> tuple[Array, Callable]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cudnn_attention(options: _Options, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+    return checkpoint_name(_dot_product_attention(options, query, key, value, mask, "cudnn"), ATTENTION_NAME)
+
+
+def _cudnn_forward(
+    options: _Options, query: Array, key: Array, value: Array, mask: Array | None
+) -> tuple[Array, Callable]:
     # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
     # make remat run the forward kernel again for them. Hence this rule, which names them.
-    out, pullback = jax.vjp(partial(_flash, mask=mask), query, key, value)
+    flash = partial(_dot_product_attention, options, mask=mask, kernel="cudnn")
+    out, pullback = jax.vjp(flash, query, key, value)
     named_out = checkpoint_name(out, ATTENTION_NAME)
 
     def name(residual: Array) -> Array:
@@ -131,7 +189,10 @@ def _cudnn_forward(query: Array, key: Array, value: Array, mask: Array | None) -
     return named_out, jax.tree.map(name, pullback)
 
 
-def _cudnn_backward(pullback: Callable, gradient: Array) -> tuple[Array, Array, Array, None]:
+def _cudnn_backward(
+    options: _Options, pullback: Callable, gradient: Array
+) -> tuple[Array, Array, Array, None]:
+    del options
     return *pullback(gradient), None
 
 

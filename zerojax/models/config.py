@@ -1,21 +1,21 @@
 """The shape of a decoder, its number of parameters and its FLOPs."""
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin
+from dataclasses import dataclass
+from typing import Literal
 
 from zerojax.errors import ConfigurationError
-from zerojax.validation.bounds import check_numbers
+from zerojax.models.config_checks import check_model, require
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
-RopeScaling = Literal["none", "linear", "llama3"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn"]
 AttentionKernel = Literal["auto", "cudnn", "xla"]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer, of GPT-2's, OPT's or LLaMA's family.
+    """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's or Gemma's family.
 
     The defaults are GPT-2 124M (Radford et al., 2019). Every family is pre-norm.
 
@@ -27,26 +27,52 @@ class GPTConfig:
         head_width: Width of a head; None means d_model / heads.
         kv_heads: Key and value heads, fewer than heads for grouped-query attention
             (Ainslie et al., 2023); None means as many as heads.
-        ffn: Hidden width of the MLP. None means 4 d_model, or for "swiglu" 8/3 d_model rounded
+        ffn: Hidden width of the MLP. None means 4 d_model, or if gated 8/3 d_model rounded
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         norm: "layer" (with a bias when biases) or "rms".
+        norm_offset: Added to the scales of RMS norms, which then begin at 1 minus this (1 in Gemma).
+        post_norms: Whether the output of each residual branch is normed as well (Gemma 2).
         positions: "learned" (a table of max_seq_len rows) or "rope" (Su et al., 2021).
         position_offset: Rows of the learned table that lie before that of position 0 and are never
             read; OPT has 2.
-        mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT) or "swiglu" (LLaMA).
+        mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT), or gated:
+            "swiglu" (LLaMA) or "geglu" (of the tanh form, Gemma).
+        embedding_scale: Factor of the token embedding (sqrt(d_model) in Gemma), not of a tied output
+            projection.
         tied: Whether the output projection is the token embedding.
         biases: Whether linear layers and layer norms have biases.
+        qkv_biases: Whether the query, key and value projections have biases although other layers
+            have none (Qwen2).
+        qk_norm: Whether each head of the queries and keys goes through an RMS norm before it is
+            rotated (Qwen3).
+        query_scalar: Attention scores are divided by the square root of this; None means the width of
+            a head.
+        sliding_window: Tokens that a position attends to, itself included (Mistral); None means
+            itself and all earlier ones.
+        sliding_window_pattern: Every so many layers one attends to all earlier positions, from the
+            layer of this number on (2 in Gemma 2, 6 in Gemma 3); None means none does.
+        attention_softcap: Attention scores s become cap x tanh(s / cap) (Gemma 2); None means they do
+            not. cuDNN's kernel cannot do this.
+        logit_softcap: The same of the logits.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
-        rope_theta: Base of the rotary wavelengths; this and the next five are used only when
+        rope_theta: Base of the rotary wavelengths; this and the next nine are used only when
             positions is "rope".
+        rope_local_theta: The base in layers with the sliding window, where no wavelength is stretched
+            (Gemma 3); None means they are rotated like the others.
         rope_scaling: How wavelengths are stretched for longer contexts: "none", "linear" (all by
-            rope_factor) or "llama3" (long ones by rope_factor, short ones not, interpolated
-            between the two bounds).
+            rope_factor), "llama3" (long ones by rope_factor, short ones not, interpolated
+            between the two bounds), "dynamic" (by a theta that grows with the length of a sequence
+            beyond rope_original_len) or "yarn" (those that turn rarely by rope_factor, those that
+            turn often not, interpolated between the two bounds).
         rope_factor: Factor of the stretching.
         rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched in full.
         rope_high_freq_factor: "llama3": wavelengths below rope_original_len / this are not stretched.
-        rope_original_len: "llama3": tokens of the context before its extension.
+        rope_original_len: "llama3", "dynamic" and "yarn": tokens of the context before its extension.
+        rope_beta_fast: "yarn": what turns this often in the original context is not stretched.
+        rope_beta_slow: "yarn": what turns this rarely in the original context is stretched in full.
+        rope_attention_factor: "yarn": factor of the rotated queries and keys; None means
+            1 + 0.1 ln(rope_factor).
         norm_eps: Added to the variance inside the norms.
         init_std: Standard deviation of the initial weights; the projections into the residual
             stream get init_std / sqrt(2 layers), as in GPT-2.
@@ -66,19 +92,33 @@ class GPTConfig:
     kv_heads: int | None = None
     ffn: int | None = None
     norm: Norm = "layer"
+    norm_offset: float = 0.0
+    post_norms: bool = False
     positions: Positions = "learned"
     position_offset: int = 0
     mlp: Activation = "gelu"
+    embedding_scale: float = 1.0
     tied: bool = True
     biases: bool = True
+    qkv_biases: bool = False
+    qk_norm: bool = False
+    query_scalar: float | None = None
+    sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     max_seq_len: int = 1024
     dropout: float = 0.0
     rope_theta: float = 10000.0
+    rope_local_theta: float | None = None
     rope_scaling: RopeScaling = "none"
     rope_factor: float = 1.0
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_len: int = 8192
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_attention_factor: float | None = None
     norm_eps: float = 1e-5
     init_std: float = 0.02
     scan: bool = True
@@ -86,47 +126,9 @@ class GPTConfig:
     loss_chunk: int = 2048
 
     def __post_init__(self) -> None:
-        check_numbers(self, "[model] {}".format)
-        for name in _COUNTS:
-            _require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: at least 1")
-        for name in ("kv_heads", "head_width", "ffn"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
-        for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "norm_eps", "init_std"):
-            _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)}: above 0")
-        for field in fields(self):
-            if get_origin(field.type) is Literal:
-                choices, value = get_args(field.type), getattr(self, field.name)
-                _require(value in choices, f"{field.name} = {value!r}: one of {', '.join(choices)}")
-        _require(0 <= self.dropout < 1, f"dropout = {self.dropout}: at least 0 and below 1")
-        _require(
-            self.position_offset == 0 or (self.position_offset > 0 and self.positions == "learned"),
-            f"position_offset = {self.position_offset}: 0 or more, and 0 without learned positions",
-        )
-        _require(
-            self.rope_low_freq_factor < self.rope_high_freq_factor,
-            f"rope_low_freq_factor = {self.rope_low_freq_factor} must lie below "
-            f"rope_high_freq_factor = {self.rope_high_freq_factor}",
-        )
-        _require(
-            self.head_width is not None or self.d_model % self.heads == 0,
-            f"d_model = {self.d_model} does not divide into heads = {self.heads}",
-        )
-        _require(
-            self.heads % self.key_value_heads == 0,
-            f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}",
-        )
-        _require(
-            self.positions != "rope" or self.head_dim % 2 == 0,
-            f'positions = "rope" rotates pairs, but a head is {self.head_dim} wide '
-            "(head_width, or d_model / heads): make it even",
-        )
-        most = _MOST_LAYERS if self.scan else _MOST_UNSCANNED
-        _require(
-            self.layers <= most, f"layers = {self.layers}: at most {most:,}{', or scan' * (not self.scan)}"
-        )
+        check_model(self)
         count = parameter_count(self)
-        _require(count <= _MOST_PARAMETERS, f"{count:.3g} parameters: at most {_MOST_PARAMETERS:.0e}")
+        require(count <= _MOST_PARAMETERS, f"{count:.3g} parameters: at most {_MOST_PARAMETERS:.0e}")
 
     @property
     def head_dim(self) -> int:
@@ -148,28 +150,37 @@ class GPTConfig:
         """Hidden width of the MLP, ffn resolved."""
         if self.ffn is not None:
             return self.ffn
-        if self.mlp == "swiglu":
+        if self.gated:
             return -(-(8 * self.d_model) // (3 * 256)) * 256
         return 4 * self.d_model
 
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
+        return None if self.query_scalar is None else self.query_scalar**-0.5
 
-_COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu")
 
-_MOST_LAYERS = 10_000
-_MOST_UNSCANNED = 1_000  # each is a module, built and compiled separately
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer attends within the sliding window only."""
+        if self.sliding_window is None:
+            return (False,) * self.layers
+        pattern = self.sliding_window_pattern
+        return tuple(pattern is None or number % pattern != 0 for number in range(1, self.layers + 1))
+
+
 _MOST_PARAMETERS = 10**15
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigurationError(f"[model] {message}")
 
 
 def _block_matrices(c: GPTConfig) -> int:
     """Elements of one block's weight matrices."""
     kv_width = c.key_value_heads * c.head_dim
     attention = 2 * c.d_model * (c.attention_width + kv_width)
-    return attention + (3 if c.mlp == "swiglu" else 2) * c.d_model * c.ffn_width
+    return attention + (3 if c.gated else 2) * c.d_model * c.ffn_width
 
 
 def _norm_parameters(c: GPTConfig) -> int:
@@ -179,10 +190,16 @@ def _norm_parameters(c: GPTConfig) -> int:
 def parameter_count(config: GPTConfig) -> int:
     """Number of parameters of ``GPT(config)``; tied matrices count once."""
     c = config
-    block = _block_matrices(c) + 2 * _norm_parameters(c)
+    block = (
+        _block_matrices(c)
+        + (4 if c.post_norms else 2) * _norm_parameters(c)
+        + (2 * c.head_dim if c.qk_norm else 0)
+    )
+    if c.biases or c.qkv_biases:
+        block += c.attention_width + 2 * c.key_value_heads * c.head_dim
     if c.biases:
-        hidden = (2 if c.mlp == "swiglu" else 1) * c.ffn_width
-        block += c.attention_width + 2 * c.key_value_heads * c.head_dim + c.d_model + hidden + c.d_model
+        hidden = (2 if c.gated else 1) * c.ffn_width
+        block += c.d_model + hidden + c.d_model
     tables = c.vocab_size * (1 if c.tied else 2)
     if c.positions == "learned":
         tables += c.max_seq_len + c.position_offset
@@ -194,8 +211,9 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
 
     6 per weight that is multiplied (including the output projection, without the embedding look-ups), plus
     12 x layers x heads x head_dim x seq_len for attention scores and values. This is the convention of PaLM
-    (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not added. Model
-    FLOPs utilisation is this times tokens per second over the peak of the chip.
+    (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not added. Where
+    there is a sliding window, it takes the place of a longer seq_len. Model FLOPs utilisation is this times
+    tokens per second over the peak of the chip.
 
     Raises:
         ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
@@ -203,4 +221,10 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     if not 1 <= seq_len <= config.max_seq_len:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = config.layers * _block_matrices(config) + config.vocab_size * config.d_model
-    return 6 * matrices + 12 * config.layers * config.attention_width * seq_len
+    return 6 * matrices + 12 * config.attention_width * attended_tokens(config, seq_len)
+
+
+def attended_tokens(config: GPTConfig, seq_len: int) -> int:
+    """Tokens that a position may attend to, summed over the layers; causal masking is not deducted."""
+    window = min(seq_len, config.sliding_window or seq_len)
+    return sum(window if windowed else seq_len for windowed in config.windowed)

@@ -13,9 +13,10 @@ from jaxtyping import Bool, Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.models.attention import RopeTable
+from zerojax.models.attention import Windowed, masked_attention
 from zerojax.models.config import GPTConfig
 from zerojax.models.gpt import GPT, Block, logits
+from zerojax.models.rope import RopeTable
 from zerojax.models.sampling import Sampling, sample
 
 
@@ -24,6 +25,18 @@ class Cache(NamedTuple):
 
     keys: Float[Array, "layers batch length kv_heads dim"]
     values: Float[Array, "layers batch length kv_heads dim"]
+
+
+class _Reach(NamedTuple):
+    """Which cached columns the tokens of a call may see.
+
+    Attributes:
+        distance: how far each lies back from a token.
+        there: which are no padding.
+    """
+
+    distance: Int[Array, "1 1 time length"]
+    there: Bool[Array, "batch 1 1 length"]
 
 
 def generate(
@@ -53,10 +66,16 @@ def generate(
         int32 new tokens, without the prompt.
 
     Raises:
-        ConfigurationError: if a row of the prompt is empty or not a vector, there is none, or new_tokens is
-            below 1.
+        ConfigurationError: if a row of the prompt is empty or not a vector, there is none, new_tokens is below
+            1, or rows differ in length in a model whose rotary positions depend on it.
     """
     windows = [_window(model, row) for row in _checked_rows(prompt, new_tokens)]
+    dynamic = model.config.rope_scaling == "dynamic"
+    if dynamic and len({*map(len, windows)}) > 1:
+        raise ConfigurationError(
+            'rotary positions of rope_scaling = "dynamic" depend on the length of a text: give prompts of one '
+            "length, or one at a time"
+        )
     graph, weights = nnx.split(model)
     new = np.zeros((len(windows), 0), np.int32)
     done = np.zeros(len(windows), bool)
@@ -81,8 +100,8 @@ def generate(
         windows = [_window(model, np.concatenate(pair)) for pair in zip(windows, added, strict=True)]
         if stop is not None:
             done = np.any(new == stop, axis=1)
-            # A row that is done needs no context.
-            windows = [row[-1:] if ended else row for row, ended in zip(windows, done, strict=True)]
+            if not dynamic:  # a row that is done needs no context
+                windows = [row[-1:] if ended else row for row, ended in zip(windows, done, strict=True)]
             if done.all():
                 rest = new_tokens - new.shape[1]
                 new = np.pad(new, ((0, 0), (0, rest)), constant_values=stop)
@@ -204,7 +223,7 @@ def _continue(
         state: tuple[Array, Array, Array, Array, Cache],
     ) -> tuple[Array, Array, Array, Array, Cache]:
         step, token, done, text, cache = state
-        hidden, cache = _extend(model, token[:, None], length + step - 1, cache, padding)
+        hidden, cache = _extend(model, token[:, None], length + step - 1, cache, padding, length + step)
         token, done = draw(hidden, step, done)
         return step + 1, token, done, text.at[:, step].set(token), cache
 
@@ -244,7 +263,8 @@ def _next(
 ) -> tuple[Int[Array, " 1"], Cache]:
     """The token ``step`` tokens after the first new one, which follows ``token``."""
     model = nnx.merge(graph, weights)
-    hidden, cache = _extend(model, token[:, None], length + step - 1, cache, jnp.zeros(1, jnp.int32))
+    none = jnp.zeros(1, jnp.int32)
+    hidden, cache = _extend(model, token[:, None], length + step - 1, cache, none, length + step)
     return _draw(model, hidden, key, step, how), cache
 
 
@@ -260,12 +280,12 @@ def _read(
     Cache entries of what is on their right lie ahead of every query until tokens overwrite them.
     """
     empty = _empty_cache(model, prompt.shape[0], capacity)
-    hidden, cache = _extend(model, prompt, jnp.int32(0), empty, padding)
+    hidden, cache = _extend(model, prompt, jnp.int32(0), empty, padding, length)
     return jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1), cache
 
 
 def _draw(model: GPT, hidden: Array, key: Array, step: Array, how: Sampling) -> Int[Array, " batch"]:
-    scores = logits(hidden[:, 0], model.unembedding)
+    scores = logits(hidden[:, 0], model.unembedding, model.config.logit_softcap)
     return sample(scores, jax.random.fold_in(key, step), how)
 
 
@@ -282,44 +302,51 @@ def _extend(
     start: Int[Array, ""],
     cache: Cache,
     padding: Int[Array, " batch"],
+    end: Int[Array, ""],
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
     """``GPT.hidden`` of tokens in columns start, start + 1, ..., reading and filling the cache.
 
-    The first ``padding`` columns of a row are nothing: the next one has position 0.
+    The first ``padding`` columns of a row are nothing: the next one has position 0. The text ends at ``end``:
+    columns from there on are padding. With rope_scaling = "dynamic", the cached keys stay as they were rotated
+    at the length of their time, as in transformers.
     """
     columns = start + jnp.arange(tokens.shape[1])
-    x, rope = model.embed_tokens(tokens, jnp.maximum(columns - padding[:, None], 0))
+    x, rope = model.embed_tokens(tokens, jnp.maximum(columns - padding[:, None], 0), end)
     cached = jnp.arange(cache.keys.shape[2])
-    seen = (cached <= columns[:, None]) & (cached >= padding[:, None, None])
-    seen = seen[:, None]
+    reach = _Reach((columns[:, None] - cached)[None, None], (cached >= padding[:, None])[:, None, None])
+    windows = model.config.windowed
     if not isinstance(model.blocks, Stack):
-        for index, block in enumerate(model.blocks):
-            x, cache = _extend_block(block, index, x, rope, seen, start, cache)
+        for index, (block, windowed) in enumerate(zip(model.blocks, windows, strict=True)):
+            x, cache = _extend_block(block, index, windowed, x, rope, reach, start, cache)
         return model.norm(x), cache
     graph, stacked = nnx.split(model.blocks.block)
 
-    def layer(carry: tuple[Array, Cache], item: tuple[nnx.State, Array]) -> tuple[tuple[Array, Cache], None]:
-        weights, index = item
+    def layer(
+        carry: tuple[Array, Cache], item: tuple[nnx.State, Array, Array]
+    ) -> tuple[tuple[Array, Cache], None]:
+        weights, index, windowed = item
         x, cache = carry
         block = cast(Block, nnx.merge(graph, weights))
-        return _extend_block(block, index, x, rope, seen, start, cache), None
+        return _extend_block(block, index, windowed, x, rope, reach, start, cache), None
 
     layers = jnp.arange(model.config.layers)
-    (x, cache), _ = jax.lax.scan(layer, (x, cache), (stacked, layers))
+    (x, cache), _ = jax.lax.scan(layer, (x, cache), (stacked, layers, jnp.array(windows)))
     return model.norm(x), cache
 
 
 def _extend_block(
     block: Block,
     index: int | Array,
+    windowed: Windowed,
     x: Float[Array, "batch time d_model"],
     rope: RopeTable | None,
-    seen: Array,
+    reach: _Reach,
     start: Int[Array, ""],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time d_model"], Cache]:
-    """``Block.__call__`` with attention to the cached columns in ``seen`` (batch, 1, time, length)."""
-    query, key, value = block.attention.project(block.norm_attention(x), rope)
+    """``Block.__call__`` with attention to the cached columns in reach of each token."""
+    c = block.attention.config
+    query, key, value = block.attention.project(block.norm_attention(x), rope, windowed)
     cache = Cache(
         *(
             jax.lax.dynamic_update_slice(whole, part[None], (index, 0, start, 0, 0))
@@ -327,6 +354,10 @@ def _extend_block(
         )
     )
     keys, values = (jax.lax.dynamic_index_in_dim(whole, index, keepdims=False) for whole in cache)
-    attended = jax.nn.dot_product_attention(query, keys, values, mask=seen, implementation="xla")
-    x = x + block.attention.join(attended)
-    return x + block.mlp(block.norm_mlp(x)), cache
+    seen = reach.there & (reach.distance >= 0)
+    if c.sliding_window is not None:
+        seen &= (reach.distance < c.sliding_window) | jnp.logical_not(windowed)
+    attended = masked_attention(
+        query, keys, values, seen, scale=c.attention_scale, softcap=c.attention_softcap
+    )
+    return block.finish(x, block.attention.join(attended)), cache

@@ -1,4 +1,4 @@
-"""GPT-2, OPT and LLaMA style decoders in Flax NNX.
+"""GPT-2, OPT, LLaMA and Gemma style decoders in Flax NNX.
 
 Every module computes in the dtype of its weights (the trainer passes compute-dtype copies); the statistics of
 norms, rotary angles, softmax and the loss are always fp32.
@@ -6,10 +6,11 @@ norms, rotary angles, softmax and the loss are always fp32.
 Kernels are stored (in, out), both embeddings (vocab, d_model). ``qkv`` holds query | key | value side by side
 along ``out``, each heads x head_dim: GPT-2's ``c_attn`` unchanged, LLaMA's q_proj, k_proj and v_proj
 transposed and concatenated. On an H200 the single matmul saves 3 to 11% of attention, forward and backward.
-SwiGLU's gate and up are separate, because together they cost up to 6%: splitting their wide output and
+A gated MLP's gate and up are separate, because together they cost up to 6%: splitting their wide output and
 joining its gradient takes longer than a second matmul.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -20,35 +21,23 @@ from jaxtyping import Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.models.attention import (
-    RopeTable,
-    Segments,
-    apply_rope,
-    causal_attention,
-    rope_frequencies,
-    rope_table,
-    segment_positions,
-)
+from zerojax.models.attention import Segments, Windowed, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
-from zerojax.schedule.breadth_first import with_batching_rule
+from zerojax.models.look_up import look_up
+from zerojax.models.norms import residual_norm, rms_norm
+from zerojax.models.rope import RopeTable, apply_rope, rope_tables
 
 Hidden = Float[Array, "batch time d_model"]
 
 
-def _linear(c: GPTConfig, inputs: int, outputs: int, rngs: nnx.Rngs, std: float) -> nnx.Linear:
+def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float, *, biases: bool) -> nnx.Linear:
     init = nnx.initializers.normal(std)
-    return nnx.Linear(inputs, outputs, use_bias=c.biases, kernel_init=init, rngs=rngs)
+    return nnx.Linear(inputs, outputs, use_bias=biases, kernel_init=init, rngs=rngs)
 
 
 def _residual_std(c: GPTConfig) -> float:
     """GPT-2's scaling: 2 x layers branches add up in the residual stream."""
     return c.init_std / (2 * c.layers) ** 0.5
-
-
-def _norm(c: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-    if c.norm == "rms":
-        return nnx.RMSNorm(c.d_model, epsilon=c.norm_eps, rngs=rngs)
-    return nnx.LayerNorm(c.d_model, epsilon=c.norm_eps, use_bias=c.biases, rngs=rngs)
 
 
 def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
@@ -61,35 +50,6 @@ def _dropout(x: Hidden, rate: float, key: Key[Array, ""]) -> Hidden:
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
-@jax.custom_vjp
-def _look_up(table: Float[Array, "rows dim"], ids: Int[Array, "..."]) -> Float[Array, "... dim"]:
-    """Rows of a table, by id."""
-    return jnp.take(table, ids, axis=0)
-
-
-def _look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(table, ids), (table, ids)
-
-
-def _look_up_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
-    # The row of a frequent token sums thousands of terms: bf16 would lose most of them, and its atomic
-    # additions serialise (8192 equal tokens take 70 ms on an H200, but 0.4 ms in fp32).
-    table, ids = residuals
-    total = jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
-    return total.astype(table.dtype), None
-
-
-_look_up.defvjp(_look_up_forward, _look_up_backward)
-
-
-def _look_up_in_breadth(size: int, mapped: tuple[bool, bool], table: Array, ids: Array) -> tuple[Array, bool]:
-    """All micro-batches' rows at once, so that there is one gradient of the table."""
-    table_mapped, ids_mapped = mapped
-    if table_mapped:
-        return jax.vmap(_look_up, in_axes=(0, 0 if ids_mapped else None), axis_size=size)(table, ids), True
-    return _look_up(table, ids), ids_mapped
-
-
 class Attention(nnx.Module):
     """Causal self-attention with grouped key and value heads."""
 
@@ -97,23 +57,49 @@ class Attention(nnx.Module):
         c = config
         self.config = c
         width = (c.heads + 2 * c.key_value_heads) * c.head_dim
-        self.qkv = _linear(c, c.d_model, width, rngs, c.init_std)
-        self.out = _linear(c, c.attention_width, c.d_model, rngs, _residual_std(c))
+        self.qkv = _linear(c.d_model, width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
+        self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
+        if c.qk_norm:
+            self.query_norm = rms_norm(c, c.head_dim, rngs)
+            self.key_norm = rms_norm(c, c.head_dim, rngs)
 
-    def project(self, x: Hidden, rope: RopeTable | None) -> tuple[Array, Array, Array]:
+    def project(
+        self, x: Hidden, rope: RopeTable | None, windowed: Windowed = True
+    ) -> tuple[Array, Array, Array]:
         """Queries (batch, time, heads, head_dim), keys and values (batch, time, kv_heads, ...)."""
         c = self.config
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
         q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
+        if c.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rope is not None:
+            if c.rope_local_theta is not None:
+                rope = rope[0][windowed * 1], rope[1][windowed * 1]
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         return q, k, v
 
-    def __call__(self, x: Hidden, rope: RopeTable | None, segments: Segments | None = None) -> Hidden:
+    def __call__(
+        self,
+        x: Hidden,
+        rope: RopeTable | None,
+        segments: Segments | None = None,
+        windowed: Windowed = True,
+    ) -> Hidden:
         """Mix each position with those before it, in its segment; rope is None with learned positions."""
-        q, k, v = self.project(x, rope)
-        return self.join(causal_attention(q, k, v, self.config.attention, segments))
+        c, (q, k, v) = self.config, self.project(x, rope, windowed)
+        mixed = causal_attention(
+            q,
+            k,
+            v,
+            c.attention,
+            segments,
+            window=c.sliding_window,
+            windowed=windowed,
+            scale=c.attention_scale,
+            softcap=c.attention_softcap,
+        )
+        return self.join(mixed)
 
     def join(self, heads: Float[Array, "batch time heads head_dim"]) -> Hidden:
         """The output projection of all heads side by side."""
@@ -125,6 +111,7 @@ _ACTIVATIONS = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
 }
+_GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
 class MLP(nnx.Module):
@@ -133,27 +120,34 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         c = config
         self.activation = c.mlp
-        if c.mlp == "swiglu":
-            self.gate = _linear(c, c.d_model, c.ffn_width, rngs, c.init_std)
-        self.up = _linear(c, c.d_model, c.ffn_width, rngs, c.init_std)
-        self.down = _linear(c, c.ffn_width, c.d_model, rngs, _residual_std(c))
+        if c.gated:
+            self.gate = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
+        self.up = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
+        self.down = _linear(c.ffn_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
 
     def __call__(self, x: Hidden) -> Hidden:
         """Apply up, the activation, and down."""
-        if self.activation == "swiglu":
-            return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        if self.activation in _GATES:
+            return self.down(_GATES[self.activation](self.gate(x)) * self.up(x))
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With config.post_norms each branch ends with a norm as well.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.dropout = config.dropout
-        self.norm_attention = _norm(config, rngs)
+        self.norm_attention = residual_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.norm_mlp = _norm(config, rngs)
+        self.norm_mlp = residual_norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.post_norm_attention = residual_norm(config, rngs)
+            self.post_norm_mlp = residual_norm(config, rngs)
         if config.dropout:
             # All blocks of a step get the same key; the salt makes their masks differ.
             self.salt = nnx.Variable(jax.random.bits(rngs.params(), (), jnp.uint32))
@@ -164,15 +158,34 @@ class Block(nnx.Module):
         rope: RopeTable | None = None,
         key: Key[Array, ""] | None = None,
         segments: Segments | None = None,
+        windowed: Windowed = True,
     ) -> Hidden:
-        """Apply the block; ``key`` turns dropout on, ``segments`` separates documents."""
-        attended = self.attention(self.norm_attention(x), rope, segments)
-        if key is None or not self.dropout:
-            x = x + attended
-            return x + self.mlp(self.norm_mlp(x))
-        first, second = jax.random.split(jax.random.fold_in(key, self.salt[...]))
-        x = x + _dropout(attended, self.dropout, first)
-        return x + _dropout(self.mlp(self.norm_mlp(x)), self.dropout, second)
+        """Apply the block.
+
+        Args:
+            x: the residual stream.
+            rope: the rotary table, if positions are rotary.
+            key: turns dropout on.
+            segments: the document of each position.
+            windowed: whether the sliding window, if the model has one, is this layer's.
+        """
+        return self.finish(x, self.attention(self.norm_attention(x), rope, segments, windowed), key)
+
+    def finish(self, x: Hidden, attended: Hidden, key: Key[Array, ""] | None = None) -> Hidden:
+        """The block's output, from its input and the output of its attention."""
+        first = second = None
+        if key is not None and self.dropout:
+            first, second = jax.random.split(jax.random.fold_in(key, self.salt[...]))
+        x = x + self._branch(attended, self.post_norm_attention if self.post_norms else None, first)
+        mixed = self.mlp(self.norm_mlp(x))
+        return x + self._branch(mixed, self.post_norm_mlp if self.post_norms else None, second)
+
+    def _branch(
+        self, x: Hidden, norm: Callable[[Hidden], Hidden] | None, key: Key[Array, ""] | None
+    ) -> Hidden:
+        """What a branch adds to the residual stream."""
+        x = x if norm is None else norm(x)
+        return x if key is None else _dropout(x, self.dropout, key)
 
 
 class GPT(nnx.Module):
@@ -194,7 +207,7 @@ class GPT(nnx.Module):
             self.blocks = Stack(block, c.layers, rngs=rngs)
         else:
             self.blocks = nnx.List([block(rngs=rngs) for _ in range(c.layers)])
-        self.norm = _norm(c, rngs)
+        self.norm = residual_norm(c, rngs)
         if not c.tied:
             self.head = _embedding(c, c.vocab_size, rngs)
 
@@ -204,15 +217,24 @@ class GPT(nnx.Module):
         return (self.embed if self.config.tied else self.head).embedding[...]
 
     def embed_tokens(
-        self, tokens: Int[Array, "batch time"], positions: Int[Array, "*batch time"]
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "*batch time"],
+        length: int | Int[Array, ""],
     ) -> tuple[Hidden, RopeTable | None]:
-        """The start of the residual stream, and the rotary table if positions are rotary."""
+        """The start of the residual stream, and the rotary table if positions are rotary.
+
+        Args:
+            tokens: ids in [0, vocab_size).
+            positions: of the tokens.
+            length: of the whole sequence, on which rope_scaling = "dynamic" depends.
+        """
         c = self.config
-        look_up = with_batching_rule(_look_up_in_breadth, _look_up)
         x = look_up(self.embed.embedding[...], tokens)
+        x = x if c.embedding_scale == 1 else x * c.embedding_scale
         if c.positions == "learned":
             return x + look_up(self.position.embedding[...], positions + c.position_offset), None
-        return x, rope_table(positions, rope_frequencies(c))
+        return x, rope_tables(c, positions, length)
 
     def hidden(
         self,
@@ -237,16 +259,18 @@ class GPT(nnx.Module):
         if length > c.max_seq_len:
             raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
         positions = jnp.arange(length) if segments is None else segment_positions(segments)
-        x, rope = self.embed_tokens(tokens, positions)
+        x, rope = self.embed_tokens(tokens, positions, length)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
             x = _dropout(x, c.dropout, first)
-        if isinstance(self.blocks, Stack):
+        if not isinstance(self.blocks, Stack):
+            for block, windowed in zip(self.blocks, c.windowed, strict=True):
+                x = block(x, rope, key, segments, windowed)
+        elif c.sliding_window_pattern is None:
             x = self.blocks(x, rope, key, segments)
         else:
-            for block in self.blocks:
-                x = block(x, rope, key, segments)
+            x = self.blocks(x, rope, key, segments, by_layer={"windowed": jnp.array(c.windowed)})
         return self.norm(x)
 
     def __call__(
@@ -257,11 +281,18 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
         """Logits, fp32, of the token that follows each position; see ``hidden``."""
-        return logits(self.hidden(tokens, segments=segments, rngs=rngs), self.unembedding)
+        hidden = self.hidden(tokens, segments=segments, rngs=rngs)
+        return logits(hidden, self.unembedding, self.config.logit_softcap)
 
 
 def logits(
-    hidden: Float[Array, "... d_model"], unembedding: Float[Array, "vocab d_model"]
+    hidden: Float[Array, "... d_model"],
+    unembedding: Float[Array, "vocab d_model"],
+    softcap: float | None = None,
 ) -> Float[Array, "... vocab"]:
-    """Scores of every token, accumulated and returned in fp32 from operands of any dtype."""
-    return jnp.einsum("...d,vd->...v", hidden, unembedding, preferred_element_type=jnp.float32)
+    """Scores of every token, accumulated and returned in fp32 from operands of any dtype.
+
+    With a softcap they become softcap x tanh(scores / softcap).
+    """
+    scores = jnp.einsum("...d,vd->...v", hidden, unembedding, preferred_element_type=jnp.float32)
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

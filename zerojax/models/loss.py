@@ -1,7 +1,7 @@
 """Cross-entropy with the logits of one chunk of tokens at a time."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,25 @@ VOCABULARY_TILE = 64
 """The columns of the logits are padded to a multiple of this."""
 
 
+class _Head(NamedTuple):
+    """What a head is compiled for.
+
+    Attributes:
+        vocabulary: tokens, without the padding of the unembedding.
+        softcap: of the logits.
+    """
+
+    vocabulary: int
+    softcap: float | None
+
+
 def cross_entropy(
     hidden: Float[Array, "tokens d_model"],
     unembedding: Float[Array, "vocab d_model"],
     labels: Int[Array, " tokens"],
     *,
     chunk: int = 2048,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean negative log-likelihood (nats per token) of labels under softmax(hidden @ unembedding.T).
 
@@ -40,6 +53,7 @@ def cross_entropy(
         labels: the right token for each row, or -1 for none. A label outside the vocabulary makes the loss
             NaN.
         chunk: most tokens whose logits exist at a time.
+        softcap: the logits become softcap x tanh(logits / softcap).
 
     Returns:
         The mean over counted tokens (0 if there are none) and their number, both fp32.
@@ -54,10 +68,10 @@ def cross_entropy(
             f"hidden {hidden.shape}, unembedding {unembedding.shape}, labels {labels.shape}: "
             "expected (tokens, d_model), (vocab, d_model), (tokens,)"
         )
-    vocabulary = len(unembedding)
+    head = _Head(len(unembedding), softcap)
     # On tensor cores GPT-2's 50257 columns take twice as long as 50304; padding gets probability 0.
-    unembedding = jnp.pad(unembedding, ((0, -vocabulary % VOCABULARY_TILE), (0, 0)))
-    total_loss = with_batching_rule(partial(_in_breadth, vocabulary), partial(_total_loss, vocabulary))
+    unembedding = jnp.pad(unembedding, ((0, -head.vocabulary % VOCABULARY_TILE), (0, 0)))
+    total_loss = with_batching_rule(partial(_in_breadth, head), partial(_total_loss, head))
     total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
     count = jnp.sum(labels != IGNORE, dtype=jnp.float32)
     return total / jnp.maximum(count, 1), count
@@ -75,38 +89,36 @@ def _in_chunks(hidden: Array, labels: Array, chunk: int) -> tuple[Array, Array]:
     return hidden.reshape(chunks, size, -1), labels.reshape(chunks, size)
 
 
-def _chunk_loss(
-    vocabulary: int, hidden: Array, labels: Array, unembedding: Array
-) -> tuple[Array, Array, Array]:
+def _chunk_loss(head: _Head, hidden: Array, labels: Array, unembedding: Array) -> tuple[Array, Array, Array]:
     """One chunk's summed loss, its logits and their log-sum-exp."""
-    scores = logits(hidden, unembedding)
-    scores = jnp.where(jnp.arange(scores.shape[-1]) < vocabulary, scores, -jnp.inf)
+    scores = logits(hidden, unembedding, head.softcap)
+    scores = jnp.where(jnp.arange(scores.shape[-1]) < head.vocabulary, scores, -jnp.inf)
     normalizer = jax.nn.logsumexp(scores, axis=-1)
     index = jnp.maximum(labels, 0)[:, None]
     right = jnp.take_along_axis(scores, index, axis=-1, mode="fill")[:, 0]
-    right = jnp.where(labels < vocabulary, right, jnp.nan)
+    right = jnp.where(labels < head.vocabulary, right, jnp.nan)
     losses = jnp.where(labels != IGNORE, normalizer - right, 0)
     return jnp.sum(losses), scores, normalizer
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total_loss(
-    vocabulary: int,
+    head: _Head,
     hidden: Float[Array, "chunks size d_model"],
     labels: Int[Array, "chunks size"],
     unembedding: Float[Array, "padded d_model"],
 ) -> Float[Array, ""]:
-    """The loss summed over all chunks; only the first ``vocabulary`` rows of the unembedding are tokens."""
+    """The loss summed over all chunks; only the first head.vocabulary rows of the unembedding are tokens."""
 
     def loss(chunk: tuple[Array, Array]) -> Array:
         rows, right = chunk
-        return _chunk_loss(vocabulary, rows, right, unembedding)[0]
+        return _chunk_loss(head, rows, right, unembedding)[0]
 
     return jnp.sum(jax.lax.map(loss, (hidden, labels)))
 
 
 def _total_loss_forward(
-    vocabulary: int, hidden: Array, labels: Array, unembedding: Array
+    head: _Head, hidden: Array, labels: Array, unembedding: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     dtype = unembedding.dtype
     columns = jnp.arange(len(unembedding))
@@ -114,9 +126,13 @@ def _total_loss_forward(
     def step(carry: tuple[Array, Array], chunk: tuple[Array, Array]):
         total, weight_gradient = carry
         rows, right = chunk
-        loss, scores, normalizer = _chunk_loss(vocabulary, rows, right, unembedding)
+        loss, scores, normalizer = _chunk_loss(head, rows, right, unembedding)
         # d loss / d logits = softmax - one-hot, zero in ignored rows.
         error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == columns)
+        if head.softcap is not None:
+            # The slope of the cap; padding columns have scores of -inf and an error of 0.
+            slope = 1 - (jnp.maximum(scores, -head.softcap) / head.softcap) ** 2
+            error = error * slope
         error = jnp.where(right[:, None] != IGNORE, error, 0).astype(dtype)
         row_gradient = jnp.einsum("nv,vd->nd", error, unembedding).astype(rows.dtype)
         weight_gradient += jnp.einsum("nv,nd->vd", error, rows, preferred_element_type=jnp.float32)
@@ -129,9 +145,9 @@ def _total_loss_forward(
 
 
 def _total_loss_backward(
-    vocabulary: int, residuals: tuple[Array, Array, Array], gradient: Array
+    head: _Head, residuals: tuple[Array, Array, Array], gradient: Array
 ) -> tuple[Array, None, Array]:
-    del vocabulary
+    del head
     row_gradients, weight_gradient, like = residuals
     return (
         (gradient * row_gradients).astype(row_gradients.dtype),
@@ -144,27 +160,27 @@ _total_loss.defvjp(_total_loss_forward, _total_loss_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total_loss_again(vocabulary: int, hidden: Array, labels: Array, unembedding: Array) -> Array:
+def _total_loss_again(head: _Head, hidden: Array, labels: Array, unembedding: Array) -> Array:
     """``_total_loss`` with the logits recomputed in the backward pass, so that no gradient is kept for it."""
-    return _total_loss(vocabulary, hidden, labels, unembedding)
+    return _total_loss(head, hidden, labels, unembedding)
 
 
-def _total_loss_again_forward(vocabulary: int, *args: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _total_loss(vocabulary, *args), args
+def _total_loss_again_forward(head: _Head, *args: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _total_loss(head, *args), args
 
 
 def _total_loss_again_backward(
-    vocabulary: int, args: tuple[Array, ...], gradient: Array
+    head: _Head, args: tuple[Array, ...], gradient: Array
 ) -> tuple[Array, None, Array]:
-    _, residuals = _total_loss_forward(vocabulary, *args)
-    return _total_loss_backward(vocabulary, residuals, gradient)
+    _, residuals = _total_loss_forward(head, *args)
+    return _total_loss_backward(head, residuals, gradient)
 
 
 _total_loss_again.defvjp(_total_loss_again_forward, _total_loss_again_backward)
 
 
 def _in_breadth(
-    vocabulary: int, size: int, mapped: Any, hidden: Array, labels: Array, unembedding: Array
+    head: _Head, size: int, mapped: Any, hidden: Array, labels: Array, unembedding: Array
 ) -> tuple[Array, bool]:
     """Micro-batches one after another, so that gradients of the unembedding are summed, not stacked.
 
@@ -173,11 +189,11 @@ def _in_breadth(
     *rows_mapped, table_mapped = mapped
     if table_mapped:
         axes = [0 if own else None for own in mapped]
-        return jax.vmap(partial(_total_loss, vocabulary), in_axes=axes)(hidden, labels, unembedding), True
+        return jax.vmap(partial(_total_loss, head), in_axes=axes)(hidden, labels, unembedding), True
     rows = broadcast_unbatched(size, rows_mapped, [hidden, labels])
 
     def loss(unembedding: Array, hidden: Array, labels: Array) -> Array:
-        return _total_loss_again(vocabulary, hidden, labels, unembedding)
+        return _total_loss_again(head, hidden, labels, unembedding)
 
     return map_microbatches(loss, (True, True))(unembedding, *rows), True
 
@@ -216,5 +232,6 @@ def lm_loss(
         model.unembedding,
         labels.reshape(-1),
         chunk=model.config.loss_chunk,
+        softcap=model.config.logit_softcap,
     )
     return loss, {"tokens": count}

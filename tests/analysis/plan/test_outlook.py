@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zerojax.analysis.gpus import GPUS
@@ -133,6 +134,21 @@ def test_more_flops_are_executed_than_counted_only_where_something_is_computed_a
     assert work["full"].flops - head == pytest.approx(4 / 3 * (work["none"].flops - head))
     assert work["none"].flops < work["attention"].flops < work["full"].flops
     assert work["none"].kept > work["attention"].kept > work["full"].kept
+
+
+def test_a_window_saves_what_cudnns_kernel_skips():
+    def attention(**settings: Any) -> float:
+        config = GPTConfig(vocab_size=64, layers=2, d_model=64, heads=2, max_seq_len=512, **settings)
+        work = decoder_work(config, remat="none", dtype="bfloat16", sequences=1, length=512)
+        return work.flops - work.weights_forward - work.weights_backward - 6 * 64 * 64 * 512
+
+    pairs = np.arange(512)[:, None] - np.arange(512)
+    near = np.sum((pairs >= 0) & (pairs < 64)) / np.sum(pairs >= 0)
+    assert attention(sliding_window=64) == pytest.approx(near * attention(), rel=0.01)
+    assert attention(sliding_window=600) == attention()
+    # A pattern's window is a mask, and XLA's attention computes the whole square.
+    assert attention(sliding_window=64, sliding_window_pattern=2) == attention()
+    assert attention(sliding_window=64, attention="xla") == 2 * attention()
 
 
 def test_the_command_draws_and_prints_what_its_json_says(capsys, tmp_path):

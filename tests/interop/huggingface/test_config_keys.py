@@ -1,18 +1,27 @@
 """Keys missing from a config.json have the defaults that transformers documents.
 
-The values are those of `GPT2Config`, `OPTConfig` and `LlamaConfig` and of their base class, in transformers 4
-and 5 alike; the epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.
+The values are those of the families' configs and of their base class, in transformers 4 and 5 alike; the
+epsilon of OPT's norms, which has no key, is that of `torch.nn.LayerNorm`.
 """
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.config_keys import HARMLESS, ConfigKeys
-from zerojax.interop.huggingface.families import FAMILIES
+from zerojax.interop.huggingface.families import FAMILIES, read_model
 from zerojax.models import GPTConfig
 
+_LLAMA_SHAPE: dict[str, Any] = {
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
 SHAPE: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 100, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 32},
     "opt": {
@@ -23,18 +32,32 @@ SHAPE: dict[str, dict[str, Any]] = {
         "ffn_dim": 24,
         "max_position_embeddings": 32,
     },
-    "llama": {
-        "vocab_size": 100,
-        "num_hidden_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "intermediate_size": 24,
-        "max_position_embeddings": 32,
-    },
+    "llama": _LLAMA_SHAPE,
+    "mistral": _LLAMA_SHAPE | {"num_key_value_heads": 2},
+    "qwen2": _LLAMA_SHAPE | {"num_key_value_heads": 2},
+    "qwen3": _LLAMA_SHAPE | {"num_key_value_heads": 2},
+    "phi3": _LLAMA_SHAPE,
+    **{family: _LLAMA_SHAPE | {"num_key_value_heads": 2} for family in ("gemma", "gemma2", "gemma3_text")},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
+NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+"""Keys whose null is not their default: as many as heads, no window, no cap."""
 
 SAME: dict[str, Any] = {"vocab_size": 100, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 32}
+_LLAMA: dict[str, Any] = {
+    **SAME, "ffn": 24, "norm": "rms", "positions": "rope", "position_offset": 0, "mlp": "swiglu",
+    "tied": False, "biases": False, "kv_heads": 2, "head_width": None, "norm_eps": 1e-6,
+    "rope_theta": 10000.0, "rope_scaling": "none",
+}  # fmt: skip
+
+
+def like_llama(**fields: Any) -> GPTConfig:
+    return GPTConfig(**(_LLAMA | fields))
+
+
+_GEMMA: dict[str, Any] = {
+    "head_width": 256, "tied": True, "mlp": "geglu", "norm_offset": 1.0, "embedding_scale": 4.0,
+}  # fmt: skip
 MODELS = {
     "gpt2": GPTConfig(
         **SAME, ffn=None, norm="layer", positions="learned", position_offset=0, mlp="gelu", tied=True,
@@ -44,11 +67,56 @@ MODELS = {
         **SAME, ffn=24, norm="layer", positions="learned", position_offset=2, mlp="relu", tied=True,
         biases=True, kv_heads=None, head_width=None, norm_eps=1e-5,
     ),
-    "llama": GPTConfig(
-        **SAME, ffn=24, norm="rms", positions="rope", position_offset=0, mlp="swiglu", tied=False,
-        biases=False, kv_heads=None, head_width=None, norm_eps=1e-6, rope_theta=10000.0, rope_scaling="none",
+    "llama": like_llama(kv_heads=None),
+    "mistral": like_llama(sliding_window=4096),
+    "qwen2": like_llama(qkv_biases=True),
+    "qwen3": like_llama(head_width=128, qk_norm=True),
+    "phi3": like_llama(kv_heads=None, norm_eps=1e-5),
+    "gemma": like_llama(**_GEMMA),
+    "gemma2": like_llama(
+        **_GEMMA, post_norms=True, query_scalar=256.0, attention_softcap=50.0, logit_softcap=30.0,
+        sliding_window=4096, sliding_window_pattern=2,
+    ),
+    "gemma3_text": like_llama(
+        **_GEMMA, post_norms=True, query_scalar=256.0, qk_norm=True, sliding_window=4096,
+        rope_theta=1e6, rope_local_theta=10000.0,
     ),
 }  # fmt: skip
+
+_ROPE: dict[str, tuple[Any, Any]] = {
+    "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
+    "rope_scaling": ({"type": "default", "partial_rotary_factor": 1.0}, {"type": "linear", "factor": 2.0}),
+    "rope_theta": (10000.0, 5e5),
+}
+_LIKE_LLAMA: dict[str, tuple[Any, Any]] = {
+    "hidden_act": ("silu", "gelu"),
+    "head_dim": (4, 8),
+    "rms_norm_eps": (1e-6, 1e-5),
+    "tie_word_embeddings": (False, True),
+    **_ROPE,
+}
+_QWEN: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
+    "layer_types": (["full_attention"] * 2, ["chunked_attention"] * 2),
+    "max_window_layers": (28, 28),
+    "sliding_window": (4096, 4096),
+    "use_sliding_window": (False, False),
+}
+"""Windows depend on several keys: see below."""
+_LIKE_GEMMA: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
+    "attention_bias": (False, True),
+    "head_dim": (256, 8),
+    "hidden_act": ("gelu_pytorch_tanh", "silu"),
+    "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+    "tie_word_embeddings": (True, False),
+    "use_bidirectional_attention": (False, True),
+}
+_GEMMA2: dict[str, tuple[Any, Any]] = _LIKE_GEMMA | {
+    "attn_logit_softcapping": (50.0, None),
+    "final_logit_softcapping": (30.0, 20.0),
+    "layer_types": (["sliding_attention", "full_attention"], ["sliding_attention"] * 2),
+    "query_pre_attn_scalar": (256, 8),
+    "sliding_window": (4096, 16),
+}
 
 KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "gpt2": {
@@ -71,27 +139,48 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "word_embed_proj_dim": (16, 8),
     },
     "llama": {
-        "hidden_act": ("silu", "gelu"),
+        **_LIKE_LLAMA,
         "attention_bias": (False, True),
         "mlp_bias": (False, True),
-        "head_dim": (4, 8),
         "num_key_value_heads": (None, 2),
         "pretraining_tp": (1, 2),
-        "rms_norm_eps": (1e-6, 1e-5),
-        "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
-        "rope_scaling": (
-            {"type": "default", "partial_rotary_factor": 1.0},
-            {"type": "linear", "factor": 2.0},
+        "rope_interleaved": (False, True),
+    },
+    "mistral": _LIKE_LLAMA | {"sliding_window": (4096, 16)},
+    "qwen2": _QWEN | {"use_mrope": (False, True)},
+    "qwen3": _QWEN | {"attention_bias": (False, True), "head_dim": (128, 8)},
+    "phi3": {
+        **_LIKE_LLAMA,
+        "attention_bias": (False, True),
+        "lm_head_bias": (False, True),
+        "num_key_value_heads": (None, 2),
+        "partial_rotary_factor": (1.0, 0.75),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": ({"type": "default"}, {"type": "longrope"}),
+        "sliding_window": (None, 8),
+    },
+    "gemma": _LIKE_GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2
+    | {
+        "attn_logit_softcapping": (None, 50.0),
+        "final_logit_softcapping": (None, 20.0),
+        "layer_types": (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]),
+        "rope_local_base_freq": (10000.0, 1e6),
+        "rope_parameters": (
+            {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_theta": 1e6}},
+            {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
         ),
-        "rope_theta": (10000.0, 5e5),
-        "tie_word_embeddings": (False, True),
+        "rope_theta": (1e6, 1e4),
+        "sliding_window_pattern": (6, 2),
     },
 }
 """Every other key that the logits depend on: its documented default, and another value."""
 TRAINING = {
     "gpt2": {"resid_pdrop", "embd_pdrop", "attn_pdrop"},
     "opt": {"dropout", "attention_dropout", "activation_dropout", "layerdrop"},
-    "llama": {"attention_dropout"},
+    **{family: {"attention_dropout"} for family in FAMILIES if family not in ("gpt2", "opt", "phi3")},
+    "phi3": {"attention_dropout", "resid_pdrop", "embd_pdrop"},
 }
 UNUSED = {
     "gpt2": {
@@ -99,7 +188,10 @@ UNUSED = {
         *("summary_proj_to_labels", "summary_first_dropout"),
     },
     "opt": {"init_std"},
-    "llama": set(),
+    "llama": {"is_llama_config"},
+    "phi3": {"original_max_position_embeddings", "full_attn_mod", "interpolate_factor"},
+    "gemma2": {"cache_implementation", "sliding_window_size"},
+    "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
 }
 PAIRS = [(family, key) for family, keys in KEYS.items() for key in keys]
 
@@ -120,12 +212,15 @@ def test_without_any_of_them(family: str):
 def test_leaving_a_key_out_is_writing_its_default(family: str, key: str):
     default, _ = KEYS[family][key]
     assert read(family, **{key: default}) == MODELS[family]
-    assert read(family, **{key: None}) == MODELS[family]
+    if key not in NULLABLE:
+        assert read(family, **{key: None}) == MODELS[family]
 
 
 @pytest.mark.parametrize(("family", "key"), PAIRS)
 def test_another_value_is_another_model_or_is_refused(family: str, key: str):
-    _, other = KEYS[family][key]
+    default, other = KEYS[family][key]
+    if default == other:
+        return
     try:
         model = read(family, **{key: other})
     except ZeroError as error:
@@ -133,20 +228,103 @@ def test_another_value_is_another_model_or_is_refused(family: str, key: str):
     else:
         assert model != MODELS[family]
         return
-    assert key in refusal
+    assert key in refusal or "rope_type" in refusal
 
 
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SHAPE.items() for key in keys])
 def test_a_shape_is_never_guessed(family: str, key: str):
-    with pytest.raises(ZeroError, match=f"{key} is missing"):
-        read(family, **{key: None})
+    values = {name: value for name, value in SHAPE[family].items() if name != key}
+    for given in ({}, {} if key in NULLABLE else {key: None}):
+        keys = ConfigKeys(values | given, "config.json")
+        with pytest.raises(ZeroError, match=f"{key} is missing"):
+            FAMILIES[family].read(keys)
+
+
+def test_null_key_value_heads_are_as_many_as_heads():
+    for family in ("llama", "mistral", "qwen2", "qwen3", "phi3"):
+        assert read(family, num_key_value_heads=None).key_value_heads == 4
+
+
+def test_windows():
+    assert read("mistral", sliding_window=None).sliding_window is None
+    on = {"use_sliding_window": True, "sliding_window": 8}
+    for family in ("qwen2", "qwen3"):
+        assert read(family, **on).sliding_window is None  # max_window_layers is 28
+        assert read(family, **on, max_window_layers=0).sliding_window == 8
+        assert read(family, **on, layer_types=["sliding_attention"] * 2).sliding_window == 8
+        assert (
+            read(family, use_sliding_window=True, sliding_window=None, max_window_layers=0) == MODELS[family]
+        )
+        with pytest.raises(ZeroError, match="layer_types"):
+            read(family, **on, max_window_layers=1)
+        with pytest.raises(ZeroError, match="layer_types"):
+            read(family, layer_types=["full_attention"])
+
+
+def test_windows_of_a_pattern():
+    layers = {"num_hidden_layers": 12, "sliding_window": 8}
+    gemma3 = read("gemma3_text", **layers)
+    assert (gemma3.sliding_window, gemma3.sliding_window_pattern) == (8, 6)
+    assert gemma3.windowed == ((True,) * 5 + (False,)) * 2
+    assert read("gemma2", **layers).windowed == (True, False) * 6
+    no_window = read("gemma3_text", **layers, layer_types=["full_attention"] * 12)
+    assert (no_window.sliding_window, no_window.rope_local_theta) == (None, None)
+    assert read("gemma2", sliding_window=None).sliding_window is None
+    for types in (
+        ["full_attention"] + ["sliding_attention"] * 11,
+        ["sliding_attention"] * 3 + ["full_attention"] * 9,
+    ):
+        with pytest.raises(ZeroError, match="layer_types"):
+            read("gemma2", **layers, layer_types=types)
+
+
+def test_dynamic_scaling_extends_the_context():
+    model = read("llama", rope_scaling={"type": "dynamic", "factor": 2.5})
+    assert (model.rope_scaling, model.rope_factor) == ("dynamic", 2.5)
+    assert (model.rope_original_len, model.max_seq_len) == (32, 80)
+
+
+def test_yarn_takes_the_defaults_of_transformers():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert read("llama", rope_scaling=yarn) == like_llama(
+        kv_heads=None, rope_scaling="yarn", rope_factor=4.0, rope_original_len=32
+    )
+    given = {"original_max_position_embeddings": 8, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}
+    assert read("llama", rope_scaling=yarn | given) == like_llama(
+        kv_heads=None, rope_scaling="yarn", rope_factor=4.0, rope_original_len=8, rope_beta_fast=16.0,
+        rope_beta_slow=2.0, rope_attention_factor=1.5,
+    )  # fmt: skip
+    both = read("llama", rope_scaling=yarn | {"mscale": 0.5, "mscale_all_dim": 2.0})
+    # transformers' get_mscale(4, 0.5) / get_mscale(4, 2)
+    assert both.rope_attention_factor == pytest.approx((0.05 * np.log(4) + 1) / (0.2 * np.log(4) + 1))
+    assert read("llama", rope_scaling=yarn | {"mscale": 0.5}).rope_attention_factor is None
+
+
+def test_a_llama_with_the_keys_of_smollm():
+    # config.json of HuggingFaceTB/SmolLM2-135M, in transformers 4.40, shrunk.
+    values = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 18,
+        "initializer_range": 0.041666666666666664, "intermediate_size": 48, "is_llama_config": True,
+        "max_position_embeddings": 64, "model_type": "llama", "num_attention_heads": 9,
+        "num_hidden_layers": 2, "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers.js_config": {}, "transformers_version": "4.40.1",
+        "use_cache": True, "vocab_size": 100,
+    }  # fmt: skip
+    family, model, notes = read_model(values, "config.json")
+    assert (family.model_type, notes) == ("llama", [])
+    assert model == like_llama(
+        d_model=18, heads=9, kv_heads=3, ffn=48, max_seq_len=64, tied=True, norm_eps=1e-5, rope_theta=1e5
+    )
 
 
 @pytest.mark.parametrize("family", KEYS)
 def test_these_are_all_the_keys_that_are_read(family: str):
     keys = ConfigKeys(SHAPE[family], "config.json")
     FAMILIES[family].read(keys)
-    assert keys._seen - HARMLESS == {*SHAPE[family], *KEYS[family], *TRAINING[family], *UNUSED[family]}
+    known = {*SHAPE[family], *KEYS[family], *TRAINING[family], *UNUSED.get(family, ())}
+    assert keys._seen - HARMLESS == known
     for name in TRAINING[family]:
         keys = ConfigKeys(SHAPE[family] | {name: 0.3}, "config.json")
         assert FAMILIES[family].read(keys) == MODELS[family]

@@ -1,6 +1,7 @@
 """Unknown keys and tensors are refused by name, and nothing is written."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +15,28 @@ from zerojax.models import GPTConfig
 from zerojax.run.run_dir import RunFolder
 
 OLD_ROPE = {"rope_parameters": None}  # as before transformers 5
-ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("llama2", {"model_type": "mistral"}, "model_type = 'mistral' is not supported, only gpt2, opt"),
+        ("llama2", {"model_type": "mixtral"}, "model_type = 'mixtral' is not supported, only gpt2, opt"),
         ("llama2", {"sliding_window": 64}, "cannot import a model with unknown keys: sliding_window = 64"),
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ("llama2", {"attention_bias": True}, "attention_bias and mlp_bias"),
         ("llama2", {"pretraining_tp": 2}, "pretraining_tp = 2"),
-        ("llama2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+        ("llama2", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
+        ("llama2", {"rope_parameters": YARN | {"finetuned": True}}, "finetuned = True"),
+        ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "factor is missing"),
         ("llama2", {"rope_parameters": ROPE}, "original_max_position_embeddings is missing"),
         (
             "llama2",
@@ -96,9 +107,27 @@ def test_of_another_model_and_of_a_run_that_is_there(tmp_path):
 def test_of_a_model_that_no_family_has():
     with pytest.raises(ZeroError, match=r"no Hugging Face family.*GPT-2 has 'layer'.*LLaMA has 'rope'"):
         describe_model(GPTConfig(norm="rms"))
+    with pytest.raises(ZeroError, match=r"GPT-2 has None.*LLaMA has 'rope'"):
+        describe_model(GPTConfig(sliding_window=8))
+    like_llama: Any = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False}
+    gemma = like_llama | {"mlp": "geglu", "norm_offset": 1.0, "d_model": 768, "embedding_scale": 768**0.5}
+    for field, value in {"post_norms": True, "logit_softcap": 3.0, "query_scalar": 2.5}.items():
+        with pytest.raises(ZeroError, match=f"LLaMA has.*model.{field}"):
+            describe_model(GPTConfig(**like_llama, **{field: value}))
+    with pytest.raises(ZeroError, match=r"model\.query_scalar = 2\.5, but Gemma has whole numbers"):
+        describe_model(GPTConfig(**gemma, post_norms=True, query_scalar=2.5))
+    windowed = GPTConfig(**gemma, post_norms=True, qk_norm=True, sliding_window=8)
+    with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None"):
+        describe_model(windowed)
     for model, kind in (
         (GPTConfig(), "gpt2"),
         (GPTConfig(position_offset=2, mlp="relu"), "opt"),
-        (GPTConfig(norm="rms", positions="rope", mlp="swiglu", biases=False), "llama"),
+        (GPTConfig(**like_llama), "llama"),
+        (GPTConfig(**like_llama, sliding_window=8), "mistral"),
+        (GPTConfig(**like_llama, qkv_biases=True), "qwen2"),
+        (GPTConfig(**like_llama, qk_norm=True), "qwen3"),
+        (GPTConfig(**gemma), "gemma"),
+        (GPTConfig(**gemma, post_norms=True), "gemma2"),
+        (GPTConfig(**gemma, post_norms=True, qk_norm=True), "gemma3_text"),
     ):
         assert describe_model(model)[0].model_type == kind

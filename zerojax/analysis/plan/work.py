@@ -3,8 +3,9 @@
 Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the width of queries, keys and
 values, a that of the attention's output and f that of the MLP. A block of matrices of w elements takes 2 w t
 FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half
-of the 4 a s t of a full square) and twice that backward. Recomputing a block in the backward pass takes its
-forward FLOPs once more, under ``remat="attention"`` without the attention's.
+of the 4 a s t of a full square) and twice that backward, in a sliding window of w tokens
+4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. Recomputing a block in the
+backward pass takes its forward FLOPs once more, under ``remat="attention"`` without the attention's.
 
 Elements kept from a layer's forward pass for its backward pass, and the most alive beside them during its
 backward pass (counted in programs compiled for H100; docs/planner.md has the check):
@@ -30,7 +31,7 @@ gradient is kept and that matmul comes last.
 from dataclasses import dataclass
 
 from zerojax.models.attention import CUDNN_MAX_HEAD_DIM
-from zerojax.models.config import GPTConfig, flops_per_token
+from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.zero_config import Remat
 
@@ -82,7 +83,9 @@ class Work:
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
     """Whether attention runs as cuDNN's kernel on a GPU, which keeps no scores."""
     takes = dtype == "bfloat16" and config.head_dim <= CUDNN_MAX_HEAD_DIM and config.head_dim % 8 == 0
-    return config.attention == "cudnn" or (config.attention == "auto" and takes)
+    return config.attention == "cudnn" or (
+        config.attention == "auto" and takes and config.attention_softcap is None
+    )
 
 
 def decoder_work(
@@ -104,9 +107,9 @@ def decoder_work(
     c, tokens, flash = config, sequences * length, flash_attention(config, dtype)
     model_flops = tokens * flops_per_token(c, length)
     unembedding = 6 * c.vocab_size * c.d_model * tokens
-    square = 12 * c.layers * c.attention_width * length * tokens
-    matrices = model_flops - unembedding - square
-    attention = square / 2 if flash else square
+    per_pair = 12 * c.attention_width * tokens
+    matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
+    attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
     matrices_again = 0.0 if remat == "none" else matrices / 3
     again = matrices_again + (attention / 3 if remat == "full" else 0)
     item = ITEM[dtype]
@@ -128,12 +131,21 @@ def decoder_work(
     )
 
 
+def _computed_tokens(c: GPTConfig, length: int) -> float:
+    """Tokens that cuDNN's kernel reads for a position, on average.
+
+    It skips what lies outside a window that all layers have; the window of a pattern is a mask.
+    """
+    window = min(length, c.sliding_window or length) if all(c.windowed) else length
+    return window - window**2 / (2 * length)
+
+
 def _qkv_width(c: GPTConfig) -> int:
     return (c.heads + 2 * c.key_value_heads) * c.head_dim
 
 
 def _mlp_width(c: GPTConfig) -> int:
-    return c.ffn_width * (2 if c.mlp == "swiglu" else 1)
+    return c.ffn_width * (2 if c.gated else 1)
 
 
 def _kept_width(c: GPTConfig, remat: Remat) -> int:
@@ -157,7 +169,7 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
 def _working_width(c: GPTConfig, remat: Remat) -> float:
     if remat == "none":
         return 1.5 * c.d_model + _qkv_width(c) + 2 * c.ffn_width
-    return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.mlp == "swiglu" else 2) * c.ffn_width
+    return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.ffn_width
 
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:

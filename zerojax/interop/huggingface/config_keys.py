@@ -1,5 +1,6 @@
 """Reads config.json: every key is used, known to be harmless, or refused by name."""
 
+from dataclasses import fields
 from typing import Any
 
 from zerojax.errors import ConfigurationError
@@ -9,6 +10,7 @@ from zerojax.validation.untrusted import printable, short
 # Roles of tokens, text generation, options of libraries: the logits depend on none of them.
 HARMLESS = frozenset(
     {
+        "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
         "auto_map",
@@ -43,11 +45,34 @@ HARMLESS = frozenset(
         "top_k",
         "top_p",
         "torch_dtype",
+        "transformers.js_config",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
     }
 )
-_REQUIRED = object()
+REQUIRED = object()
+"""The default of a key that must be there."""
+ANY = object()
+"""In ``refuse_others``: a family takes any value of this field."""
+# A family has none of these unless it says so.
+_FEATURES = frozenset(
+    {
+        "attention_softcap",
+        "embedding_scale",
+        "logit_softcap",
+        "norm_offset",
+        "position_offset",
+        "post_norms",
+        "qk_norm",
+        "qkv_biases",
+        "query_scalar",
+        "rope_local_theta",
+        "sliding_window",
+        "sliding_window_pattern",
+    }
+)
 
 
 class ConfigKeys:
@@ -65,7 +90,7 @@ class ConfigKeys:
         self._seen = set(HARMLESS)
         self.notes: list[str] = []
 
-    def take(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
         """The value of a key, checked to be of type ``kind``; null is the same as no key.
 
         Raises:
@@ -74,7 +99,7 @@ class ConfigKeys:
         self._seen.add(name)
         value = self._values.get(name)
         if value is None:
-            if default is _REQUIRED:
+            if default is REQUIRED:
                 raise ConfigurationError(f"{self._origin}: {name} is missing")
             return default
         if kind is float and type(value) is int:
@@ -82,6 +107,10 @@ class ConfigKeys:
         if type(value) is not kind:
             raise ConfigurationError(f"{self._origin}: {name} = {short(value)} should be {kind.__name__}")
         return value
+
+    def nullable(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+        """``take`` for a key whose null is a value of its own, None, and not the default."""
+        return self.take(name, kind, None if name in self._values else default)
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse a key whose value is not among the supported ones, the first of which is the default.
@@ -125,12 +154,16 @@ def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
     Args:
         model: to be written.
         family: its name, for the error.
-        wanted: field -> its only value, or a tuple of allowed ones.
+        wanted: field -> its only value, a tuple of allowed ones, or ANY. A feature that is not among them
+            must be off.
 
     Raises:
         ConfigurationError: naming the field.
     """
-    for name, value in wanted.items():
+    off = {field.name: field.default for field in fields(GPTConfig) if field.name in _FEATURES}
+    for name, value in (wanted | {name: off[name] for name in off.keys() - wanted.keys()}).items():
+        if value is ANY:
+            continue
         allowed = value if isinstance(value, tuple) else (value,)
         if (found := getattr(model, name)) not in allowed:
             raise ConfigurationError(

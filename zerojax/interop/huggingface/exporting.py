@@ -89,14 +89,20 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
     """Refuse a model that this format cannot quantize, before anything is written.
 
     Raises:
-        ConfigurationError: its layers are not ``torch.nn.Linear``, or do not divide into blocks.
+        ConfigurationError: its layers are not ``torch.nn.Linear``, share a tensor, or do not divide into
+            blocks.
     """
     if not target.family.linear:
         raise ConfigurationError(
             f"--weights {how.format}: compressed-tensors cannot quantize the Conv1D layers of transformers' "
-            f"{target.family.architecture}, only OPT and LLaMA models; leave --weights out"
+            f"{target.family.architecture}, only OPT and models like LLaMA; leave --weights out"
         )
     for tensor in how.tensors(state.spec, target.parts):
+        if tensor.part.rows is not None:
+            raise ConfigurationError(
+                f"--weights {how.format}: {tensor.name} joins several layers, which cannot be quantized "
+                "together; leave --weights out"
+            )
         how.check(tensor)
 
 
@@ -139,7 +145,7 @@ def export_model(
             for part, array in how.encode(name, values, spec).items():
                 writer.write(part, array)
         else:
-            writer.write(name, cast(name, values, spec.dtype))
+            writer.write(name, cast(name, values, spec.dtype), tensor.part.first_row)
     if writer is not None:
         writer.close()
         _write_settings(target, how, config, folder, draft)

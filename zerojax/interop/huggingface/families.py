@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import gpt2, llama, opt
+from zerojax.interop.huggingface import gemma, gpt2, llama, mistral, opt, phi3, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
@@ -24,7 +24,8 @@ class Family:
         buffers: patterns of the names of tensors in old files that hold no weights.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
         read: from the keys of a config.json to the model; refuses what zerojax does not support.
-        write: from the model to the keys of a config.json; refuses what the family does not have.
+        write: from the model to the keys of a config.json; refuses what the family does not have. None if
+            an earlier family has all its models.
         parts: the tensors of each leaf, for a model and a prefix.
     """
 
@@ -34,8 +35,13 @@ class Family:
     buffers: tuple[str, ...]
     linear: bool
     read: Callable[[ConfigKeys], GPTConfig]
-    write: Callable[[GPTConfig], dict[str, Any]]
+    write: Callable[[GPTConfig], dict[str, Any]] | None
     parts: Callable[[GPTConfig, str], TensorParts]
+
+    @property
+    def base(self) -> str:
+        """The architecture without its head."""
+        return re.sub(r"(LMHeadModel|ForCausalLM)$", "Model", self.architecture)
 
     def prefix_in(self, names: Collection[str]) -> str:
         """The prefix of the names in a file: the family's, or none."""
@@ -44,6 +50,19 @@ class Family:
     def is_buffer(self, name: str) -> bool:
         """Whether the tensor of this name is a mask or a table that the model computes itself."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+
+Read = Callable[[ConfigKeys], GPTConfig]
+Write = Callable[[GPTConfig], dict[str, Any]]
+Parts = Callable[[GPTConfig, str], TensorParts]
+
+
+def _like_llama(
+    model_type: str, architecture: str, read: Read, write: Write | None, parts: Parts = llama.parts
+) -> Family:
+    """A family whose tensors are those of LLaMA, or more of the same."""
+    buffers = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    return Family(model_type, architecture, "model.", buffers, True, read, write, parts)
 
 
 FAMILIES = {
@@ -60,16 +79,14 @@ FAMILIES = {
             gpt2.parts,
         ),
         Family("opt", "OPTForCausalLM", "model.", (), True, opt.read, opt.write, opt.parts),
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            "model.",
-            (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-            True,
-            llama.read,
-            llama.write,
-            llama.parts,
-        ),
+        _like_llama("llama", "LlamaForCausalLM", llama.read, llama.write),
+        _like_llama("mistral", "MistralForCausalLM", mistral.read, mistral.write),
+        _like_llama("qwen2", "Qwen2ForCausalLM", qwen.read_qwen2, qwen.write_qwen2),
+        _like_llama("qwen3", "Qwen3ForCausalLM", qwen.read_qwen3, qwen.write_qwen3),
+        _like_llama("gemma", "GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma),
+        _like_llama("gemma2", "Gemma2ForCausalLM", gemma.read_gemma2, gemma.write_gemma2),
+        _like_llama("gemma3_text", "Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3),
+        _like_llama("phi3", "Phi3ForCausalLM", phi3.read, None, phi3.parts),
     )
 }
 
@@ -94,7 +111,7 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
         raise ConfigurationError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
     keys = ConfigKeys(values, origin)
     for name in keys.take("architectures", list, []):
-        if name not in (family.architecture, *(f"{stem}Model" for stem in ("GPT2", "OPT", "Llama"))):
+        if name not in (family.architecture, family.base):
             raise ConfigurationError(
                 f"{origin}: architectures = {short(name)} is not supported, only causal language models"
             )
@@ -114,6 +131,8 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
     """
     reasons = []
     for family in FAMILIES.values():
+        if family.write is None:
+            continue
         try:
             config = family.write(model)
         except ConfigurationError as error:

@@ -60,7 +60,6 @@ def write(model: GPTConfig) -> dict[str, Any]:
         model,
         "GPT-2",
         positions="learned",
-        position_offset=0,
         norm="layer",
         biases=True,
         key_value_heads=model.heads,

@@ -1,18 +1,20 @@
-"""The LLaMA family, 1 to 3: rotary positions, RMS norms, SwiGLU, grouped keys and values."""
+"""The LLaMA family, 1 to 3: rotary positions, RMS norms, SwiGLU, grouped keys and values.
 
+Other families have the same keys and tensors, and a few more: they begin with ``read_shape``, ``write_shape``
+and ``parts``.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.config_keys import ConfigKeys, refuse_others
+from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys, refuse_others
 from zerojax.interop.huggingface.mapping import TensorParts, embeddings, matrix, side_by_side, whole
+from zerojax.interop.huggingface.rope_keys import read_rope, write_rope
 from zerojax.models import GPTConfig
 
-_LLAMA3 = {  # their name -> ours
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_len",
-}
+LIKE_LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu"}
+"""What ``refuse_others`` wants of a model of this family."""
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
@@ -23,51 +25,55 @@ def read(keys: ConfigKeys) -> GPTConfig:
     """
     keys.only("hidden_act", "silu", "swish")
     keys.only("pretraining_tp", 1)
+    keys.only("rope_interleaved", False)
+    keys.unused("is_llama_config")  # SmolLM has these two
     biases = keys.take("attention_bias", bool, False)
     if biases != keys.take("mlp_bias", bool, False):
         raise ConfigurationError("attention_bias and mlp_bias are supported together or not at all")
+    return GPTConfig(**read_shape(keys, kv_heads=None) | {"biases": biases})
+
+
+def read_shape(
+    keys: ConfigKeys,
+    *,
+    kv_heads: Any = REQUIRED,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    tied: bool = False,
+    rope: Callable[[ConfigKeys], dict[str, Any]] = read_rope,
+) -> dict[str, Any]:
+    """The fields of a model, from the keys that these families share.
+
+    Args:
+        keys: of a config.json.
+        kv_heads: without num_key_value_heads; null is as many as heads.
+        head_dim: without the key; None is hidden_size / num_attention_heads.
+        norm_eps: without rms_norm_eps.
+        tied: without tie_word_embeddings.
+        rope: reads the rotary fields and max_seq_len.
+
+    Raises:
+        ConfigurationError: a value is not supported.
+    """
     keys.only_training("attention_dropout")
     width, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
-    head_width = keys.take("head_dim", int, None)
-    return GPTConfig(
-        vocab_size=keys.take("vocab_size", int),
-        layers=keys.take("num_hidden_layers", int),
-        d_model=width,
-        heads=heads,
-        head_width=None if head_width is None or head_width * heads == width else head_width,
-        kv_heads=keys.take("num_key_value_heads", int, None),
-        ffn=keys.take("intermediate_size", int),
-        norm="rms",
-        positions="rope",
-        mlp="swiglu",
-        tied=keys.take("tie_word_embeddings", bool, False),
-        biases=biases,
-        max_seq_len=keys.take("max_position_embeddings", int),
-        norm_eps=keys.take("rms_norm_eps", float, 1e-6),
-        **_read_rope(keys),
-    )
-
-
-def _read_rope(keys: ConfigKeys) -> dict[str, Any]:
-    """The rotary fields, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
-    theta = keys.take("rope_theta", float, 10000.0)
-    tables = [keys.take(name, dict, {}) for name in ("rope_scaling", "rope_parameters")]
-    rope = ConfigKeys(tables[0] | tables[1], "rope_parameters")
-    theta = rope.take("rope_theta", float, theta)
-    rope.only("partial_rotary_factor", 1, 1.0)
-    old = rope.take("type", str, "default")  # the name of rope_type before transformers 4.43
-    kind = rope.take("rope_type", str, old)
-    rope.only("type", kind)
-    rope.only("rope_type", "default", "linear", "llama3")
-    fields: dict[str, Any] = {"rope_theta": theta}
-    if kind == "linear":
-        fields |= {"rope_scaling": "linear", "rope_factor": rope.take("factor", float)}
-    if kind == "llama3":
-        length = {"rope_original_len": rope.take("original_max_position_embeddings", int)}
-        factors = {ours: rope.take(name, float) for name, ours in _LLAMA3.items() if ours not in length}
-        fields |= {"rope_scaling": "llama3", **factors, **length}
-    rope.finish()
-    return fields
+    head_width = keys.take("head_dim", int, head_dim)
+    return {
+        "vocab_size": keys.take("vocab_size", int),
+        "layers": keys.take("num_hidden_layers", int),
+        "d_model": width,
+        "heads": heads,
+        "head_width": None if head_width is None or head_width * heads == width else head_width,
+        "kv_heads": keys.nullable("num_key_value_heads", int, kv_heads),
+        "ffn": keys.take("intermediate_size", int),
+        "norm": "rms",
+        "positions": "rope",
+        "mlp": "swiglu",
+        "tied": keys.take("tie_word_embeddings", bool, tied),
+        "biases": False,
+        "norm_eps": keys.take("rms_norm_eps", float, norm_eps),
+        **rope(keys),
+    }
 
 
 def write(model: GPTConfig) -> dict[str, Any]:
@@ -76,29 +82,29 @@ def write(model: GPTConfig) -> dict[str, Any]:
     Raises:
         ConfigurationError: LLaMA does not have such models; names the field.
     """
-    refuse_others(model, "LLaMA", positions="rope", norm="rms", mlp="swiglu")
-    scaling: dict[str, Any] | None = None
-    if model.rope_scaling == "linear":
-        scaling = {"rope_type": "linear", "factor": model.rope_factor}
-    if model.rope_scaling == "llama3":
-        scaling = {"rope_type": "llama3"} | {name: getattr(model, ours) for name, ours in _LLAMA3.items()}
-    return {
+    refuse_others(model, "LLaMA", **LIKE_LLAMA)
+    return write_shape(model) | {
         "attention_bias": model.biases,
+        "hidden_act": "silu",
+        "mlp_bias": model.biases,
+        "pretraining_tp": 1,
+    }
+
+
+def write_shape(model: GPTConfig) -> dict[str, Any]:
+    """The keys that these families share."""
+    return {
         "attention_dropout": 0.0,
         "head_dim": model.head_dim,
-        "hidden_act": "silu",
         "hidden_size": model.d_model,
         "intermediate_size": model.ffn_width,
-        "max_position_embeddings": model.max_seq_len,
-        "mlp_bias": model.biases,
         "num_attention_heads": model.heads,
         "num_hidden_layers": model.layers,
         "num_key_value_heads": model.key_value_heads,
         "rms_norm_eps": model.norm_eps,
-        "rope_scaling": scaling,
-        "rope_theta": model.rope_theta,
         "tie_word_embeddings": model.tied,
         "vocab_size": model.vocab_size,
+        **write_rope(model),
     }
 
 
@@ -109,15 +115,31 @@ def parts(model: GPTConfig, prefix: str) -> TensorParts:
         "norm/scale": whole(prefix + "norm.weight"),
         "block/norm_attention/scale": whole(block + "input_layernorm.weight"),
         "block/norm_mlp/scale": whole(block + "post_attention_layernorm.weight"),
+        "block/attention/qkv/kernel": _projections(model, block, "weight"),
     }
-    widths = (model.attention_width, *(model.key_value_heads * model.head_dim,) * 2)
+    if model.biases or model.qkv_biases:
+        found["block/attention/qkv/bias"] = _projections(model, block, "bias")
+    if model.post_norms:  # then the second norm has another name
+        found |= {
+            "block/post_norm_attention/scale": whole(block + "post_attention_layernorm.weight"),
+            "block/norm_mlp/scale": whole(block + "pre_feedforward_layernorm.weight"),
+            "block/post_norm_mlp/scale": whole(block + "post_feedforward_layernorm.weight"),
+        }
+    if model.qk_norm:
+        for ours, theirs in (("query", "q"), ("key", "k")):
+            found[f"block/attention/{ours}_norm/scale"] = whole(f"{block}self_attn.{theirs}_norm.weight")
     linear = {"attention/out": "self_attn.o_proj"} | {
         f"mlp/{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")
     }
-    for kind, leaf in (("weight", "kernel"), ("bias", "bias"))[: 2 if model.biases else 1]:
-        names = tuple(f"{block}self_attn.{which}_proj.{kind}" for which in "qkv")
-        found[f"block/attention/qkv/{leaf}"] = side_by_side(names, widths, transposed=leaf == "kernel")
-        for ours, theirs in linear.items():
-            make = matrix if leaf == "kernel" else whole
-            found[f"block/{ours}/{leaf}"] = make(f"{block}{theirs}.{kind}")
+    for ours, theirs in linear.items():
+        found[f"block/{ours}/kernel"] = matrix(f"{block}{theirs}.weight")
+        if model.biases:
+            found[f"block/{ours}/bias"] = whole(f"{block}{theirs}.bias")
     return found
+
+
+def _projections(model: GPTConfig, block: str, kind: str) -> tuple[Any, ...]:
+    """Weights or biases of query, key and value, side by side in one leaf."""
+    widths = (model.attention_width, *(model.key_value_heads * model.head_dim,) * 2)
+    names = tuple(f"{block}self_attn.{which}_proj.{kind}" for which in "qkv")
+    return side_by_side(names, widths, transposed=kind == "weight")

@@ -109,7 +109,8 @@ def _flat_part(
     for tensor in layer_tensors(leaf, layer, parts):
         if tensor.name not in files.specs:
             continue
-        values = _read_rows(tensor, slice(first, last), files).astype(np.float32)
+        columns = len(range(width)[tensor.part.columns])
+        values = _read_rows(tensor, slice(first, last), columns, files).astype(np.float32)
         if not tensor.part.required and not np.array_equal(values, rows[:, tensor.part.columns]):
             raise ConfigurationError(
                 f"{tensor.name} differs from the token embedding, although the config ties them"
@@ -119,10 +120,11 @@ def _flat_part(
     return flat
 
 
-def _read_rows(tensor: Tensor, rows: slice, files: Files) -> np.ndarray:
-    """Rows of the leaf's matrix (a vector is one row) from one tensor."""
+def _read_rows(tensor: Tensor, rows: slice, columns: int, files: Files) -> np.ndarray:
+    """Rows of so many columns of the leaf's matrix (a vector is one row) from one tensor."""
     if len(tensor.shape) < 2:
         return files.read(tensor.name).reshape(1, math.prod(tensor.shape))
     if tensor.part.transposed:
-        return files.read(tensor.name, slice(None), rows).T
+        first = tensor.part.first_row
+        return files.read(tensor.name, slice(first, first + columns), rows).T
     return files.read(tensor.name, rows, slice(None))

@@ -2,7 +2,7 @@
 
 A leaf is named by its path, with ``block/`` for the leaves of every block: "embed/embedding",
 "block/attention/qkv/kernel". Its matrix is (in, out); each tensor holds some of its columns, transposed or
-not.
+not. A transposed tensor may hold those of other leaves as well.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,8 @@ class TensorPart:
         stop: the column after its last; None for the end.
         transposed: whether the file holds it as (out, in).
         required: False for the second copy of a tied matrix, which a file may leave out.
+        first_row: where the columns begin among the rows of a transposed tensor.
+        rows: of the whole tensor, if it holds several leaves.
     """
 
     name: str
@@ -30,6 +32,8 @@ class TensorPart:
     stop: int | None = None
     transposed: bool = False
     required: bool = True
+    first_row: int = 0
+    rows: int | None = None
 
     @property
     def columns(self) -> slice:
@@ -39,7 +43,7 @@ class TensorPart:
     def file_shape(self, leaf_shape: Shape) -> Shape:
         """The tensor's shape in a file, for a leaf of the given shape (of one layer)."""
         *rows, width = leaf_shape
-        shape = (*rows, len(range(width)[self.columns]))
+        shape = (*rows, self.rows or len(range(width)[self.columns]))
         return shape[::-1] if self.transposed else shape
 
 
@@ -54,6 +58,11 @@ def whole(name: str) -> tuple[TensorPart, ...]:
 def matrix(name: str) -> tuple[TensorPart, ...]:
     """A kernel that is the weight of one ``torch.nn.Linear``, which PyTorch holds as (out, in)."""
     return (TensorPart(name, transposed=True),)
+
+
+def rows_of(name: str, first: int, rows: int) -> tuple[TensorPart, ...]:
+    """A kernel that is some of a ``torch.nn.Linear``'s rows: those from ``first`` on, of ``rows`` in all."""
+    return (TensorPart(name, transposed=True, first_row=first, rows=rows),)
 
 
 def embeddings(name: str, *, tied: bool) -> TensorParts:

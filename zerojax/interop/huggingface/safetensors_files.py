@@ -220,7 +220,7 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[st
 
 
 class SafetensorWriter:
-    """Writes files tensor by tensor, in any order."""
+    """Writes files tensor by tensor, or rows of tensors, in any order."""
 
     def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], most: int) -> None:
         """Write headers and index, and allocate the files.
@@ -232,6 +232,7 @@ class SafetensorWriter:
         """
         self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
+        self._missing = {name: spec.nbytes for name, spec in specs.items()}
         self._files: list[BinaryIO] = []
         shards = plan_shards(specs, most)
         for file_name, names in shards.items():
@@ -261,21 +262,27 @@ class SafetensorWriter:
         for name in names:
             self._places[name] = (file, start + header[name]["data_offsets"][0])
 
-    def write(self, name: str, values: Shaped[np.ndarray, "..."]) -> None:
-        """Write one tensor.
+    def write(self, name: str, values: Shaped[np.ndarray, "..."], first_row: int = 0) -> None:
+        """Write one tensor, or some of its rows.
 
         Args:
-            name: of a tensor in ``specs`` not written yet.
-            values: of its shape and dtype.
+            name: of a tensor in ``specs``.
+            values: of its dtype and, but for the number of rows, of its shape; not written yet.
+            first_row: of the values in the tensor.
         """
         spec = self._specs[name]
-        assert (values.shape, values.dtype) == (spec.shape, DTYPES[spec.dtype]), name  # our own arithmetic
-        file, offset = self._places.pop(name)
-        file.seek(offset)
+        expected = (spec.shape[1:], len(spec.shape), DTYPES[spec.dtype])
+        assert (values.shape[1:], values.ndim, values.dtype) == expected, name  # our own arithmetic
+        file, offset = self._places[name]
+        before = first_row * math.prod(spec.shape[1:]) * values.itemsize
+        self._missing[name] -= values.nbytes
+        assert before + values.nbytes <= spec.nbytes, name
+        file.seek(offset + before)
         file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     def close(self) -> None:
         """Close the files; every tensor must have been written."""
         for file in self._files:
             file.close()
-        assert not self._places, f"never written: {sorted(self._places)}"
+        missing = sorted(name for name, size in self._missing.items() if size)
+        assert not missing, f"never written: {missing}"

@@ -1,0 +1,100 @@
+"""Tiny models by transformers, one of each family and feature: their logits, tensors and config keys.
+
+``scripts/acceptance/hf_fixtures.py`` wrote them; no test needs transformers.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+from hf_models import FIXTURES, run_config, tensors
+
+from zerojax import TrainState, gather_model
+from zerojax.interop.huggingface.config_keys import HARMLESS
+from zerojax.interop.huggingface.families import Family, describe_model, read_model
+from zerojax.interop.huggingface.load import check_tensors, load_params
+from zerojax.interop.huggingface.mapping import TensorParts
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter
+from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
+from zerojax.models import GPT, GPTConfig
+from zerojax.run.build import abstract_model
+from zerojax.run.config import MeshSection
+from zerojax.train.state import begin_with
+
+FOLDER = FIXTURES / "families"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A committed model, loaded into shards on two devices."""
+
+    folder: Path
+    family: Family
+    model: GPTConfig
+    parts: TensorParts
+    state: TrainState
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    folder = FOLDER / request.param
+    family, model, notes = read_model(json.loads((folder / "config.json").read_text()), "config.json")
+    assert not notes
+    config = replace(run_config(model, "zero3"), mesh=MeshSection(nodes=1, local=2))
+    state, files = abstract_model(config), SafetensorFiles(folder)
+    parts = family.parts(model, family.prefix)
+    check_tensors(state.spec, files, family, parts)
+    return Loaded(folder, family, model, parts, begin_with(state, load_params(state.spec, files, parts), 0))
+
+
+def test_logits_are_those_of_transformers(loaded: Loaded):
+    expected = np.load(loaded.folder / "expected.npz")
+    model = gather_model(loaded.state)
+    logits = nnx.jit(GPT.__call__)(model, expected["tokens"])
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
+
+
+def test_tensors_come_back_bit_for_bit(loaded: Loaded, tmp_path: Path):
+    before = tensors(loaded.folder)
+    specs = tensor_specs(loaded.state.spec, loaded.parts, {}, "BF16")
+    writer = SafetensorWriter(tmp_path, specs, 10**9)
+    for tensor, values in each_tensor(loaded.state, loaded.parts):
+        if tensor.part.required:
+            writer.write(tensor.name, cast(tensor.name, values, "BF16"), tensor.part.first_row)
+    writer.close()
+    after = tensors(tmp_path)
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        assert after[name].tobytes() == values.tobytes(), name
+        assert after[name].shape == values.shape, name
+
+
+def logit_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys on which the logits depend."""
+    return {key: value for key, value in values.items() if key not in HARMLESS}
+
+
+def test_the_config_is_described_in_the_familys_own_keys(loaded: Loaded):
+    theirs = json.loads((loaded.folder / "config.json").read_text())
+    family, ours = describe_model(loaded.model)
+    if loaded.family.write is None:  # a Phi-3 with a window computes what a Mistral computes
+        assert (loaded.family.model_type, family.model_type) == ("phi3", "mistral")
+        assert replace(loaded.model, init_std=0.02) == read_model(ours, "config.json")[1]
+        return
+    assert (family, ours["architectures"]) == (loaded.family, theirs["architectures"])
+    assert read_model(ours, "config.json")[1] == replace(loaded.model, init_std=ours["initializer_range"])
+    ours, theirs = logit_keys(ours), logit_keys(theirs)
+    theirs.pop("_sliding_window_pattern", None)  # beside layer_types it says nothing
+    rope = theirs.pop("rope_parameters")
+    # What zerojax writes is the form of transformers 4, which version 5 reads as well.
+    if "sliding_attention" in rope:
+        theirs["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    theirs["rope_theta"] = rope.pop("rope_theta")
+    theirs["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    assert {key: ours.get(key) for key in theirs} == theirs

@@ -1,0 +1,129 @@
+"""What a ``GPTConfig`` refuses: values out of range, and combinations that mean nothing."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
+
+from zerojax.errors import ConfigurationError
+from zerojax.validation.bounds import check_numbers
+
+if TYPE_CHECKING:
+    from zerojax.models.config import GPTConfig
+
+_COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
+_OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "sliding_window")
+_POSITIVE = (
+    "rope_theta",
+    "rope_local_theta",
+    "rope_factor",
+    "rope_low_freq_factor",
+    "rope_beta_slow",
+    "rope_attention_factor",
+    "embedding_scale",
+    "query_scalar",
+    "attention_softcap",
+    "logit_softcap",
+    "norm_eps",
+    "init_std",
+)
+_MOST_LAYERS = 10_000
+_MOST_UNSCANNED = 1_000  # each is a module, built and compiled separately
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ``ConfigurationError`` about [model] unless the condition holds."""
+    if not condition:
+        raise ConfigurationError(f"[model] {message}")
+
+
+def check_model(config: "GPTConfig") -> None:
+    """Refuse a config.
+
+    Raises:
+        ConfigurationError: naming the field, its value and what would be right.
+    """
+    check_numbers(config, "[model] {}".format)
+    _check_values(config)
+    _check_widths(config)
+    _check_rope(config)
+    _check_features(config)
+
+
+def _check_values(c: "GPTConfig") -> None:
+    for name in _COUNTS:
+        require(getattr(c, name) >= 1, f"{name} = {getattr(c, name)}: at least 1")
+    for name in _OPTIONAL_COUNTS:
+        value = getattr(c, name)
+        require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
+    for name in _POSITIVE:
+        value = getattr(c, name)
+        require(value is None or value > 0, f"{name} = {value}: above 0")
+    for field in fields(c):
+        if get_origin(field.type) is Literal:
+            choices, value = get_args(field.type), getattr(c, field.name)
+            require(value in choices, f"{field.name} = {value!r}: one of {', '.join(choices)}")
+    require(0 <= c.dropout < 1, f"dropout = {c.dropout}: at least 0 and below 1")
+    most = _MOST_LAYERS if c.scan else _MOST_UNSCANNED
+    require(c.layers <= most, f"layers = {c.layers}: at most {most:,}{', or scan' * (not c.scan)}")
+
+
+def _check_widths(c: "GPTConfig") -> None:
+    require(
+        c.head_width is not None or c.d_model % c.heads == 0,
+        f"d_model = {c.d_model} does not divide into heads = {c.heads}",
+    )
+    require(
+        c.heads % c.key_value_heads == 0, f"heads = {c.heads} is not a multiple of kv_heads = {c.kv_heads}"
+    )
+
+
+def _check_rope(c: "GPTConfig") -> None:
+    require(
+        c.position_offset == 0 or (c.position_offset > 0 and c.positions == "learned"),
+        f"position_offset = {c.position_offset}: 0 or more, and 0 without learned positions",
+    )
+    for low, high in (
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        ("rope_beta_slow", "rope_beta_fast"),
+    ):
+        require(
+            getattr(c, low) < getattr(c, high),
+            f"{low} = {getattr(c, low)} must lie below {high} = {getattr(c, high)}",
+        )
+    require(
+        c.positions != "rope" or c.head_dim % 2 == 0,
+        f'positions = "rope" rotates pairs, but a head is {c.head_dim} wide '
+        "(head_width, or d_model / heads): make it even",
+    )
+    require(
+        c.rope_scaling != "dynamic" or c.head_dim > 2,
+        'rope_scaling = "dynamic" needs heads wider than 2 (head_width, or d_model / heads)',
+    )
+    require(
+        c.rope_scaling != "yarn" or c.rope_theta > 1,
+        f'rope_scaling = "yarn" needs rope_theta above 1, not {c.rope_theta}',
+    )
+    require(
+        c.rope_local_theta is None or (c.positions == "rope" and c.sliding_window is not None),
+        f"rope_local_theta = {c.rope_local_theta} is of layers with a window: set sliding_window and "
+        'positions = "rope", or leave it out',
+    )
+
+
+def _check_features(c: "GPTConfig") -> None:
+    require(
+        not (c.biases and c.qkv_biases),
+        "qkv_biases: biases = true gives them to every layer; set it to false, or leave qkv_biases out",
+    )
+    require(
+        c.norm_offset == 0 or c.norm == "rms",
+        f'norm_offset = {c.norm_offset} is of RMS norms: set norm = "rms", or leave it out',
+    )
+    pattern = c.sliding_window_pattern
+    require(
+        pattern is None or (pattern >= 2 and c.sliding_window is not None),
+        f"sliding_window_pattern = {pattern}: at least 2, and with a sliding_window, or left out",
+    )
+    require(
+        c.attention_softcap is None or c.attention != "cudnn",
+        'attention = "cudnn" has no attention_softcap: set attention to "xla", or leave it out',
+    )
