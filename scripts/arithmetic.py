@@ -1,8 +1,10 @@
 """Arithmetic in words, as JSON lines of prompts and completions.
 
 python scripts/arithmetic.py > arithmetic.jsonl
+python scripts/arithmetic.py --more 1 > more.jsonl    # "one more than nine plus nine minus two is"
 """
 
+import argparse
 import itertools
 import json
 
@@ -17,13 +19,17 @@ def words(number: int) -> str:
 
 
 def main() -> None:
-    """Print all sums and differences of three digits that are not below zero."""
+    """Print all sums and differences of three digits that are not below zero, or what is more than they."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--more", type=int, choices=range(3), default=0, help="to be added to each")
+    more = parser.parse_args().more
+    before = f"{words(more)} more than " if more else ""
     signs = {"plus": 1, "minus": -1}
     for (a, b, c), first, second in itertools.product(itertools.product(range(10), repeat=3), signs, signs):
         result = a + signs[first] * b + signs[second] * c
         if result >= 0:
-            prompt = f"{words(a)} {first} {words(b)} {second} {words(c)} is"
-            print(json.dumps({"prompt": prompt, "completion": f" {words(result)}"}))
+            prompt = f"{before}{words(a)} {first} {words(b)} {second} {words(c)} is"
+            print(json.dumps({"prompt": prompt, "completion": f" {words(result + more)}"}))
 
 
 if __name__ == "__main__":
