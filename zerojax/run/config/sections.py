@@ -467,3 +467,8 @@ class RunConfig:
             f"train.sequence_length {self.train.sequence_length} is longer than "
             f"model.max_seq_len {self.model.max_seq_len}",
         )
+
+    def all_trained(self) -> "RunConfig":
+        """The settings of a run of the same model that freezes nothing and has no adapters."""
+        zero = dataclasses.replace(self.zero, frozen=None, frozen_weights=None)
+        return dataclasses.replace(self, zero=zero, lora=LoRASection())
