@@ -64,9 +64,9 @@ def export_adapter(
         ConfigurationError: there are no adapters, or other weights are trained as well, or ``out`` exists, or
             no Hugging Face family fits the model, or a value is out of the dtype's range.
     """
-    check_there(state)
     kind = EXPORT_DTYPES[dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))]
     spec, lora = state.spec, _only_adapters(state.spec)
+    check_there(state)
     family, _ = describe_model(model)
     parts = family.parts(model, family.prefix)
     adapted = [leaf for leaf in spec.frozen if spec.adapter_of(leaf)]
@@ -142,8 +142,8 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
         ConfigurationError: as ``adapter_lora``, or the state's adapters cannot hold these.
     """
     found = PeftAdapter.open(folder, model)
-    check_there(state)
     _check_fits(state.spec, found)
+    check_there(state)
     values = from_tree(gather_adapters(state))
     for leaf in state.spec.frozen:
         if adapter := state.spec.adapter_of(leaf):
