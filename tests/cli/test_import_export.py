@@ -70,7 +70,7 @@ def test_train_from_an_adapter_and_export_both_ways(
 ):
     model, run, adapter = FIXTURES / "llama2", str(tmp_path / "run"), FIXTURES / "adapters" / "llama2"
     data = ["--data.source", str(text), "--data.validation", "0.2", *TRAINING]
-    mesh = ["--mesh.nodes", "1", "--mesh.local", "2", "--zero.compute-dtype", "float32"]
+    mesh = ["--mesh.nodes", "1", "--mesh.local", "1", "--zero.compute-dtype", "float32"]
     assert main(["import", str(model), run, *mesh, *data, "--lora.rank", "3"]) == 0  # frozen later
     again = ["train", f"{run}/config.toml", "--run-dir", run, "--train.steps", "1", "--lora.rank", "0"]
     again += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-6", "--zero.block-size", "64"]

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import peft_by_hand
 import pytest
-from hf_models import FIXTURES, begin_run, tensors
+from hf_models import FIXTURES, tensors
+from imported_runs import Imported
 from safetensors.numpy import load_file, save_file
 
 import zerojax
@@ -26,7 +27,6 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.build import RunSetup, new_state
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.config import LoRASection, MeshSection
-from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.frozen import decode_frozen
 
@@ -40,7 +40,6 @@ class Tuned:
     """A committed model with PEFT's adapter for it."""
 
     name: str
-    folder: RunFolder
     model: GPTConfig
     before: TrainState
     state: TrainState
@@ -50,28 +49,33 @@ class Tuned:
         return ADAPTERS / self.name
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama2"])
-def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+BOTH = pytest.mark.parametrize("imported", ["gpt2", "llama2"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def tuned(imported: Imported) -> Tuned:
     """GPT-2 with adapters that fit, LLaMA with larger ones, and for all weights."""
-    name = request.param
-    folder = RunFolder(tmp_path_factory.mktemp(name) / "run")
-    begin_run(FIXTURES / name, folder)
+    name, folder = imported.model.name, imported.folder
     config = folder.read_config()
     lora = adapter_lora(ADAPTERS / name, config.model)
     if name == "llama2":
         rank = lora.rank + SPARE
         lora = replace(lora, rank=rank, alpha=lora.scale * math.sqrt(rank), targets=LORA_TARGETS)
     config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
-    before, _, _ = new_state(RunSetup.of(config), folder, read_manifest(folder.checkpoints / "0"), None)
-    return Tuned(name, folder, config.model, before, load_adapter(before, ADAPTERS / name, config.model))
+    before, _, _ = new_state(
+        RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None
+    )
+    return Tuned(name, config.model, before, load_adapter(before, ADAPTERS / name, config.model))
 
 
+@BOTH
 def test_logits_are_those_of_peft(tuned: Tuned):
     tokens = np.load(FIXTURES / tuned.name / "expected.npz")["tokens"]
     logits = zerojax.gather_model(tuned.state)(tokens)
     np.testing.assert_allclose(logits, np.load(tuned.files / "expected.npz")["logits"], rtol=0, atol=1e-5)
 
 
+@BOTH
 def test_the_model_is_exported_with_its_adapters_merged(tuned: Tuned):
     source = ModelFolder.open(FIXTURES / tuned.name)
     parts = source.family.parts(tuned.model, source.family.prefix)
@@ -82,6 +86,7 @@ def test_the_model_is_exported_with_its_adapters_merged(tuned: Tuned):
     assert not wanted
 
 
+@BOTH
 def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_path: Path):
     base, out = tensors(FIXTURES / tuned.name), tmp_path / "out"
     export_adapter(tuned.state, tuned.model, out, base="a-model")
@@ -99,6 +104,7 @@ def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_pat
         np.testing.assert_array_equal(mine, first)
 
 
+@BOTH
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own
 def test_peft_reads_what_is_written(tuned: Tuned, tmp_path: Path):
     peft, torch, transformers = map(pytest.importorskip, ("peft", "torch", "transformers"))
@@ -112,12 +118,12 @@ def test_peft_reads_what_is_written(tuned: Tuned, tmp_path: Path):
     np.testing.assert_allclose(zerojax.gather_model(tuned.state)(tokens), logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tuned", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
 @pytest.mark.parametrize(("fmt", "matmul"), [("int4", "compute"), ("fp8", "fp8")])
-def test_a_layer_of_a_frozen_weight_is_decoded_as_the_whole(fmt: str, matmul: str, tuned: Tuned):
+def test_a_layer_of_a_frozen_weight_is_decoded_as_the_whole(fmt: str, matmul: str, imported: Imported):
     options = {"frozen": ("*qkv/kernel",), "frozen_weights": fmt, "matmul_dtype": matmul}
-    state = abstract(tuned.model, None, mesh=(2, 2), **options)
-    state = checkpoints.restore_base(tuned.folder.checkpoints / "0", state)
+    state = abstract(imported.trained.config.model, None, mesh=(2, 2), **options)
+    state = checkpoints.restore_base(imported.folder.checkpoints / "0", state)
     (leaf,) = state.spec.frozen
     (stored,) = from_tree(state.frozen).values()
     assert isinstance(stored, Scaled) == (fmt == "fp8")
@@ -126,6 +132,7 @@ def test_a_layer_of_a_frozen_weight_is_decoded_as_the_whole(fmt: str, matmul: st
         np.testing.assert_array_equal(gather_layer(state.spec, leaf, stored, layer), whole[layer])
 
 
+@BOTH
 def test_adapters_side_by_side_and_what_is_left_of_larger_ones(tuned: Tuned):
     before, after = (from_tree(zerojax.gather_adapters(s)) for s in (tuned.before, tuned.state))
     rank = peft_by_hand.settings(tuned.files)["r"]
