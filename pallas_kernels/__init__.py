@@ -1,20 +1,24 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
+``encode_nf4`` and ``decode_nf4`` store frozen weights.
+
 The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
-``pallas_kernels.reference`` is the specification.
+``pallas_kernels.reference`` is the specification, and ``pallas_kernels.nf4_reference`` that of nf4.
 """
 
 from pallas_kernels.backends import backend_report
 from pallas_kernels.dispatch import (
     decode,
     decode_add,
+    decode_nf4,
     decode_sum,
     decode_sum_encode,
     encode,
     encode_delta,
+    encode_nf4,
     encode_reordered,
 )
-from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, Format, nbytes
+from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
 
 __all__ = [
     "BITS",
@@ -22,14 +26,18 @@ __all__ = [
     "QMAX",
     "QUANTIZED",
     "RAW",
+    "STORED",
     "Format",
     "backend_report",
     "decode",
     "decode_add",
+    "decode_nf4",
     "decode_sum",
     "decode_sum_encode",
     "encode",
     "encode_delta",
+    "encode_nf4",
     "encode_reordered",
     "nbytes",
+    "nf4_bytes",
 ]

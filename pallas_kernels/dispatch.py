@@ -9,6 +9,7 @@ They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=Fals
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,16 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import reference
+from pallas_kernels import nf4_reference, reference
 from pallas_kernels.backends import cuda_implementation
-from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes
+from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes, nf4_bytes
 
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def _dispatch(name: str, *arrays: jax.Array | None, **static: Any) -> jax.Array:
+def _dispatch(
+    name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
+) -> jax.Array:
     """Call the target platform's implementation of ``name``; only that one is lowered."""
-    default = partial(getattr(reference, name), **static)
+    default = partial(getattr(specification, name), **static)
     kernel = cuda_implementation(name)
     if kernel is None:
         return default(*arrays)
@@ -273,3 +276,37 @@ def decode_sum_encode(
     rounding, seed = _check_rounding(fmt_out, rounding, seed)
     static = {"fmt_in": fmt_in, "fmt_out": fmt_out, "rows_out": rows_out, "n": n, "block": block}
     return _dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)
+
+
+@partial(jax.jit, static_argnames=("block",))
+def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
+    """Encode rows of frozen weights in 4-bit NormalFloat with double quantization.
+
+    The format is from QLoRA (Dettmers et al., 2023, arXiv:2305.14314, section 3);
+    ``pallas_kernels.nf4_reference`` is its specification.
+
+    Args:
+        x: [rows, n], any floating-point dtype.
+        block: elements that share a scale, a power of two from 64 to 2048; it divides n.
+
+    Returns:
+        uint8[rows, nf4_bytes(n, block)].
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or the block do not fit.
+    """
+    _check_array("x", x, 2)
+    _check_float("x", x)
+    nf4_bytes(x.shape[1], block)
+    return _dispatch("encode_nf4", x, specification=nf4_reference, block=block)
+
+
+@partial(jax.jit, static_argnames=("n", "block", "dtype"))
+def decode_nf4(payload: jax.Array, n: int, *, block: int = 64, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+    """Decode uint8[rows, nf4_bytes(n, block)] of ``encode_nf4`` into dtype[rows, n].
+
+    Raises ValueError or TypeError if the payload does not hold rows of n elements in blocks of ``block``.
+    """
+    _check_payload(payload, nf4_bytes(n, block))
+    static = {"n": n, "block": block, "dtype": jnp.dtype(dtype)}
+    return _dispatch("decode_nf4", payload, specification=nf4_reference, **static)

@@ -1,4 +1,4 @@
-"""The wire formats: bit widths, largest codes and the bytes of a payload row."""
+"""The wire formats and the storage format: bit widths, largest codes and the bytes of a payload row."""
 
 from typing import Final, Literal, get_args
 
@@ -12,6 +12,9 @@ RAW: Final = ("fp32", "bf16")
 
 QUANTIZED: Final = tuple(fmt for fmt in FORMATS if fmt not in RAW)
 """The formats that carry one scale per block."""
+
+STORED: Final = ("nf4",)
+"""The formats that only store frozen weights: they have neither sums nor differences (``encode_nf4``)."""
 
 BITS: Final = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
 """Bits of one element's code, without the block scale."""
@@ -27,10 +30,16 @@ ROTATION: Final = 32
 """Width of the Hadamard rotation, the only one besides 0 (none)."""
 
 SCALE_BYTES: Final = 2
+NF4_GROUP: Final = 256
+"""Blocks of nf4 whose 8-bit scales share one fp32 unit."""
 
 
 def check_format(fmt: str) -> None:
     """Raise ValueError unless ``fmt`` is one of ``FORMATS``."""
+    if fmt in STORED:
+        raise ValueError(
+            f"{fmt} stores frozen weights and is no wire format: it has encode_{fmt} and decode_{fmt} alone"
+        )
     if fmt not in FORMATS:
         raise ValueError(f"unknown wire format {fmt!r}: choose one of {', '.join(FORMATS)}")
 
@@ -38,10 +47,17 @@ def check_format(fmt: str) -> None:
 def check_block(fmt: str, n: int, block: int | None) -> None:
     """Raise ValueError unless rows of ``n`` elements can be encoded in ``fmt`` with this block size."""
     check_format(fmt)
+    _check_row(n)
+    if fmt in QUANTIZED:
+        _check_blocks(fmt, n, block)
+
+
+def _check_row(n: int) -> None:
     if n < 1:
         raise ValueError(f"a payload row holds at least one element, not {n}")
-    if fmt not in QUANTIZED:
-        return
+
+
+def _check_blocks(fmt: str, n: int, block: int | None) -> None:
     if block is None or not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
         raise ValueError(
             f"block size {block} for {fmt}: it must be a power of two, {MIN_BLOCK} to {MAX_BLOCK}"
@@ -69,3 +85,29 @@ def nbytes(fmt: str, n: int, block: int | None = None) -> int:
     check_block(fmt, n, block)
     scales = SCALE_BYTES * (n // block) if fmt in QUANTIZED and block is not None else 0
     return code_bytes(fmt, n) + scales
+
+
+def nf4_sections(n: int, block: int) -> tuple[int, int, int]:
+    """Bytes of an nf4 row of ``n`` elements before its scales, before its units, and in all."""
+    blocks = n // block
+    scales = n // 2
+    units = scales + -(-blocks // 4) * 4
+    return scales, units, units + 4 * -(-blocks // NF4_GROUP)
+
+
+def nf4_bytes(n: int, block: int = 64) -> int:
+    """Payload bytes of an nf4 row of ``n`` elements: 4.127 bits an element in long rows of blocks of 64.
+
+    Half a byte for each element, one for each block (padded to a multiple of four), and four for each 256
+    blocks or part of them.
+
+    Args:
+        n: elements in the row, a multiple of ``block``.
+        block: elements that share a scale, a power of two from 64 to 2048.
+
+    Raises:
+        ValueError: the block size is invalid, or the row does not divide into blocks.
+    """
+    _check_row(n)
+    _check_blocks("nf4", n, block)
+    return nf4_sections(n, block)[2]

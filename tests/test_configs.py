@@ -27,7 +27,7 @@ def test_a_config_is_of_the_size_that_its_name_says(name):
     config = load_config(FOLDER / f"{name}.toml")
     assert parameter_count(config.model) == pytest.approx(SIZES[name], rel=0.005)
     assert flops_per_token(config.model, config.train.sequence_length) > 0
-    config.zero.to_zero(accumulate=config.train.accumulate)
+    config.to_zero()
 
 
 @pytest.mark.parametrize("name", SIZES)

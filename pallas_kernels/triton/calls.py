@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on GPU machines)
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels import nf4_reference, reference
 from pallas_kernels.chips import compute_capability
-from pallas_kernels.formats import QMAX, QUANTIZED, code_bytes, nbytes
-from pallas_kernels.triton import kernels
+from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_sections
+from pallas_kernels.triton import kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -49,7 +49,12 @@ def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:
     """Whether the kernels support rows of n elements in ``fmt``; the rest falls back to the reference."""
     if fmt == "fp8" and compute_capability() < 89:  # no conversion instructions before Ada
         return False
-    return fmt in QUANTIZED and n < _LIMIT and all(dtype in _FLOATS for dtype in dtypes)
+    return fmt in QUANTIZED and _fits(*dtypes, n=n)
+
+
+def _fits(*dtypes: jnp.dtype, n: int) -> bool:
+    """Whether the kernels read and write these dtypes, in rows of n elements."""
+    return n < _LIMIT and all(dtype in _FLOATS for dtype in dtypes)
 
 
 def _options(out: jax.ShapeDtypeStruct) -> dict[str, Any]:
@@ -245,3 +250,49 @@ def decode_sum_encode(
     out = jax.ShapeDtypeStruct((rows_out, nbytes(fmt_out, n, block)), jnp.uint8)
     options: dict[str, Any] = {"rows": rows_out, "n": n, "block": block, "rotation": 0, "factor": 1.0}
     return _sum(payload, seed, out, fmt=fmt_in, fmt_out=fmt_out, rounding=rounding, **options)
+
+
+def encode_nf4(x: jax.Array, *, block: int) -> jax.Array:
+    """See ``pallas_kernels.encode_nf4``: XLA computes the scales, a kernel the codes."""
+    rows, n = x.shape
+    if not _fits(x.dtype, n=n):
+        return nf4_reference.encode_nf4(x, block=block)
+    tail = nf4_reference.tail(*nf4_reference.block_scales(x, block)[:2])
+    scales, units, pitch = nf4_sections(n, block)
+    return _call(
+        nf4.encode_kernel,
+        (x, tail, *map(jnp.asarray, nf4_reference.buckets())),
+        jax.ShapeDtypeStruct((rows, pitch), jnp.uint8),
+        rows,
+        n,
+        block,
+        encode_shape("nf4", 0, False),
+        N=n,
+        PITCH=pitch,
+        SCALES=scales,
+        UNITS=units,
+        GROUP=NF4_GROUP,
+    )
+
+
+def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> jax.Array:
+    """See ``pallas_kernels.decode_nf4``."""
+    if not _fits(dtype, n=n):
+        return nf4_reference.decode_nf4(payload, n=n, block=block, dtype=dtype)
+    lanes, warps, unroll = decode_shape("nf4", dtype)
+    scales, units, pitch = nf4_sections(n, block)
+    return _call(
+        nf4.decode_kernel,
+        (payload, jnp.asarray(nf4_reference.LEVELS)),
+        jax.ShapeDtypeStruct((payload.shape[0], n), dtype),
+        payload.shape[0],
+        n,
+        block,
+        (lanes, warps),
+        UNROLL=unroll,
+        N=n,
+        PITCH=pitch,
+        SCALES=scales,
+        UNITS=units,
+        GROUP=NF4_GROUP,
+    )

@@ -30,9 +30,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from pallas_kernels import reference
+from pallas_kernels import nf4_reference, reference
+from pallas_kernels.formats import nf4_sections
 
 BLOCK = 256
+NF4_BLOCK = 64
 PEERS = (4, 8)
 LOCAL, NODES, CHUNKS = 8, 2, 4
 SMALL = 64 << 20
@@ -159,6 +161,44 @@ def decode_cases(n: int) -> list[Case]:
                 lambda p, b, fmt=fmt: reference.decode_add(p, b, fmt=fmt, block=BLOCK),
                 lambda i, fmt=fmt: (payload(i, fmt, 1, n), data(i, n)),
                 4 * n + pk.nbytes(fmt, n, BLOCK),
+            )
+        )
+    return cases
+
+
+def nf4_payload(index: int, n: int) -> jax.Array:
+    """A random nf4 payload uint8[1, ...] with scales near 0.01."""
+    scales, units, end = nf4_sections(n, NF4_BLOCK)
+    key = jax.random.key(index)
+    raw = jax.random.randint(key, (1, units - scales), 150, 255, jnp.uint8)
+    unit = jnp.full((1, (end - units) // 4), 0.0117 / 200**3, jnp.float32)
+    words = jax.lax.bitcast_convert_type(unit, jnp.uint8).reshape(1, -1)
+    return jnp.concatenate([jax.random.bits(key, (1, scales), jnp.uint8), raw, words], axis=1)
+
+
+def nf4_cases(n: int) -> list[Case]:
+    """The storage format, in blocks of 64: of the encoder, too, the bytes that must move are counted once."""
+    size = pk.nf4_bytes(n, NF4_BLOCK)
+    cases = [
+        Case(
+            "encode",
+            "nf4",
+            lambda x: pk.encode_nf4(x, block=NF4_BLOCK),
+            lambda x: nf4_reference.encode_nf4(x, block=NF4_BLOCK),
+            lambda i: (data(i, n),),
+            2 * n + size,
+        )
+    ]
+    for dtype in (jnp.bfloat16, jnp.float32):
+        options = {"n": n, "block": NF4_BLOCK, "dtype": jnp.dtype(dtype)}
+        cases.append(
+            Case(
+                f"decode to {jnp.dtype(dtype).name}",
+                "nf4",
+                lambda p, options=options: pk.decode_nf4(p, **options),
+                lambda p, options=options: nf4_reference.decode_nf4(p, **options),
+                lambda i: (nf4_payload(i, n),),
+                jnp.dtype(dtype).itemsize * n + size,
             )
         )
     return cases
@@ -309,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="bf16 bytes of the data")
     parser.add_argument("--only", nargs="+", help="these kernels alone, named as in the table")
-    parser.add_argument("--formats", nargs="+", default=[*pk.QUANTIZED, "int8 to int4"])
+    parser.add_argument("--formats", nargs="+", default=[*pk.QUANTIZED, *pk.STORED, "int8 to int4"])
     parser.add_argument("--no-xla", action="store_true", help="do not measure XLA's version")
     parser.add_argument("--out", type=Path, default=Path("bench_kernels"))
     options = parser.parse_args()
@@ -321,7 +361,7 @@ def main() -> None:
     for megabytes in options.megabytes:
         n = megabytes << 19
         copy_program.cache_clear()
-        for case in [*encode_cases(n), *decode_cases(n), *sum_cases(n)]:
+        for case in [*encode_cases(n), *decode_cases(n), *nf4_cases(n), *sum_cases(n)]:
             if (options.only and case.kernel not in options.only) or case.fmt not in options.formats:
                 continue
             result = measure(case, n, megabytes, not options.no_xla)
@@ -333,7 +373,7 @@ def main() -> None:
                 f"  XLA {xla}  spread {100 * result.spread:.1f}%",
                 flush=True,
             )
-    report = {"device": device.device_kind, "jax": jax.__version__, "block": BLOCK}
+    report = {"device": device.device_kind, "jax": jax.__version__, "block": BLOCK, "nf4 block": NF4_BLOCK}
     report["results"] = [asdict(result) for result in results]
     options.out.with_suffix(".json").write_text(json.dumps(report, indent=1))
     draw(results, options.out.with_suffix(".png"))

@@ -37,6 +37,7 @@ class Peer:
         step: trains on one batch and returns its loss on this rank, without waiting for it.
         grad_norm: the global norm of the last step's gradients; all ranks call it.
         parameters: of the whole model.
+        frozen: whether they are not trained, but for adapters.
         close: frees what would outlive the last reference to the model.
     """
 
@@ -45,6 +46,7 @@ class Peer:
     step: Callable[[], torch.Tensor]
     grad_norm: Callable[[], float]
     parameters: int
+    frozen: bool = False
     close: Callable[[], None] = lambda: None
 
 
@@ -257,7 +259,7 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
     world = dist.get_world_size()
     tokens = world * peer.micro_batches * options.sequences * options.seq
     # As scripts/bench/train.py counts: causal attention at half of what PaLM's formula gives it.
-    flops = 6 * peer.parameters + 6 * options.layers * options.d_model * options.seq
+    flops = (4 if peer.frozen else 6) * peer.parameters + 6 * options.layers * options.d_model * options.seq
     compile_seconds, _ = _timed(peer, device, "first step")
     for rate in options.rates:
         _limit_links(rate)

@@ -8,7 +8,8 @@
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
 SwiGLU), fed random bf16 activations, to measure the blocks and their communication. "gspmd" is JAX's own
 sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A loss after the same steps that differs
-by more than 1% from that of the first variant with as many micro-batches is remarked upon. Steps
+by more than 1% from that of the first variant with as many micro-batches is remarked upon. The variants of
+LoRA train adapters of rank 16 beside a frozen base ("qlora": in nf4). Steps
 after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication beside
 compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated cluster's
 links are timed one after the other, without recompiling.
@@ -50,6 +51,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
     "zero++-fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
     "delta-fp8": {"preset": "delta", "matmul_dtype": "fp8"},
+    "lora": {"preset": "zero3", "frozen": ("*",)},
+    "lora-int8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "int8"},
+    "lora-fp8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "fp8", "matmul_dtype": "fp8"},
+    "qlora": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "nf4"},
     "zero3-x8": {"preset": "zero3", "accumulate": 8},
     "zero++-x8": {"preset": "zero++", "accumulate": 8},
     "delta-x8": {"preset": "delta", "accumulate": 8},
@@ -58,6 +63,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
 }
 GSPMD = "gspmd"
+RANK = 16
+"""Of the adapters."""
 TRACED_STEPS = 2
 
 
@@ -132,7 +139,7 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
     config = make_config(options)
     state, step, accumulate = prepare(variant, partial(BlockStack, config), options)
     batch = make_batch(options, accumulate)
-    world = options.nodes * options.local
+    world, frozen = options.nodes * options.local, "frozen" in VARIANTS.get(variant, {})
     tokens = options.seq * options.sequences * accumulate * world
     state, _, (compile_seconds,) = timed(1, state, step, batch)
     for rate in options.rates:
@@ -150,7 +157,7 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
             variant=variant,
             micro_batches=accumulate,
             rate=rate,
-            **vars(speed_of(seconds, tokens, flops_per_token(config), world, options.peak_tflops)),
+            **vars(speed_of(seconds, tokens, flops_per_token(config, frozen), world, options.peak_tflops)),
             sent_per_node=sent,
             peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
             loss=float(metrics["loss"]),
@@ -176,11 +183,11 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
     )
 
 
-def flops_per_token(config: GPTConfig) -> int:
-    """FLOPs of a forward and a backward pass: 6 per weight, and causal attention's two products."""
+def flops_per_token(config: GPTConfig, frozen: bool) -> int:
+    """FLOPs of a forward and a backward pass: 6 per weight, 4 if it is frozen; and causal attention's."""
     matrices = 3 if config.mlp == "swiglu" else 2
     weights = 4 * config.d_model**2 + matrices * config.d_model * config.ffn_width
-    return config.layers * (6 * weights + 6 * config.d_model * config.max_seq_len)
+    return config.layers * ((4 if frozen else 6) * weights + 6 * config.d_model * config.max_seq_len)
 
 
 def timed(
@@ -226,7 +233,8 @@ def prepare(
         return *gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
     fields = dict(VARIANTS[variant])
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
-    state = zerojax.TrainState.create(factory, tx, loss_fn, mesh=mesh, zero=zero)
+    lora = zerojax.LoRA(rank=RANK) if zero.frozen else None
+    state = zerojax.TrainState.create(factory, tx, loss_fn, mesh=mesh, zero=zero, lora=lora)
     return state, zerojax.train_step, zero.accumulate
 
 

@@ -67,6 +67,11 @@ def _fma_halves(*operands):
     return _half_pair(*(a * b + c for a, b, c in (values(0), values(16))))
 
 
+def _shuffle(table, index):
+    """What the lane at index % 32 of the same warp holds."""
+    return table[np.arange(table.size) & ~31 | index & 31]
+
+
 INSTRUCTIONS = {
     "add.ftz.f32": lambda a, b: _flush(_flush(a) + _flush(b)),
     "sub.ftz.f32": lambda a, b: _flush(_flush(a) - _flush(b)),
@@ -79,6 +84,8 @@ INSTRUCTIONS = {
     "fma.rn.f16x2": _fma_halves,
     "prmt.b32": _bytes,
     "mul.wide.u32": _product,
+    "shfl.sync.idx.b32": _shuffle,
+    "fma.rn.sat.f32": lambda a, b, c: np.clip(np.float64(a) * b + c, 0, 1).astype(F32),
     "cvt.f32.f16": lambda pair: tuple(
         half.astype(np.uint16).view(np.float16).astype(F32) for half in (pair & 0xFFFF, pair >> 16)
     ),

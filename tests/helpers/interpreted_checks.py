@@ -6,21 +6,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import interpreted
+import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import CASES, case
+from kernel_cases import CASES, case, nf4_edges
 
-from pallas_kernels import QUANTIZED, reference
+from pallas_kernels import QUANTIZED, STORED, nf4_reference, reference
 from pallas_kernels.triton import calls
 
 SEED = jnp.uint32(9)
 SHAPES = ((64, 3, 704), (256, 2, 4096))
 
 
-def check(name, *arrays, **options):
+def check(name, *arrays, specification=reference, **options):
     """Compare a kernel with the reference; NaNs may differ in their payload."""
     got = np.asarray(getattr(calls, name)(*arrays, **options))
-    want = np.asarray(getattr(reference, name)(*arrays, **options))
+    want = np.asarray(getattr(specification, name)(*arrays, **options))
     assert got.shape == want.shape, (name, options)
     assert got.dtype == want.dtype, (name, options)
     if want.dtype != np.uint8:
@@ -64,11 +65,24 @@ def check_format(fmt):
                 check("decode_sum_encode", payload, seed, **options)
 
 
+def check_nf4():
+    """Both kernels of nf4, on every case, scale and midpoint; in blocks of 64 and, of 2048, on one case."""
+    nf4_reference.block_scales = jax.jit(nf4_reference.block_scales, static_argnames="block")
+    rows = [case(name, 1, 704).astype(np.float32) for name in CASES]
+    narrow = case("bf16", 1, 4096)
+    for block, x in ((64, np.concatenate(rows)), (64, nf4_edges()), (2048, narrow)):
+        shared = {"block": block, "specification": nf4_reference}
+        check("encode_nf4", jnp.asarray(x), **shared)
+        payload = nf4_reference.encode_nf4(jnp.asarray(x), block=block)
+        for dtype in (jnp.bfloat16, jnp.float32):
+            check("decode_nf4", payload, n=x.shape[1], dtype=jnp.dtype(dtype), **shared)
+
+
 def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
-    for fmt in sys.argv[1:] or QUANTIZED:
-        check_format(fmt)
+    for fmt in sys.argv[1:] or (*QUANTIZED, *STORED):
+        check_nf4() if fmt == "nf4" else check_format(fmt)
         print(fmt, "agrees", flush=True)
 
 

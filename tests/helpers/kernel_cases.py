@@ -3,6 +3,7 @@
 import jax
 import ml_dtypes
 import numpy as np
+from nf4_codec import MIDDLES
 
 CASES = ("normal", "bf16", "half", "sparse", "tiny", "threshold", "huge", "broken", "ties", "ladder")
 
@@ -39,6 +40,21 @@ def case(name: str, rows: int, n: int) -> np.ndarray:
             return np.exp2(rng.uniform(-40, 40, size=(rows, n))).astype(np.float32) * np.sign(x)
         case _:
             return x
+
+
+def nf4_edges() -> np.ndarray:
+    """fp32[1, 258 * 64]: a block for each of nf4's scales, of numbers on every midpoint and an ulp beside.
+
+    Then two blocks of zeros, and two of another group.
+    """
+    scales = np.arange(1, 255, dtype=np.float32)[:, None] ** 3 * np.float32(1 / 254**3)
+    edges = (MIDDLES * scales).view(np.int32)[..., None] + np.array([-1, 0, 1], np.int32)
+    x = np.zeros((258, 64), np.float32)
+    x[:254, :45] = edges.view(np.float32).reshape(254, 45)
+    x[:254, 63:] = scales
+    x[253, 63] = 1  # not an ulp less, or the unit would differ
+    x[256:] = np.arange(64)
+    return x.reshape(1, -1)
 
 
 def has_gpu() -> bool:

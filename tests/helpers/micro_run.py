@@ -41,7 +41,7 @@ def micro_config(text: Path, **sections: dict[str, Any]) -> RunConfig:
     data = {name: dict(values) for name, values in MICRO.items()}
     data["data"]["source"] = str(text)
     for name, values in sections.items():
-        data[name] |= values
+        data[name] = data.get(name, {}) | values
     return config_from_dict(data)
 
 

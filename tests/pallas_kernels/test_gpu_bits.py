@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import CASES, case, has_gpu
+from kernel_cases import CASES, case, has_gpu, nf4_edges
 
 import pallas_kernels as pk
 from pallas_kernels import backends
@@ -151,6 +151,20 @@ def test_difference(fmt, rounding, dtype):
             )
             same_bytes(payload, want)
             same_numbers(*both(lambda p, b, block=block: pk.decode_add(p, b, fmt, block=block), want, base))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 2, 64 * 257)], ids=str)
+def test_nf4(shape):
+    block, rows, n = shape
+    for name in CASES:
+        got, want = both(lambda x: pk.encode_nf4(x, block=block), case(name, rows, n))
+        same_bytes(got, want)
+        for dtype in (jnp.bfloat16, jnp.float32):
+            same_numbers(*both(lambda p, d=dtype: pk.decode_nf4(p, n, block=block, dtype=d), want))
+
+
+def test_every_nf4_scale_and_midpoint():
+    same_bytes(*both(pk.encode_nf4, nf4_edges()))
 
 
 @pytest.mark.parametrize("fmt", pk.QUANTIZED)

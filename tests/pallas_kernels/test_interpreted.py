@@ -20,7 +20,11 @@ HERE = ROOT / "tests" / "helpers"
     not aot.compiler_dir().is_dir(), reason="no CUDA compiler: run scripts/install_cuda_compiler.sh"
 )
 @pytest.mark.parametrize(
-    "fmt", [fmt if fmt == "int4" else pytest.param(fmt, marks=pytest.mark.slow) for fmt in pk.QUANTIZED]
+    "fmt",
+    [
+        *pk.STORED,
+        *(fmt if fmt == "int4" else pytest.param(fmt, marks=pytest.mark.slow) for fmt in pk.QUANTIZED),
+    ],
 )
 def test_interpreted_kernels_equal_the_reference(fmt):
     # jax-triton can't be imported without JAX's CUDA plugin.

@@ -88,6 +88,20 @@ def test_kernel_lowers_without_a_gpu(name, fmt):
     assert lowered(call, *shapes).count("mosaic_gpu" if pallas else CALL) >= 1
 
 
+STORED_CALLS = {
+    "encode_nf4": (lambda x: pk.encode_nf4(x, block=BLOCK), ((2, N), jnp.bfloat16)),
+    "decode_nf4": (lambda p: pk.decode_nf4(p, N, block=BLOCK), ((2, pk.nf4_bytes(N, BLOCK)), jnp.uint8)),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA H100", "NVIDIA B200"])
+@pytest.mark.parametrize("name", STORED_CALLS)
+def test_nf4_lowers_without_a_gpu(name, kind):
+    call, shape = STORED_CALLS[name]
+    assert CALL in lowered(call, shape, kind=kind)
+
+
 @needs_triton
 @pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA B200"])
 @pytest.mark.parametrize("name", ["encode rotated", "decode", "decode_sum_encode"])
@@ -125,3 +139,8 @@ def test_report_says_what_runs_where(monkeypatch):
     monkeypatch.setattr(backends, "_pallas_module", lambda: None)
     assert "need jax-triton" in pk.backend_report()["cuda"]
     assert backends.cuda_implementation("encode") is None
+
+
+def test_nf4_is_left_to_xla_without_triton(monkeypatch):
+    monkeypatch.setattr(backends, "_triton_module", lambda: None)
+    assert backends.cuda_implementation("decode_nf4") is None

@@ -5,6 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import pallas_kernels
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.wire_format import Codec, sum_rows
 
 
@@ -29,3 +31,38 @@ def test_sums_over_peers_are_fp32_in_their_order():
     for row in rows[1:, 0]:
         in_order = np.float32(in_order + np.float32(row))
     assert float(total[0]) == in_order
+
+
+def test_nf4_stores_rows():
+    codec, x = Codec("nf4", 64), np.random.default_rng(1).standard_normal((2, 320)).astype(np.float32)
+    assert not codec.raw
+    assert codec.dtype == jnp.uint8
+    assert codec.row_items(320) == codec.row_bytes(320) == 160 + 8 + 4
+    payload = codec.encode(jnp.asarray(x))
+    np.testing.assert_array_equal(payload, pallas_kernels.encode_nf4(x, block=64))
+    assert payload.shape == (2, codec.row_items(320))
+    values = codec.decode(payload, 320, jnp.dtype(jnp.bfloat16))
+    assert values.dtype == jnp.bfloat16
+    assert np.square(np.asarray(values, np.float32) - x).mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda codec, x: codec.decode_sum(x, 64),
+        lambda codec, x: codec.decode_sum_encode(x, Codec("fp32", 64), 1, 64, seed=jnp.uint32(0)),
+        lambda codec, x: Codec("fp32", 64).decode_sum_encode(x, codec, 1, 64, seed=jnp.uint32(0)),
+        lambda codec, x: codec.encode_delta(x, x),
+        lambda codec, x: codec.decode_add(x, x),
+    ],
+)
+def test_nf4_has_neither_sums_nor_differences(call):
+    with pytest.raises(ConfigurationError, match="nf4 stores frozen weights"):
+        call(Codec("nf4", 64), jnp.ones((1, 64)))
+
+
+def test_nf4_neither_draws_nor_rotates():
+    with pytest.raises(ConfigurationError, match="rounds to nearest"):
+        Codec("nf4", 64, "stochastic")
+    with pytest.raises(ConfigurationError, match="rotation=0"):
+        Codec("nf4", 64).encode(jnp.ones((1, 64)), rotation=32)

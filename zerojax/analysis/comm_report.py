@@ -212,7 +212,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     return CommReport(
         nodes=program.world.nodes,
         local=program.world.local,
-        parameters=sum(leaf.count for leaf in program.leaves),
+        parameters=sum(leaf.count for leaf in (*program.leaves, *program.frozen)),
         collectives=tuple(_counted(key, counts[key], program.world) for key in found),
     )
 

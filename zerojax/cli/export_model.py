@@ -99,7 +99,7 @@ def run(arguments: list[str]) -> None:
     config = as_stored(folder.read_config())
     how = None
     if options.weights is not None:
-        block = options.block_size or config.all_trained().zero.to_zero().block_size
+        block = options.block_size or config.to_zero().block_size
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(options.mesh, config.cluster):

@@ -135,7 +135,7 @@ class Savings:
 
     def _try(self, option: str, config: RunConfig) -> Trial:
         train, world = config.train, self._spec.world
-        zero = config.zero.to_zero(units=self._spec.zero.units, accumulate=train.accumulate)
+        zero = config.to_zero(self._spec.zero.units)
         there = on_world(self._spec, world, zero)
         work = decoder_work(
             config.model,

@@ -32,7 +32,7 @@ class TrainedRun:
 
 def as_stored(config: RunConfig) -> RunConfig:
     """The settings of a run without wire formats; frozen weights keep their format and so their values."""
-    zero, block = config.zero, config.all_trained().zero.to_zero().block_size
+    zero, block = config.zero, config.to_zero().block_size
     stored = ZeroSection(
         compute_dtype=zero.compute_dtype,
         block_size=block,

@@ -199,7 +199,7 @@ class LowRankOperand:
             The product; None if it contracts axes of both A and B, or not all of one.
         """
         contracted = {self.factors[axis] for axis in axes}
-        if len(contracted) != 1 or len(axes) != self.factors.count(*contracted):
+        if len(contracted) != 1 or {*axes} != {i for i, own in enumerate(self.factors) if own in contracted}:
             return None
         base = operand_product(self.base, x, x_axes, axes, equation)
         if base is None:

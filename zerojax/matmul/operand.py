@@ -96,7 +96,7 @@ class Fp8Operand:
         codes, gradient = (
             lax.transpose(w, (*axes, *free)).reshape(size, -1) for w in (self.codes, self.gradient)
         )
-        out = fp8.product(tokens, codes, self.scale, gradient, equation.outvars[0].aval.dtype)
+        out: Any = fp8.product(tokens, codes, self.scale, gradient, equation.outvars[0].aval.dtype)
         return out.reshape(*(x.shape[axis] for axis in x_free), *(self.codes.shape[axis] for axis in free))
 
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":

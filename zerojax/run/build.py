@@ -76,13 +76,11 @@ class RunSetup:
         """
         train, units = config.train, () if config.model.scan else (Block,)
         deviations = train.spike_deviations
-        lora = config.lora.to_lora()
-        frozen = {"frozen": ("*",)} if lora is not None and config.zero.frozen is None else {}
         return cls(
             config=config,
             mesh=zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
-            zero=config.zero.to_zero(units=units, accumulate=train.accumulate, **frozen),
-            lora=lora,
+            zero=config.to_zero(units=units),
+            lora=config.lora.to_lora(),
             tx=tx or make_optimizer(config.optimizer, train.steps),
             spikes=zerojax.SpikeRule(deviations, train.spike_window) if deviations else None,
         )

@@ -160,7 +160,7 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     parts = take_apart(weights)
     comm = parts.comm
     secondary = comm.to_secondary(comm.strategy.source, parts.sources, parts.frozen)
-    whole = _to_whole(comm, secondary, parts.sinks, parts.seed)
+    whole: Any = _to_whole(comm, secondary, parts.sinks, parts.seed)
     by_path = {leaf.path: x for leaf, x in zip(comm.every, whole, strict=True)}
     return tuple(
         lax.stop_gradient(by_path[w.leaf.path]) if w.leaf.frozen else by_path[w.leaf.path] for w in weights
@@ -283,11 +283,11 @@ class UnitParts(NamedTuple):
     """
 
     comm: UnitComm
-    sources: Values
+    sources: tuple[Any, ...]
     sinks: Values
     seed: Seed
     copies: Values | None
-    frozen: Values
+    frozen: tuple[Any, ...]
     inputs: UnitInputs
 
 

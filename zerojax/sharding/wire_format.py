@@ -2,7 +2,8 @@
 
 "fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and then scales,
 encoded by ``pallas_kernels``; "e4m3" as the bytes that fp8 products read (``zerojax.matmul.fp8``), whose
-scale every device has. Everything here works on rows, of which each peer gets one.
+scale every device has; "nf4" as the bytes that frozen weights are stored in, which can be gathered but
+neither summed nor changed. Everything here works on rows, of which each peer gets one.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, UInt32
 
 import pallas_kernels
+from zerojax.errors import ConfigurationError
 from zerojax.matmul import fp8
 from zerojax.zero_config import Rounding
 
@@ -39,14 +41,26 @@ class Codec:
 
     Attributes:
         fmt: "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; or "e4m3", of numbers that are multiplied
-            by their scale.
+            by their scale; or "nf4", which only stores.
         block: elements that share a scale (unused by the raw formats).
         rounding: "nearest" or "stochastic".
+
+    Raises:
+        ConfigurationError: "nf4" with stochastic rounding.
     """
 
     fmt: str
     block: int
     rounding: Rounding = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.stored and self.rounding != "nearest":
+            raise ConfigurationError(f'{self.fmt} rounds to nearest only: leave rounding="nearest".')
+
+    @property
+    def stored(self) -> bool:
+        """Whether the format only stores frozen weights: it has ``encode`` and ``decode`` alone."""
+        return self.fmt in pallas_kernels.STORED
 
     @property
     def raw(self) -> bool:
@@ -60,7 +74,11 @@ class Codec:
 
     def row_items(self, n: int) -> int:
         """How many items of ``dtype`` a row of ``n`` elements takes, scales included."""
-        return n if self.raw else pallas_kernels.nbytes(self.fmt, n, self.block)
+        if self.raw:
+            return n
+        if self.stored:
+            return pallas_kernels.nf4_bytes(n, self.block)
+        return pallas_kernels.nbytes(self.fmt, n, self.block)
 
     def row_bytes(self, n: int) -> int:
         """How many bytes a row of ``n`` elements takes on the wire, scales included."""
@@ -74,6 +92,10 @@ class Codec:
             return x if x.dtype == self.dtype else fp8.encode(x)
         if self.raw:
             return x.astype(self.dtype)
+        if self.stored:
+            if rotation:
+                raise ConfigurationError(f"{self.fmt} stores weights as they are: pass rotation=0.")
+            return pallas_kernels.encode_nf4(x, block=self.block)
         return pallas_kernels.encode(
             x, self.fmt, block=self.block, rounding=self.rounding, rotation=rotation, seed=seed
         )
@@ -84,10 +106,13 @@ class Codec:
             return fp8.decode(payload, dtype)
         if self.raw:
             return payload.astype(dtype)
+        if self.stored:
+            return pallas_kernels.decode_nf4(payload, n, block=self.block, dtype=dtype)
         return pallas_kernels.decode(payload, self.fmt, n, block=self.block, dtype=dtype)
 
     def decode_sum(self, payload: Num[Array, "peers m"], n: int, *, rotation: int = 0) -> Float[Array, " n"]:
         """The fp32 sum over peers in their order, rotated back."""
+        self._check_sums()
         if self.raw:
             return sum_rows(payload)
         return pallas_kernels.decode_sum(payload, self.fmt, n, block=self.block, rotation=rotation)
@@ -96,6 +121,8 @@ class Codec:
         self, payload: Num[Array, "peers m"], out: "Codec", rows: int, n: int, *, seed: Seed
     ) -> Num[Array, "rows k"]:
         """Sum over peers in fp32 between two hops, and encode again as ``rows`` rows of ``n`` elements."""
+        self._check_sums()
+        out._check_sums()
         if self.raw or out.raw:
             return out.encode(self.decode_sum(payload, rows * n).reshape(rows, n), seed=seed)
         return pallas_kernels.decode_sum_encode(
@@ -104,6 +131,7 @@ class Codec:
 
     def encode_delta(self, x: Float[Array, "rows n"], base: Float[Array, "rows n"]) -> Num[Array, "rows m"]:
         """Encode the difference ``x - base``, computed in fp32."""
+        self._check_sums()
         if self.raw:
             return (x - base.astype(jnp.float32)).astype(self.dtype)
         return pallas_kernels.encode_delta(x, base, self.fmt, block=self.block)
@@ -112,10 +140,18 @@ class Codec:
         self, payload: Num[Array, "rows m"], base: Float[Array, "rows n"]
     ) -> Float[Array, "rows n"]:
         """``base`` plus the decoded difference, added in fp32 and rounded once to ``base.dtype``."""
+        self._check_sums()
         if self.raw:
             total = base.astype(jnp.float32) + payload.astype(jnp.float32)
             return total.astype(base.dtype)
         return pallas_kernels.decode_add(payload, base, self.fmt, block=self.block)
+
+    def _check_sums(self) -> None:
+        if self.stored:
+            raise ConfigurationError(
+                f"{self.fmt} stores frozen weights and has neither sums nor differences: send gradients and "
+                f"changes of weights in one of {', '.join(pallas_kernels.FORMATS)}."
+            )
 
 
 def sum_rows(rows: Num[Array, "peers n"]) -> Float[Array, " n"]:

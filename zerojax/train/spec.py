@@ -179,7 +179,8 @@ def build(
     if not adapter.parameters:
         raise ConfigurationError("the model has no floating-point parameters to train.")
     parameters = (*adapter.parameters, *adapter_parameters(adapter.parameters, zero, lora))
-    layouts = [_lay_out(p, i, world, zero, i < len(adapter.parameters)) for i, p in enumerate(parameters)]
+    own = len(adapter.parameters)
+    layouts = [lay_out(p, i, world, zero, adapter=i >= own) for i, p in enumerate(parameters)]
     leaves = tuple(leaf for leaf in layouts if not leaf.frozen)
     frozen = tuple(leaf for leaf in layouts if leaf.frozen)
     if not leaves:
@@ -255,11 +256,13 @@ def adapter_parameters(
     ]
 
 
-def _lay_out(p: Parameter, index: int, world: MeshShape, zero: ZeroConfig, of_model: bool) -> ParamLayout:
+def lay_out(
+    p: Parameter, index: int, world: MeshShape, zero: ZeroConfig, *, adapter: bool = False
+) -> ParamLayout:
     """The layout of a parameter of the model, or of an adapter."""
     name = "/".join(p.path)
-    make = make_frozen_layout if of_model and zero.is_frozen(name) else make_layout
-    fp8 = of_model and zero.without_fp8(name, p.shape, p.unit) is None
+    make = make_frozen_layout if not adapter and zero.is_frozen(name) else make_layout
+    fp8 = not adapter and zero.without_fp8(name, p.shape, p.unit) is None
     return make(p.path, p.shape, p.dtype, p.stack, index=index, world=world, zero=zero, fp8=fp8)
 
 

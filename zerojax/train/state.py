@@ -101,7 +101,7 @@ class TrainState:
         )
         if base is None:
             return state.replace(**initializer(state)(np.uint32(seed)))
-        shared = {"frozen": shared_frozen(state, base), "base": base.base}
+        shared = {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
         return state.replace(**initializer(state, frozen=False)(np.uint32(seed)), **shared)
 
     @classmethod
@@ -225,7 +225,8 @@ def gather_params(state: TrainState) -> dict[str, Any]:
         weight = _gathered(spec, leaf, stored[leaf.path])
         if adapter := spec.adapter_of(leaf):
             assert spec.lora is not None
-            weight = merged(weight, *(whole.pop(part.path) for part in adapter), spec.lora)
+            a, b = (whole.pop(part.path) for part in adapter)
+            weight = merged(weight, a, b, spec.lora)
         whole[leaf.path] = weight
     return to_tree(whole)
 
@@ -318,7 +319,7 @@ def check_there(state: TrainState) -> None:
         )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.frozen)[:1]):
         raise ConfigurationError(
-            "the state has no frozen weights yet: load them by checkpoints.restore_base before the checkpoint "
+            "the state has no frozen weights yet: load them by checkpoints.restore_base then the checkpoint "
             "of what was trained."
         )
     if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():

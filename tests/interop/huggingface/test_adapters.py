@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
@@ -119,7 +120,7 @@ def test_peft_reads_what_is_written(tuned: Tuned, tmp_path: Path):
 
 
 @pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
-@pytest.mark.parametrize(("fmt", "matmul"), [("int4", "compute"), ("fp8", "fp8")])
+@pytest.mark.parametrize(("fmt", "matmul"), [("nf4", "compute"), ("fp8", "fp8")])
 def test_a_layer_of_a_frozen_weight_is_decoded_as_the_whole(fmt: str, matmul: str, imported: Imported):
     options = {"frozen": ("*qkv/kernel",), "frozen_weights": fmt, "matmul_dtype": matmul}
     state = abstract(imported.trained.config.model, None, mesh=(2, 2), **options)
@@ -238,9 +239,7 @@ def test_a_state_that_cannot_hold_them_is_refused(change, words):
         load_adapter(abstract(model, lora), ADAPTERS / "gpt2", model)
 
 
-def abstract(
-    model: GPTConfig, lora: LoRA | None, mesh: tuple[int, int] = (1, 1), **zero: object
-) -> TrainState:
+def abstract(model: GPTConfig, lora: LoRA | None, mesh: tuple[int, int] = (1, 1), **zero: Any) -> TrainState:
     return TrainState.abstract(
         lambda rngs: GPT(model, rngs=rngs),
         optax.identity(),

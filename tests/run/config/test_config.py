@@ -183,5 +183,5 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_that_come_with_zerojax(path: Path) -> None:
     config = load_config(path)
-    config.zero.to_zero(accumulate=config.train.accumulate)
+    config.to_zero()
     assert "Expected" in path.read_text()

@@ -7,12 +7,12 @@ from typing import cast
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 
+from zerojax.adapters.adapter import Parameter
 from zerojax.analysis.gpus import FP8_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
 from zerojax.errors import ConfigurationError
-from zerojax.sharding.layout import make_layout
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.spec import ParamGroup, TrainSpec, check_options
+from zerojax.train.spec import ParamGroup, TrainSpec, check_options, lay_out
 from zerojax.validation.bounds import MOST_DEVICES
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
@@ -122,28 +122,29 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
+    adapters = {own.path for leaf in spec.frozen for own in spec.adapter_of(leaf)}
     moved = {
-        leaf.path: make_layout(
-            leaf.path,
-            leaf.shape,
-            leaf.dtype,
-            leaf.stack,
-            index=leaf.index,
-            world=world,
-            zero=zero,
-            fp8=zero.without_fp8(leaf.name, leaf.shape, group.unit) is None,
+        leaf.path: lay_out(
+            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit), leaf.index, world, zero,
+            adapter=leaf.path in adapters,
         )
         for group in spec.groups
-        for leaf in group.leaves
-    }
+        for leaf in group.every
+    }  # fmt: skip
     groups = tuple(
-        ParamGroup(group.unit, tuple(moved[leaf.path] for leaf in group.leaves)) for group in spec.groups
+        ParamGroup(
+            group.unit,
+            tuple(moved[leaf.path] for leaf in group.leaves),
+            tuple(moved[leaf.path] for leaf in group.frozen),
+        )
+        for group in spec.groups
     )
     return dataclasses.replace(
         spec,
         mesh=mesh,
         zero=zero,
         leaves=tuple(moved[leaf.path] for leaf in spec.leaves),
+        frozen=tuple(moved[leaf.path] for leaf in spec.frozen),
         groups=groups,
         strategy=ShardingStrategy.of(zero),
         cache={},

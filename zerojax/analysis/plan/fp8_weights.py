@@ -67,16 +67,16 @@ def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
         return None
     kinds: dict[tuple[str, tuple[int, ...], str | None], int] = {}
     for group in spec.groups:
-        for leaf in group.leaves:
+        for leaf in group.every:
             key = kind_of(leaf.path), leaf.shape, spec.zero.without_fp8(leaf.name, leaf.shape, group.unit)
             kinds[key] = kinds.get(key, 0) + leaf.layers
-    sizes = {(kind_of(leaf.path), leaf.shape): leaf.size for leaf in spec.leaves}
+    sizes = {(kind_of(leaf.path), leaf.shape): leaf.size for leaf in (*spec.leaves, *spec.frozen)}
     rows = tuple(
         Fp8Row(name, shape, copies, copies * sizes[name, shape], why)
         for (name, shape, why), copies in kinds.items()
     )
     units = (group for group in spec.groups if group.unit is not None)
-    return Fp8Plan(rows, sum(leaf.count for group in units for leaf in group.leaves))
+    return Fp8Plan(rows, sum(leaf.count for group in units for leaf in group.every))
 
 
 def fp8_table(plan: Fp8Plan) -> Table:

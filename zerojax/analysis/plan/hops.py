@@ -64,6 +64,8 @@ def _hops(spec: TrainSpec) -> Iterator[tuple[HopPlan, int]]:
             send = _sender(leaf)
             yield from _weight_hops(spec, group, leaf, send)
             yield from _gradient_hops(spec, leaf, send)
+        for leaf in group.frozen:
+            yield from _frozen_hops(spec, group, leaf, _sender(leaf))
 
 
 Send = Callable[..., tuple[HopPlan, int]]
@@ -129,6 +131,17 @@ def _weight_hops(
         yield from both(
             "weights backward", passes * _gathered_again(spec, group), node=strategy.keep == "primary"
         )
+
+
+def _frozen_hops(
+    spec: TrainSpec, group: ParamGroup, leaf: ParamLayout, send: Send
+) -> Iterator[tuple[HopPlan, int]]:
+    """Frozen weights are gathered within a node, and only decoded there."""
+    passes, codec = spec.zero.passes, leaf.weights.local
+    yield send("weights forward", "local", codec, times=passes, elements=leaf.secondary)
+    if group.unit is not None:
+        times = passes * _gathered_again(spec, group)
+        yield send("weights backward", "local", codec, times=times, elements=leaf.secondary)
 
 
 def _gathered_again(spec: TrainSpec, group: ParamGroup) -> float:

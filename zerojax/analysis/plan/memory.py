@@ -13,7 +13,8 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 =========== ============== ============== ================ ====================
 
 and hpZ or delta weights add 2 N / L; weights computed with in fp8 take one byte instead of two where they are
-gathered or copied. Activations depend on the model and the batch (``work.py``). With them,
+gathered or copied. Frozen weights have neither masters nor gradients: their bytes, in the format in which
+they are stored, over L. Activations depend on the model and the batch (``work.py``). With them,
 the peak is at one of three moments: in the backward pass; with a large vocabulary, in the loss, when there
 are logits but no gradients yet (except sums of earlier micro-batches); or at the end, when there are the fp32
 gradients of the embedding tables.
@@ -37,6 +38,7 @@ from zerojax.train.state import abstract_fields
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
+    "frozen": "weights that are not trained, encoded, of a node",
     "gradients": "sums, at their owners",
     "secondary": "hpZ's or delta's node-local copy",
     "residual": "error feedback",
@@ -68,7 +70,7 @@ class PredictedMemory:
     @property
     def lasting(self) -> int:
         """Bytes that stay from step to step."""
-        names = ("parameters", "optimizer", "residual", "other")
+        names = ("parameters", "optimizer", "frozen", "residual", "other")
         return sum(self.kinds[name] for name in names)
 
     def table(self, title: str | None = None, of: str = "") -> Table:
@@ -117,6 +119,7 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
     return {
         "parameters": _bytes(fields["params"]),
         "optimizer": _bytes(fields["opt_state"]),
+        "frozen": _bytes(fields["frozen"]),
         "secondary": _bytes(fields["secondary"]),
         "residual": _bytes(fields["residual"]),
         "other": _bytes(fields["model_state"]),
@@ -140,6 +143,9 @@ def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> d
     return {
         "parameters": parameters(there),
         "optimizer": round(held["optimizer"] * parameters(there) / parameters(spec)),
+        "frozen": sum(
+            leaf.layers * nodes * leaf.weights.local.row_bytes(leaf.shard) for leaf in there.frozen
+        ),
         "secondary": nodes * copies if zero.weights_delta else 0,
         "residual": residual if zero.error_feedback else 0,
         "other": held["other"],
@@ -261,7 +267,7 @@ def _gathered(spec: TrainSpec, units: int) -> int:
     """Weights that are whole at the same time: all below stage 3, else some units and those outside units."""
     if spec.zero.stage < 3:
         return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in spec.leaves)
-    return _of_no_unit(spec) + sum(_largest_units(spec, _weight_bytes, units))
+    return _of_no_unit(spec, frozen=True) + sum(_largest_units(spec, _weight_bytes, units, frozen=True))
 
 
 def _gathers_from_nodes_again(spec: TrainSpec) -> bool:
@@ -306,16 +312,18 @@ def _payload(spec: TrainSpec) -> int:
     return sum(_largest_units(spec, encoded, 1)) if spec.zero.stage == 3 else 0
 
 
-def _of_no_unit(spec: TrainSpec) -> int:
-    rest = [leaf for group in spec.groups if group.unit is None for leaf in group.leaves]
+def _of_no_unit(spec: TrainSpec, *, frozen: bool = False) -> int:
+    groups = [group for group in spec.groups if group.unit is None]
+    rest = [leaf for group in groups for leaf in (group.every if frozen else group.leaves)]
     return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in rest)
 
 
-def _largest_units(spec: TrainSpec, of: Callable[[TrainSpec, ParamLayout], int], count: int) -> list[int]:
-    """Bytes of the ``count`` largest units."""
-
+def _largest_units(
+    spec: TrainSpec, of: Callable[[TrainSpec, ParamLayout], int], count: int, *, frozen: bool = False
+) -> list[int]:
+    """Bytes of the ``count`` largest units: of their trained weights, or of all."""
     units = [
-        (sum(of(spec, leaf) for leaf in group.leaves), group.layers)
+        (sum(of(spec, leaf) for leaf in (group.every if frozen else group.leaves)), group.layers)
         for group in spec.groups
         if group.unit is not None
     ]

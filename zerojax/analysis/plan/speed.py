@@ -108,8 +108,11 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     """Seconds of the FLOPs of one micro-batch, forward and backward."""
     dtype = spec.zero.compute_dtype
     rate, groups = cluster.flops(dtype), [group for group in spec.groups if group.unit is not None]
-    matrices = [leaf for group in groups for leaf in group.leaves if len(leaf.shape) > 1]
-    share = sum(leaf.count for leaf in matrices if leaf.fp8) / max(1, sum(leaf.count for leaf in matrices))
+    matrices = [leaf for group in groups for leaf in group.every if len(leaf.shape) > 1]
+    every = max(1, sum(leaf.count for leaf in matrices))
+    share = sum(leaf.count for leaf in matrices if leaf.fp8) / every
+    # A frozen weight has no gradient, whose product takes as long as that of the forward pass.
+    spared = work.weights_forward * sum(leaf.count for leaf in matrices if leaf.frozen) / every
     saved = share * (1 / rate - 1 / cluster.fp8_flops(dtype))
     read = share * _FP8_READ * work.read / cluster.memory_rate
     made = share * _FP8_MADE * work.made / cluster.memory_rate
@@ -117,7 +120,7 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     again = work.weights_backward / work.weights_forward - 1
     return (
         work.forward / rate - work.weights_forward * saved + read,
-        work.backward / rate - work.weights_backward * saved + again * read + made,
+        (work.backward - spared) / rate - work.weights_backward * saved + again * read + made,
     )
 
 

@@ -101,7 +101,7 @@ def plan_state(of: TrainState | TrainSpec) -> Plan:
     return Plan(
         nodes=spec.world.nodes,
         local=spec.world.local,
-        parameters=sum(leaf.count for leaf in spec.leaves),
+        parameters=sum(leaf.count for leaf in (*spec.leaves, *spec.frozen)),
         settings=tuple(settings_of(spec)),
         units=units_of(spec),
         fp8=fp8_of(spec),

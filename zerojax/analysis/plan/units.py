@@ -70,6 +70,12 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield "gradients rounded stochastically, reproducibly"
     if zero.error_feedback:
         yield "error feedback on the node hop"
+    if spec.frozen:
+        frozen, own = (sum(leaf.count for leaf in leaves) for leaves in (spec.frozen, spec.leaves))
+        formats = ", ".join(dict.fromkeys(leaf.weights.local.fmt for leaf in spec.frozen))
+        yield f"frozen: {frozen:,} of {frozen + own:,} parameters, once in each node, in {formats}"
+    if spec.lora is not None:
+        yield f"trained: low-rank adapters of rank {spec.lora.rank}, scaled by {spec.lora.scale:g}"
     if zero.matmul_dtype == "fp8":
         yield "matmuls with weights of units: in fp8, forward and backward"
     if zero.chunks > 1:
@@ -95,13 +101,13 @@ def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
             (
                 kind_of(leaf.path),
                 leaf.shape,
-                (leaf.weights.node.fmt, leaf.weights.local.fmt),
-                (leaf.grads.local.fmt, leaf.grads.node.fmt),
+                ("" if leaf.frozen else leaf.weights.node.fmt, leaf.weights.local.fmt),
+                ("", "") if leaf.frozen else (leaf.grads.local.fmt, leaf.grads.node.fmt),
             )
-            for leaf in group.leaves
+            for leaf in group.every
         )
         name = None if group.unit is None else kind_of(group.unit.split("/"))
-        key = name, sum(leaf.size for leaf in group.leaves), leaves
+        key = name, sum(leaf.size for leaf in group.every), leaves
         kinds[key] = kinds.get(key, 0) + (group.layers)
     return tuple(
         UnitPlan(name, copies, elements, tuple(_by_kind(leaves, copies)))

@@ -103,7 +103,7 @@ class _Draft:
         """
         try:
             config = self.result.config()
-            zero = config.zero.to_zero(accumulate=config.train.accumulate)
+            zero = config.to_zero()
         except ConfigurationError as error:
             raise ConfigurationError(f"{self._quote_origins(str(error))}{error}") from error
         settings: dict[str, Any] = {}

@@ -472,3 +472,12 @@ class RunConfig:
         """The settings of a run of the same model that freezes nothing and has no adapters."""
         zero = dataclasses.replace(self.zero, frozen=None, frozen_weights=None)
         return dataclasses.replace(self, zero=zero, lora=LoRASection())
+
+    def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
+        """The library's `ZeroConfig` of the run; with adapters all else is frozen, unless `zero.frozen` says.
+
+        Raises:
+            ConfigurationError: options that contradict each other.
+        """
+        frozen = {"frozen": ("*",)} if self.lora.rank and self.zero.frozen is None else {}
+        return self.zero.to_zero(units=units, accumulate=self.train.accumulate, **frozen)

@@ -1,0 +1,73 @@
+"""A run that trains adapters, on a base that stays where it is, is found on resuming, and never another."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from micro_run import Stop, die_at, losses, micro_config, train
+
+import zerojax
+from zerojax.cli.trained import open_trained
+from zerojax.errors import ZeroError
+from zerojax.run.build import RunSetup
+from zerojax.run.checkpoints import read_manifest, restore
+from zerojax.run.config import MeshSection
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import initial_base
+
+LORA = {
+    "lora": {"rank": 2, "dropout": 0.1},
+    "zero": {"frozen_weights": "int8", "block_size": 64},
+    "optimizer": {"name": "adamw"},
+    "train": {"steps": 4, "eval_every": 2},
+    "checkpoint": {"every": 2},
+    "mesh": {"nodes": 1, "local": 2},
+}
+
+
+def params_bytes(folder: Path, step: int) -> int:
+    files = read_manifest(folder / "checkpoints" / str(step)).files
+    return sum(size for name, (size, _) in files.items() if name.startswith("params/"))
+
+
+def test_adapters_of_a_trained_run(
+    finished: RunFolder, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(finished.path, base)
+    config = micro_config(text, **LORA)
+    whole = train(config, tmp_path / "whole", init_from=base)
+    last = losses(finished.path)[-1][1]
+    assert losses(whole.folder.path)[0][1] == pytest.approx(last, abs=0.2)  # it begins where the base ended
+    assert {leaf.path[-1] for leaf in whole.state.spec.leaves} == {"lora_a", "lora_b"}
+    manifest = read_manifest(whole.folder.checkpoints / "4")
+    assert manifest.record.base == str((base / "checkpoints/8").resolve())
+    assert params_bytes(whole.folder.path, 4) < params_bytes(finished.path, 8) / 4
+
+    with monkeypatch.context() as patch:
+        die_at(patch, 3)
+        with pytest.raises(Stop):
+            train(config, tmp_path / "again", init_from=base)
+    resumed = train(config, tmp_path / "again")
+    assert losses(resumed.folder.path) == losses(whole.folder.path)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.frozen, whole.state.frozen)
+
+    trained = open_trained(whole.folder, config, MeshSection(2, 1))  # on another mesh
+    ours, theirs = (zerojax.gather_params(state) for state in (trained.state, whole.state))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ZeroError, match="is gone: put it back"):
+        open_trained(whole.folder, config, MeshSection(1, 2))
+
+
+def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path) -> None:
+    config = micro_config(text, **LORA | {"train": {"steps": 1, "eval_every": 0}})
+    run = train(config, tmp_path / "run")
+    assert read_manifest(run.folder.checkpoints / "1").record.base == ""
+    state = initial_base(RunSetup.of(config).abstract_state(), seed=1)
+    with pytest.raises(ZeroError, match="trained on another base"):
+        restore(run.folder.checkpoints / "1", state)

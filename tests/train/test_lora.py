@@ -1,0 +1,200 @@
+"""Low-rank adapters equal an ordinary loop over explicitly low-rank weights, on any mesh."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from core_models import CASES
+from flax import traverse_util
+from plain_loop import by_path, distance, plain_model
+
+import zerojax
+from zerojax import LoRA, ZeroError
+from zerojax.models import GPT, GPTConfig, lm_loss
+
+LORA = LoRA(rank=3, alpha=6.0, targets=("*kernel",))
+
+
+def create(name: str, nodes: int, local: int, lora=LORA, seed: int = 0, base=None, **zero):
+    case = CASES[name]
+    mesh = zerojax.make_mesh(nodes, local, devices=jax.devices()[: nodes * local])
+    options = {"compute_dtype": "float32", "units": case.units, "frozen": ("*",), **zero}
+    return zerojax.TrainState.create(
+        case.model, optax.sgd(0.1), case.loss, mesh=mesh, zero=zerojax.ZeroConfig(**options),
+        lora=lora, seed=seed, base=base, sample_batch=case.batches(24, 1)[0] if case.linen else None,
+    )  # fmt: skip
+
+
+def with_adapters(weights, adapters, scale):
+    """The weights, each with A B added to it, for the reference."""
+    flat, parts = by_path(weights), by_path(adapters)
+    for path in {path[:-1] for path in parts}:
+        flat[path] = flat[path] + scale * parts[(*path, "lora_a")] @ parts[(*path, "lora_b")]
+    return traverse_util.unflatten_dict(flat)
+
+
+@functools.cache
+def wanted(name: str):
+    """Losses of a plain loop over the adapters, from those that a state begins with; and its last ones."""
+    plain = plain_model(name)
+    adapters = jax.tree.map(jnp.asarray, zerojax.gather_adapters(create(name, 1, 1)))
+    step = jax.jit(
+        jax.value_and_grad(lambda own, batch: plain.loss(with_adapters(plain.weights, own, 2.0), batch))
+    )
+    losses = []
+    for batch in CASES[name].batches(24, 10):
+        loss, grads = step(adapters, batch)
+        losses.append(float(loss))
+        adapters = jax.tree.map(lambda x, g: x - 0.1 * g, adapters, grads)
+    return losses, adapters
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("stack", (1, 1), {}),
+        ("stack", (2, 4), {"hpz": True}),
+        ("nnx", (3, 2), {}),
+        ("linen", (2, 4), {}),
+        ("linen-scan", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
+        pytest.param("stack", (3, 2), {"remat": "none"}, marks=pytest.mark.slow),
+        pytest.param("nnx", (2, 4), {"accumulate": 3}, marks=pytest.mark.slow),
+        pytest.param("linen", (1, 1), {}, marks=pytest.mark.slow),
+        pytest.param("linen-scan", (2, 4), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_train_as_explicitly_low_rank_weights_do(name, mesh, options):
+    losses, adapters = wanted(name)
+    state, found = create(name, *mesh, **options), []
+    kept = jax.tree.map(np.asarray, state.frozen)
+    for batch in CASES[name].batches(24, 10):
+        state, metrics = zerojax.train_step(state, batch)
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    assert distance(zerojax.gather_adapters(state), adapters) < 1e-5
+    jax.tree.map(np.testing.assert_array_equal, state.frozen, kept)
+    merged = with_adapters(plain_model(name).weights, zerojax.gather_adapters(state), 2.0)
+    assert distance(zerojax.gather_params(state), merged) < 1e-6
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("preset", ["zero++", "delta"])
+def test_presets_send_adapters_alone(preset):
+    losses, _ = wanted("stack")
+    chosen = zerojax.ZeroConfig.preset(preset)
+    options = {
+        name: getattr(chosen, name)
+        for name in ("weights", "weights_delta", "hpz", "grads", "grad_sync", "rotation", "rounding")
+    }
+    state, found = create("stack", 2, 4, block_size=64, **options), []
+    batches = CASES["stack"].batches(24, 10)
+    elements = sum(leaf.padded * leaf.layers for leaf in state.spec.leaves)
+    sent = zerojax.comm_report(state, batches[0]).between_nodes
+    assert sent < 2.5 * elements  # bytes of a node: int8 weights or int4 deltas, int4 gradients, and metrics
+    for batch in batches:
+        state, metrics = zerojax.train_step(state, batch)
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found[:4], losses[:4], rtol=0.1)
+
+
+def products(state, batch) -> set[str]:
+    """The shapes that matmuls of the compiled step have."""
+    text = zerojax.lower_train_step(state, batch).compile().as_text() or ""
+    return set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
+
+
+def test_the_gradient_of_a_frozen_weight_is_not_computed():
+    batch = CASES["stack"].batches(24, 1)[0]
+    whole = CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1)
+    kernels = {"6,11", "11,6"}
+    assert products(whole, batch) & kernels
+    assert not products(create("stack", 1, 1), batch) & kernels
+
+
+def test_several_adapters_share_one_base():
+    first = create("stack", 2, 4, seed=0)
+    second = create("stack", 2, 4, seed=1, base=first, lora=LoRA(rank=2, targets=("*up/kernel",)))
+    pairs = zip(jax.tree.leaves(first.frozen), jax.tree.leaves(second.frozen), strict=True)
+    assert all(a is b for a, b in pairs)
+    batches = CASES["stack"].batches(24, 2)
+    for batch in batches:
+        first, _ = zerojax.train_step(first, batch)
+        second, _ = zerojax.train_step(second, batch)
+    one, other = (zerojax.eval_step(state, batches[0])["loss"] for state in (first, second))
+    assert one != other
+    with pytest.raises(ZeroError, match="does not freeze"):
+        create("stack", 1, 1, base=first)
+
+
+def test_dropout_is_for_training_alone_and_reproducible():
+    batch = CASES["stack"].batches(24, 1)[0]
+
+    def losses(rate: float) -> tuple[float, ...]:
+        state = create("stack", 2, 2, lora=LoRA(rank=3, targets=("*kernel",), dropout=rate))
+        state, _ = zerojax.train_step(state, batch)  # B is zero before
+        evaluated = float(zerojax.eval_step(state, batch)["loss"])
+        _, metrics = zerojax.train_step(state, batch)
+        return evaluated, float(metrics["loss"])
+
+    evaluated, trained = losses(0.5)
+    assert losses(0.5) == (evaluated, trained)
+    assert trained != pytest.approx(evaluated, rel=1e-4)
+    evaluated, trained = losses(0.0)
+    assert trained == pytest.approx(evaluated, rel=1e-6)
+
+
+def test_rank_stabilised_scaling():
+    assert LoRA(rank=16, alpha=8).scale == 0.5
+    assert LoRA(rank=16, alpha=8, rslora=True).scale == 2.0
+
+
+def test_a_decoder_s_fused_and_reshaped_weights_get_adapters():
+    config = GPTConfig(
+        vocab_size=32, layers=2, d_model=16, heads=2, kv_heads=1, ffn=24, norm="rms", positions="rope",
+        mlp="swiglu", biases=False, tied=False, max_seq_len=16,
+    )  # fmt: skip
+    mesh = zerojax.make_mesh(2, 2, devices=jax.devices()[:4])
+    batch = {"tokens": np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)}
+
+    def make(**more):
+        return zerojax.TrainState.create(
+            lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.5), lm_loss, mesh=mesh,
+            zero=zerojax.ZeroConfig(compute_dtype="float32", **more), lora=LoRA(rank=2) if more else None,
+        )  # fmt: skip
+
+    state = make(frozen=("*",), frozen_weights="int8", block_size=64)
+    names = {"/".join(leaf.path[-3:-1]) for leaf in state.spec.leaves}
+    assert names == {"qkv/kernel", "out/kernel", "gate/kernel", "up/kernel", "down/kernel"}
+    losses = []
+    for _ in range(3):
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    # The same weights, merged, give the same loss without any adapter.
+    merged = zerojax.put_params(make(), zerojax.gather_params(state))
+    wanted = float(zerojax.eval_step(merged, batch)["loss"])
+    assert float(zerojax.eval_step(state, batch)["loss"]) == pytest.approx(wanted, rel=1e-5)
+    assert wanted < losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "words"),
+    [
+        ({"targets": ("*upp*",)}, {}, "matches no parameter"),
+        ({"targets": ("*bias",)}, {}, "no weight gets an adapter"),
+        ({}, {"frozen": ("*down*",)}, "is trained"),
+        ({"dropout": 0.1}, {"accumulate": 2, "accumulate_order": "breadth"}, "in breadth"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(lora, options, words):
+    with pytest.raises(ZeroError, match=words):
+        create("stack", 1, 1, lora=LoRA(**{"targets": ("*kernel",), **lora}), **options)
+
+
+@pytest.mark.parametrize("field", [{"rank": 0}, {"alpha": -1.0}, {"dropout": 1.0}, {"targets": ()}])
+def test_settings_out_of_range_are_refused(field):
+    with pytest.raises(ZeroError, match=f"LoRA.{next(iter(field))}"):
+        LoRA(**field)
