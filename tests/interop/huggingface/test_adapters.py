@@ -42,6 +42,7 @@ class Tuned:
 
     name: str
     model: GPTConfig
+    rank: int
     before: TrainState
     state: TrainState
 
@@ -66,7 +67,7 @@ def tuned(imported: Imported) -> Tuned:
     before, _, _ = new_state(
         RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None
     )
-    return Tuned(name, config.model, before, load_adapter(before, ADAPTERS / name, config.model))
+    return Tuned(name, config.model, lora.rank, before, load_adapter(before, ADAPTERS / name, config.model))
 
 
 @BOTH
@@ -99,7 +100,7 @@ def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_pat
     assert about["base_model_name_or_path"] == "a-model"
     assert about["fan_in_fan_out"] == (tuned.name == "gpt2")
     again = load_adapter(tuned.before, out, tuned.model)  # query, key and value have one A now
-    assert adapter_lora(out, tuned.model).rank == tuned.state.spec.lora.rank
+    assert adapter_lora(out, tuned.model).rank == tuned.rank
     gathered = (from_tree(zerojax.gather_adapters(state)) for state in (again, tuned.state))
     for mine, first in zip(*(x.values() for x in gathered), strict=True):
         np.testing.assert_array_equal(mine, first)
@@ -240,12 +241,13 @@ def test_a_state_that_cannot_hold_them_is_refused(change, words):
 
 
 def abstract(model: GPTConfig, lora: LoRA | None, mesh: tuple[int, int] = (1, 1), **zero: Any) -> TrainState:
+    options: dict[str, Any] = {"frozen": ("*",) if lora else (), **zero}
     return TrainState.abstract(
         lambda rngs: GPT(model, rngs=rngs),
         optax.identity(),
         lm_loss,
         mesh=zerojax.make_mesh(*mesh),
-        zero=zerojax.ZeroConfig(**({"frozen": ("*",)} if lora else {}) | zero),
+        zero=zerojax.ZeroConfig(**options),
         lora=lora,
     )
 
