@@ -4,6 +4,8 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import peft_by_hand
@@ -11,8 +13,11 @@ import pytest
 from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
+from zerojax.cli.train import start_from
+from zerojax.errors import ZeroError
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
+from zerojax.run.trainer import Trainer
 
 MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
 TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]
@@ -72,6 +77,8 @@ def test_train_from_an_adapter_and_export_both_ways(
     data = ["--data.source", str(text), "--data.validation", "0.2", *TRAINING]
     mesh = ["--mesh.nodes", "1", "--mesh.local", "1", "--zero.compute-dtype", "float32"]
     assert main(["import", str(model), run, *mesh, *data, "--lora.rank", "3"]) == 0  # frozen later
+    assert main(["export", run, str(tmp_path / "none"), "--adapter"]) == 2
+    assert "has trained no adapters" in capsys.readouterr().err
     again = ["train", f"{run}/config.toml", "--run-dir", run, "--train.steps", "1", "--lora.rank", "0"]
     again += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-6", "--zero.block-size", "64"]
     assert main([*again, "--adapter", str(adapter)]) == 0
@@ -88,6 +95,12 @@ def test_train_from_an_adapter_and_export_both_ways(
     for name, values in peft_by_hand.merged(base, adapter).items():  # after one small step
         np.testing.assert_allclose(exported[name], values, rtol=0, atol=1e-4)
     assert main(["sample", run, "--prompt", "all work", "--tokens", "2"]) == 0
+
+
+def test_an_adapter_needs_the_base_that_it_was_trained_on():
+    trainer = cast(Trainer, SimpleNamespace(base=""))
+    with pytest.raises(ZeroError, match="--adapter files: the other weights of this run are random"):
+        start_from(Path("files"), trainer)
 
 
 @pytest.mark.slow

@@ -56,12 +56,16 @@ def run(arguments: list[str]) -> None:
         Trainer.open(settings, folder, options.resume, options.init_from, peers, profile) as trainer,
     ):
         if options.adapter is not None and trainer.step == 0:
-            _start_from(options.adapter, trainer)
+            start_from(options.adapter, trainer)
         trainer.train()
 
 
-def _start_from(adapter: Path, trainer: Trainer) -> None:
-    """Replace the adapters of a new run."""
+def start_from(adapter: Path, trainer: Trainer) -> None:
+    """Replace the adapters of a new run by those of PEFT's files.
+
+    Raises:
+        ConfigurationError: they do not fit the run, or its other weights are random.
+    """
     if not trainer.base:
         raise ConfigurationError(
             f"--adapter {adapter}: the other weights of this run are random: import the model that the "

@@ -32,15 +32,11 @@ class TrainedRun:
 
 def as_stored(config: RunConfig) -> RunConfig:
     """The settings of a run without wire formats; frozen weights keep their format and so their values."""
-    zero, block = config.zero, config.to_zero().block_size
-    stored = ZeroSection(
-        compute_dtype=zero.compute_dtype,
-        block_size=block,
-        precise=zero.precise,
-        frozen=zero.frozen,
-        frozen_weights=zero.frozen_weights,
-    )
-    return replace(config, zero=stored)
+    names = ["compute_dtype", "precise", "frozen", "frozen_weights"]
+    if config.zero.frozen_weights == "fp8":  # the operands of fp8 products are scaled layer by layer
+        names += ["matmul_dtype", "fp8"]
+    kept = {name: getattr(config.zero, name) for name in names}
+    return replace(config, zero=ZeroSection(**kept, block_size=config.to_zero().block_size))
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
