@@ -6,18 +6,34 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/.."
 # Hundreds of processes import the same modules: they are compiled once.
 unset PYTHONDONTWRITEBYTECODE
-"$here/setup.sh" dev
+# Modules are compiled when they are first imported, not all of them now: what 0 means here to pip.
+PIP_NO_COMPILE=0 "$here/setup.sh" dev
 # What compiles for GPU clusters without a GPU; the tests that need it skip themselves without it.
 PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+export NO_MKDOCS_2_WARNING=1
+site=(.venv/bin/mkdocs build --strict --quiet)
 if [ $# -gt 0 ]; then
+    "${site[@]}"
     .venv/bin/pyright
     exec .venv/bin/pytest "$@"
 fi
-.venv/bin/pyright &  # beside the tests, which leave a tenth of two cores idle
+
+# Types and the site beside the tests, which leave a tenth of two cores idle; their output follows.
+output=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
+.venv/bin/pyright >"$output/types" 2>&1 &
 types=$!
+"${site[@]}" >"$output/site" 2>&1 &
+docs=$!
 .venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
-wait $types
+failed=()
+wait $types || failed+=(pyright)
+wait $docs || failed+=(mkdocs)
+cat "$output/types" "$output/site"
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]} (see above)" >&2
+    exit 1
+fi
 .venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow"

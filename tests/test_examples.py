@@ -22,6 +22,16 @@ LEARNED = {
     "gemma_style": (math.log(16), 1.7),
 }
 LOOPS = [path for path in EXAMPLES if path.stem.endswith("_loop")]
+# The others have a scan, a list of layers and a loop among them.
+LONG = ("encoder_decoder", "gemma_style", "linen_loop")
+
+
+def to_run(paths: list[Path]) -> list[Any]:
+    """The long ones run on request."""
+    return [
+        pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else (), id=path.stem)
+        for path in paths
+    ]
 
 
 def load(path: Path) -> Any:
@@ -33,14 +43,14 @@ def load(path: Path) -> Any:
     return module
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path not in LOOPS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", to_run([path for path in EXAMPLES if path not in LOOPS]))
 def test_an_example_learns(path, capsys):
     loss = load(path).main()
     assert loss < LEARNED[path.stem][1]
     assert "step  0" in capsys.readouterr().out.replace("step   0", "step  0")
 
 
-@pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", to_run(LOOPS))
 def test_a_loop_learns_and_goes_on_where_it_stood_on_another_mesh(path, tmp_path, capsys):
     main = load(path).main
     at_once = main(tmp_path / "at once")

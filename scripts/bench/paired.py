@@ -154,18 +154,20 @@ def draw(runs: Sequence[Run], exact: str, path: Path, quantity: str = "validatio
 
     Distances of more than 10% are drawn on a logarithmic scale.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     names = [name for name in dict.fromkeys(run["variant"] for run in runs) if name != exact]
     figure = Figure(figsize=(11, 1.5 + 0.35 * max(8, len(names))), layout="constrained")
     left, right = figure.subplots(1, 2)
+    colors = colormaps["tab10" if len(names) <= 10 else "tab20"]
     paired = differences(runs, exact)
     curves = {(run["variant"], run["seed"]): dict(run["curve"]) for run in runs}
     for place, name in enumerate(names):
         seeds = list(paired.get(name, {}))
         if not seeds:
             continue
-        color = f"C{place % 10}"
+        color = colors(place)
         points = {
             step: 100 * statistics.fmean(curves[name, s][step] / curves[exact, s][step] - 1 for s in seeds)
             for step in curves[name, seeds[0]]

@@ -163,7 +163,12 @@ def reduction(mesh: tuple[int, int], options: dict[str, Any], pairs: Sequence[tu
     return leaves, wires
 
 
-@pytest.mark.parametrize(("mesh", "options"), REDUCTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    # The slow ones are of meshes that are there with other options, or are cut into hops below.
+    [pytest.param(*x, marks=pytest.mark.slow if i in (1, 3, 5) else ()) for i, x in enumerate(REDUCTIONS)],
+    ids=str,
+)
 def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
     leaves, wires = reduction(mesh, options, GRADS)
     grads, chunks = grads_of(wires), options["chunks"]
@@ -175,7 +180,11 @@ def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
         same_bits(found, wire.two_hops(grad, SEED, chunks))
 
 
-@pytest.mark.parametrize(("mesh", "options"), [REDUCTIONS[i] for i in (2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [pytest.param(*REDUCTIONS[2], marks=pytest.mark.slow), *(REDUCTIONS[i] for i in (3, 4, 5))],
+    ids=str,
+)
 def test_separate_hops_and_error_feedback(mesh, options):
     """What the local hop leaves, what the node hop adds to it, and what the residual remembers."""
     leaves, wires = reduction(mesh, {**options, "chunks": 1}, GRADS)

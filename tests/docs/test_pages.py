@@ -22,7 +22,7 @@ def to_run(kind: str) -> dict[str, list[CodeBlock]]:
 
 
 COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
-# Each trains for half a minute or more.
+# Each trains, traces or compiles large models for half a minute or more.
 LONG = (
     "docs/benchmark-notes.md",
     "docs/checkpoints.md",
@@ -31,7 +31,9 @@ LONG = (
     "docs/huggingface.md",
     "docs/monitor.md",
     "docs/optimizers.md",
+    "docs/planner.md",
     "docs/start.md",
+    "docs/wire.md",
 )
 
 

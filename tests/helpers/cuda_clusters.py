@@ -1,5 +1,6 @@
 """Programs compiled for CUDA clusters on this CPU, and how a test asks for one."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import aot
+from zerojax import aot, hlo
+from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.models import GPT, GPTConfig, lm_loss
 
 EVERYWHERE = P(("node", "local"))
@@ -33,8 +35,53 @@ def compiled_gpt(
         mesh=zerojax.make_mesh(nodes, local, devices=devices),
         zero=zero,
     )
-    batch = {"tokens": jax.ShapeDtypeStruct((nodes * local, config.max_seq_len + 1), np.int32)}
-    return state, zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
+    lowered = zerojax.lower_train_step(state, gpt_batch(config, nodes * local))
+    return state, lowered.compile(dict(aot.COMPILER_OPTIONS))
+
+
+def gpt_batch(config: GPTConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Sequences of full length."""
+    return {"tokens": jax.ShapeDtypeStruct((rows, config.max_seq_len + 1), np.int32)}
+
+
+def check_traffic(
+    state: zerojax.TrainState,
+    batch: Any,
+    compiled: jax.stages.Compiled,
+    dtypes: set[str],
+    *,
+    own_streams: bool,
+) -> CommReport:
+    """Two counts that share no code agree: of the jaxpr, and of the text of the compiled program.
+
+    Args:
+        state: the step's.
+        batch: the step's.
+        compiled: the step.
+        dtypes: of all that crosses nodes, by XLA's names.
+        own_streams: whether hops between nodes have streams of their own, where each pass has one of them.
+
+    Returns:
+        The count of the jaxpr.
+    """
+    local, text = state.spec.mesh.shape["local"], compiled.as_text()
+    assert text is not None
+    collectives, report = hlo.collectives(text), comm_report(state, batch)
+    # XLA adds sums of norms on its own, a few bytes a leaf.
+    sent = [sum(c.sent(local)[i] for c in collectives) for i in (0, 1)]
+    assert sent == pytest.approx([report.local_bytes, report.node_bytes], rel=1e-3, abs=256)
+    crossing = [c for c in collectives if c.crosses_nodes(local)]
+    scalars = [c for c in crossing if c.op == "all-reduce" and c.elements <= 2]  # loss, counts, norm
+    values = [c for c in crossing if c not in scalars]
+    assert {c.dtype for c in values} == dtypes
+    assert len(values) >= 2, "weights and gradients"
+    apart = set(re.findall(r"%([\w.-]+) = [^\n]*SCALE_UP_FABRIC", text))
+    looped = {c.name: c.crosses_nodes(local) for c in collectives if c.count > 1}
+    assert set(looped.values()) == {True, False}
+    assert {name for name in looped if name in apart} == {
+        name for name, crosses in looped.items() if crosses and own_streams
+    }
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,54 @@ import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from micro_run import micro_config
 
+import zerojax
+from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
+from zerojax.train.state import initializer
+
+abstract_state = build.RunSetup.abstract_state
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_steps() -> Iterator[None]:
+    """Runs with the same settings share what they trace and compile, which is most of a micro run's time."""
+    optimizers: dict[str, Any] = {}
+    shared: dict[Any, tuple[zerojax.TrainState, Any]] = {}
+    make_optimizer = build.make_optimizer
+
+    def shared_optimizer(*settings: Any) -> Any:
+        key = repr(settings)
+        if key not in optimizers:
+            optimizers[key] = make_optimizer(*settings)
+        return optimizers[key]
+
+    def of(setup: build.RunSetup) -> tuple[zerojax.TrainState, Any]:
+        """The abstract state and its initializer."""
+        key = setup.mesh, repr((setup.config.model, id(setup.tx), setup.zero, setup.spikes))
+        if key in shared:
+            return shared[key]
+        state = abstract_state(setup)
+        found = state, initializer(state)
+        if any(setup.tx is tx for tx in optimizers.values()):  # which lives on, so that its id is its own
+            shared[key] = found
+        return found
+
+    def initial_state(setup: build.RunSetup) -> zerojax.TrainState:
+        state, start = of(setup)
+        return state.replace(**start(np.uint32(setup.config.train.seed)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "make_optimizer", shared_optimizer)
+        patch.setattr(build.RunSetup, "abstract_state", lambda setup: of(setup)[0])
+        patch.setattr(build.RunSetup, "initial_state", initial_state)
+        yield
 
 
 @pytest.fixture(scope="session")

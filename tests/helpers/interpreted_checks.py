@@ -36,18 +36,19 @@ def check_format(fmt):
     """Every kernel in one format."""
     for block, rows, n in SHAPES:
         shared = {"fmt": fmt, "block": block}
+        # Every case in short rows; rows of several programs differ in where they begin alone.
+        short = n < block * 16
         inputs = [jnp.asarray(case(name, rows, n)) for name in CASES if name != "half"]
         for rounding in ("nearest", "stochastic"):
             seed = SEED if rounding == "stochastic" else None
             for rotation in (0, 32):
-                # Every case in short rows; rows of several programs differ in where they begin alone.
-                for x in inputs if n < block * 16 else inputs[:1]:
+                for x in inputs if short else inputs[:1]:
                     check("encode", x, seed, rounding=rounding, rotation=rotation, **shared)
             check("encode_delta", inputs[0], inputs[1], seed, rounding=rounding, **shared)
             check("encode_delta", inputs[6], inputs[0], seed, rounding=rounding, **shared)
         order = {"local": 2, "nodes": 2, "chunks": 2, "rounding": "stochastic", "rotation": 32}
         check("encode_reordered", inputs[1].reshape(-1)[: 8 * block], SEED, **order, **shared)
-        for name in ("normal", "broken", "ladder"):
+        for name in ("normal", "broken", "ladder") if short else ("normal",):
             x = jnp.asarray(case(name, 5, n))
             payload = reference.encode(x, None, rounding="nearest", rotation=0, **shared)
             for dtype in (jnp.bfloat16, jnp.float32):
@@ -59,7 +60,7 @@ def check_format(fmt):
         total = out["rows_out"] * out["n"]
         x = jnp.asarray(case("normal", 4, total))
         payload = reference.encode(x, None, rounding="nearest", rotation=0, **shared)
-        for fmt_out in ("int4", fmt):
+        for fmt_out in {"int4", fmt}:
             for seed, rounding in ((None, "nearest"), (SEED, "stochastic")):
                 options = {"fmt_in": fmt, "fmt_out": fmt_out, "rounding": rounding, **out}
                 check("decode_sum_encode", payload, seed, **options)

@@ -100,7 +100,10 @@ def test_refused_before_anything_is_made():
         )
 
 
-@pytest.mark.parametrize("name", ["lamb", "lion", "multi_transform", "multi steps", "injected"])
+@pytest.mark.parametrize(
+    "name",
+    ["lamb", pytest.param("lion", marks=pytest.mark.slow), "multi_transform", "multi steps", "injected"],
+)
 def test_sharded_steps_equal_whole_ones(name):
     case, tx = CASES["nnx"], GOOD[name]()
     batches = case.batches(ROWS, 5)

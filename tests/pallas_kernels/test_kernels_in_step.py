@@ -22,19 +22,27 @@ pytestmark = [
 ]
 
 
+STEP = "tests/train/test_compiled_step.py::test_the_compiled_step_sends_what_the_traced_one_says"
+LOWERING = "tests/pallas_kernels/test_lowering.py"
+# The kernels have no derivative, and nothing may ask them for one.
+DERIVED = "tests/schedule/test_derived_losses.py::test_quantized_gradients_of_a_penalty_are_near"
+
+
 @pytest.mark.parametrize(
-    "what",
+    ("chosen", "tests"),
     [
-        ["tests/pallas_kernels/test_lowering.py"],
-        ["tests/train/test_compiled_step.py", "-m", "slow", "-k", "zero++"],
-        # The kernels have no derivative, and nothing may ask them for one.
-        ["tests/schedule/test_derived_losses.py", "-k", "quantized"],
+        (
+            "not slow or zero++ or Stacked",
+            [LOWERING, f"{STEP}[zero++-2-4-dtypes1]", f"{DERIVED}[Stacked-units0]"],
+        ),
+        pytest.param("slow or Listed", [LOWERING, f"{DERIVED}[Listed-units1]"], marks=pytest.mark.slow),
     ],
+    ids=["always", "the rest"],
 )
-def test_with_the_cuda_plugin(request, what):
+def test_with_the_cuda_plugin(request, chosen, tests):
     path = os.pathsep.join([str(aot.compiler_dir()), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *what],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, *tests],
         cwd=request.config.rootpath,
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

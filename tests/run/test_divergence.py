@@ -53,17 +53,23 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def broken(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def broken_once(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose weights broke with the update of step 5, killed during the skipped steps that follow."""
-    folder = tmp_path / "a run"
-    with monkeypatch.context() as patch:
+    folder = tmp_path_factory.mktemp("broken") / "a run"
+    with pytest.MonkeyPatch.context() as patch:
         die_at(patch, 8)
         break_at(patch, 5)
         with pytest.raises(Stop):
             train(config(text, train={"max_skips": 5}), folder)
     assert [line["skipped"] for line in read_metrics(folder / "metrics.jsonl")] == [0] * 5 + [1, 1]
     return folder
+
+
+@pytest.fixture
+def broken(broken_once: Path, tmp_path: Path) -> Path:
+    """A copy of it, to resume or change."""
+    return shutil.copytree(broken_once, tmp_path / "a run")
 
 
 def test_rewinding_gives_the_same_run(
@@ -233,6 +239,7 @@ def test_an_invalid_spike_rule_is_refused(change: dict[str, Any], text: Path) ->
         config(text, train=change)
 
 
+@pytest.mark.slow
 def test_two_processes_agree_and_are_not_restarted(
     text: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -86,11 +86,20 @@ def all_at_once(state: Any) -> dict[Any, np.ndarray]:
     return {path: np.asarray(copy, np.float32) for path, copy in copies.items()}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
+# Each way to call the stacks in depth, and what differs between one layer and several, or in breadth.
+ALWAYS = [(run, 3, {}) for run in RUNS]
+ALWAYS += [(in_order, 1, {}), (in_order, 3, BREADTH), (one_twice, 3, BREADTH), (one_never, 1, {})]
+SOMETIMES = [
+    (run, layers, order) for run in RUNS for layers, order in ((1, {}), (3, BREADTH))
+    if (run, layers, order) not in ALWAYS
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("layers", "order"),
-    [(1, {}), (3, {}), (3, {"accumulate": 2, "accumulate_order": "breadth"})],
-    ids=str,
+    ("run", "layers", "order"),
+    [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SOMETIMES)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, order):
     case = Case(functools.partial(make, run, layers), squared_error, (), regression_batch)

@@ -119,13 +119,13 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
         pytest.param(
             Listed, both, (3, 2), {"units": (Block,), "stage": 1, "remat": "none"}, marks=pytest.mark.slow
         ),
-        (Listed, weight_penalty, (4, 2), {"stage": 0}),
+        pytest.param(Listed, weight_penalty, (4, 2), {"stage": 0}, marks=pytest.mark.slow),
         (Stacked, both, (2, 4), {"hpz": True, "remat": "none"}),
         pytest.param(Stacked, both, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
         (Stacked, both, (2, 2), EXACT_DELTA),
         (TWO_LAYERS, third_derivative, (2, 1), {}),
         (Stacked, weight_penalty, (2, 2), {"accumulate": 2, "grad_sync": "step", "hpz": True}),
-        (Stacked, weight_penalty, (2, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
+        (TWO_LAYERS, weight_penalty, (2, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
         (LINEN, both, (2, 4), {"units": (LinenBlock,), "hpz": True, "remat": "none"}),
         pytest.param(LINEN, both, (1, 4), {"units": (LinenBlock,), "stage": 2}, marks=pytest.mark.slow),
     ],
@@ -144,7 +144,10 @@ def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
         assert np.linalg.norm(mine - theirs) < 2e-4 * scale, leaf.name
 
 
-@pytest.mark.parametrize(("kind", "units"), [(Stacked, ()), (Listed, (Block,))])
+# A stack is run by test_kernels_in_step.py every time.
+@pytest.mark.parametrize(
+    ("kind", "units"), [pytest.param(Stacked, (), marks=pytest.mark.slow), (Listed, (Block,))]
+)
 def test_quantized_gradients_of_a_penalty_are_near(kind, units):
     """zero++ sends second derivatives by the same hops: int4's error, not a missing part."""
     _, grads = reference(kind, gradient_penalty)

@@ -187,10 +187,10 @@ def rows(batch: Any, chosen: Any) -> Any:
     [
         ("nnx", (2, 4), {}),
         ("stack", (3, 2), {"hpz": True}),
-        ("linen", (2, 4), {}),
+        pytest.param("linen", (2, 4), {}, marks=pytest.mark.slow),
         ("linen", (1, 3), {"stage": 2}),
         ("linen", (4, 1), {"stage": 0}),
-        ("scan", (3, 2), {"hpz": True}),
+        pytest.param("scan", (3, 2), {"hpz": True}, marks=pytest.mark.slow),
         ("scan", (2, 2), {"remat": "none"}),
     ],
     ids=str,
@@ -218,7 +218,13 @@ def test_statistics_over_one_axis_are_those_of_its_devices(style, axis):
 
 @pytest.mark.parametrize(
     ("style", "order"),
-    [("nnx", "breadth"), ("stack", "depth"), ("stack", "breadth"), ("linen", "depth"), ("scan", "breadth")],
+    [
+        ("nnx", "breadth"),
+        ("stack", "depth"),
+        pytest.param("stack", "breadth", marks=pytest.mark.slow),
+        ("linen", "depth"),
+        ("scan", "breadth"),
+    ],
 )
 def test_a_micro_batch_has_the_statistics_of_its_rows_on_all_devices(style, order):
     micro = 3

@@ -1,16 +1,14 @@
 """The real training step, compiled for CUDA clusters without a GPU: what it sends, and in what formats."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from cuda_clusters import check_traffic
 from flax import nnx
 
 import zerojax
 from zerojax import aot, hlo
-from zerojax.analysis.comm_report import comm_report
 
 WIDTH, LAYERS = 256, 8
 
@@ -44,9 +42,10 @@ def loss_fn(model, batch):
     ("preset", "nodes", "local", "dtypes"),
     [
         pytest.param("zero3", 2, 4, {"bf16"}, marks=pytest.mark.slow),
-        # Run by test_kernels_lower.py every time, with the Triton kernels in it.
+        # Run by test_kernels_in_step.py every time, with the Triton kernels in it.
         pytest.param("zero++", 2, 4, {"u8"}, marks=pytest.mark.slow),
-        ("delta", 2, 4, {"u8"}),
+        # So is delta's, by tests/analysis/plan/test_memory.py.
+        pytest.param("delta", 2, 4, {"u8"}, marks=pytest.mark.slow),
         pytest.param("delta", 64, 8, {"u8"}, marks=pytest.mark.slow),
     ],
 )
@@ -59,26 +58,7 @@ def test_the_compiled_step_sends_what_the_traced_one_says(cuda_mesh, preset, nod
     row = jax.ShapeDtypeStruct((nodes * local, 128), jnp.int32)
     batch = {"tokens": row, "targets": row}
     compiled = zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
-    text = compiled.as_text()
-    assert text is not None
-    collectives = hlo.collectives(text)
-    report = comm_report(state, batch)
-
-    # XLA adds sums of norms on its own, a few bytes a leaf.
-    sent = [sum(c.sent(local)[i] for c in collectives) for i in (0, 1)]
-    assert sent == pytest.approx([report.local_bytes, report.node_bytes], rel=1e-3, abs=256)
-    crossing = [c for c in collectives if c.crosses_nodes(local)]
-    scalars = [c for c in crossing if c.op == "all-reduce" and c.elements <= 2]  # loss, counts, norm
-    values = [c for c in crossing if c not in scalars]
-    assert {c.dtype for c in values} == dtypes
-    assert len(values) >= 2, "weights and gradients"
-    # Streams of their own for hops between nodes, where each pass has one of them.
-    apart = set(re.findall(r"%([\w.-]+) = [^\n]*SCALE_UP_FABRIC", text))
-    looped = {c.name: c.crosses_nodes(local) for c in collectives if c.count > 1}
-    assert set(looped.values()) == {True, False}
-    assert {name for name in looped if name in apart} == {
-        name for name, crosses in looped.items() if crosses and preset != "zero3"
-    }
+    report = check_traffic(state, batch, compiled, dtypes, own_streams=preset != "zero3")
     memory = hlo.memory(compiled)
     master = 3 * 4 * report.parameters / mesh.size  # fp32 weights and Adam's two moments
     assert memory.arguments >= master

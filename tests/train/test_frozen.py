@@ -49,10 +49,17 @@ def states(name: str, nodes: int, local: int, steps: int = 4, **zero):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("nnx", (2, 4)), ("stack", (1, 1)), ("stack", (2, 4)), ("linen", (3, 2)), ("linen-scan", (2, 4))]
+    [("nnx", (2, 4)), ("stack", (1, 1)), ("linen", (3, 2))]
     + [
         pytest.param(name, mesh, marks=pytest.mark.slow)
-        for name, mesh in [("nnx", (3, 2)), ("stack", (3, 2)), ("linen", (2, 4)), ("linen-scan", (3, 2))]
+        for name, mesh in [
+            ("stack", (2, 4)),
+            ("linen-scan", (2, 4)),
+            ("nnx", (3, 2)),
+            ("stack", (3, 2)),
+            ("linen", (2, 4)),
+            ("linen-scan", (3, 2)),
+        ]
     ],
 )
 def test_the_others_train_as_beside_an_optimizer_that_leaves_them_out(name, mesh):
@@ -63,7 +70,7 @@ def test_the_others_train_as_beside_an_optimizer_that_leaves_them_out(name, mesh
     assert not {path for path in by_path(masters(state)) if "up" in path and path[-1] == "kernel"}
 
 
-@pytest.mark.parametrize("preset", ["zero++", "delta"])
+@pytest.mark.parametrize("preset", ["zero++", pytest.param("delta", marks=pytest.mark.slow)])
 def test_the_presets_train_beside_frozen_weights(preset):
     losses, _ = wanted("stack")
     options = zerojax.ZeroConfig.preset(preset)
@@ -87,7 +94,9 @@ def test_frozen_weights_never_cross_nodes():
     assert all(elements <= 2 * 8 * last for elements in sent.values()), sent
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8", "int8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "fmt", ["fp8", "nf4", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("bf16", "int8", "int4"))]
+)
 def test_every_format_is_stored_once_per_node_and_decoded_with_its_own_error(fmt):
     create = functools.partial(CASES["stack"].create, optax.sgd(0.1), nodes=2, local=4, frozen=("*up*",))
     exact, state = create(), create(frozen_weights=fmt, block_size=64, precise=())

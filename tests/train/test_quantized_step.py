@@ -144,7 +144,7 @@ def as_blocks(x: Any, leaf: Any, world: Any) -> list[np.ndarray]:
     return list(flat)
 
 
-@pytest.mark.parametrize("fmt", ["int4", "fp8"])
+@pytest.mark.parametrize("fmt", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
     """After each step: one hash over all nodes, the reference's bits, within half a code of the master."""
     case, mesh = CASES["stack"], (3, 2)

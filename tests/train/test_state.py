@@ -60,7 +60,7 @@ def test_two_states_of_different_meshes_and_configs_take_turns():
     assert lossy != wanted
 
 
-@pytest.mark.parametrize("name", ["nnx", "linen-scan"])
+@pytest.mark.parametrize("name", ["nnx", pytest.param("linen-scan", marks=pytest.mark.slow)])
 def test_trained_on_eight_evaluated_on_one(name):
     case, tx = CASES[name], optax.sgd(0.02, momentum=0.9)
     *batches, held_out = case.batches(ROWS, 3)
@@ -307,7 +307,16 @@ def test_tied_parameters_count_once_and_collect_all_their_gradients(outside):
     assert distance(zerojax.gather_params(state), wanted) < 1e-5
 
 
-@pytest.mark.parametrize(("layers", "hpz"), [(1, False), (1, True), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("layers", "hpz"),
+    [
+        (1, False),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (2, True),
+        (4, True),
+    ],
+)
 def test_stacks_of_few_layers(layers, hpz):
     """The pipeline's first and last layers are special; here there is nothing, or little, between."""
     case = Case(functools.partial(Stacked, layers=layers), squared_error, (), regression_batch)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cuda_clusters import compiled_gpt
+from cuda_clusters import check_traffic, compiled_gpt, gpt_batch
 from environment import ROOT
 
 import zerojax
@@ -41,12 +41,14 @@ SETTINGS = {
 }
 
 
+# A billion parameters, so that workspaces and activations are negligible.
+CONFIG = GPTConfig(
+    vocab_size=256, layers=LAYERS, d_model=2048, heads=16, max_seq_len=SEQUENCE, attention="xla"
+)
+
+
 def compiled_step(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
-    """A billion parameters, so that workspaces and activations are negligible."""
-    config = GPTConfig(
-        vocab_size=256, layers=LAYERS, d_model=2048, heads=16, max_seq_len=SEQUENCE, attention="xla"
-    )
-    return compiled_gpt(config, zero, NODES, LOCAL)
+    return compiled_gpt(CONFIG, zero, NODES, LOCAL)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,9 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
     assert taken == pytest.approx(plan.memory.total, rel=0.10)
     if name == "stage 3":
         assert _most_whole_weights(compiled, plan) <= 2
+    if name == "delta":
+        check_traffic(state, gpt_batch(CONFIG, D), compiled, {"u8"}, own_streams=True)
+        assert hlo.memory(compiled).aliased >= 12 * plan.parameters / D, "the state is donated"
     if name in ("stage 3", "delta"):
         # Of the matmuls of a body of two layers: half of them are a whole layer's.
         crossing = [c for c in hlo.collectives(compiled.as_text() or "") if c.crosses_nodes(LOCAL)]
@@ -123,7 +128,9 @@ IN_FP8 = (
     ("delta", "full", 1, "gpt-1.3b", 1),
 )
 FAST = ("zero3", "none", 4, "gpt-tiny", 4)
+FAST_IN_BREADTH = ("zero3", "none", 2, "gpt-tiny", 4)
 IN_BREADTH = (
+    FAST_IN_BREADTH,
     ("delta", "full", 4, "gpt-tiny", 4),
     ("zero3", "full", 4, "gpt-350m", 2),
     ("zero3", "none", 4, "gpt2-124m", 4),
@@ -183,7 +190,7 @@ def test_planned_memory_and_bytes_are_those_of_the_compiled_step(check_plan, cas
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param((*case, "breadth"), marks=() if case == IN_BREADTH[0] else pytest.mark.slow)
+        pytest.param((*case, "breadth"), marks=() if case == FAST_IN_BREADTH else pytest.mark.slow)
         for case in IN_BREADTH
     ],
     ids=str,

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -125,10 +126,18 @@ def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages == []
 
 
-def test_a_missing_package_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [("wandb", '"zerojax[wandb]"'), ("mlflow", '"zerojax[mlflow]"'), ("tensorboard", "tensorboardX")],
+)
+def test_a_missing_package_is_refused_with_how_to_install_it(
+    name: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard's is required by zerojax itself, and is missing where zerojax is a source tree."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ZeroError, match=r'not installed: pip install "zerojax\[wandb\]"'):
-        check_trackers(["wandb"])
+    message = f"not installed: pip install {install}, or remove {name} from log.trackers"
+    with pytest.raises(ZeroError, match=re.escape(message)):
+        check_trackers([name])
     check_trackers([])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from zerojax import cluster
 from zerojax.multihost.devices import share_devices
-from zerojax.testing.emulated_cluster import network
+from zerojax.testing.emulated_cluster import inside, network
 
 pytestmark = pytest.mark.alone
 
@@ -158,15 +158,66 @@ def test_nothing_outlives_the_script(number):
     wait_until(lambda: not alive(marker))
 
 
+COUNT = (
+    "n=0; trap 'n=$((n+1))' TERM; echo up; i=0; while [ $i -lt 20 ]; do sleep 0.05; i=$((i+1)); done; "
+    "echo heard $n"
+)
+
+
 @needs_namespaces
 def test_a_signal_reaches_the_command_once():
-    trap = "n=0; trap 'n=$((n+1))' TERM; echo up; i=0; while [ $i -lt 20 ]; do sleep 0.05; i=$((i+1)); done"
-    process = script("--nodes", "1", "--", "sh", "-c", trap + "; echo heard $n")
+    process = script("--nodes", "1", "--", "sh", "-c", COUNT)
     assert process.stdout is not None
     process.stdout.readline()
     process.terminate()
     out, _ = process.communicate(timeout=30)
     assert out.splitlines()[-1] == "[node0] heard 1"
+
+
+SLOW_PARENTS = """
+import os, runpy, sys, time
+fork = os.fork
+
+def slow_fork():
+    child = fork()
+    if child:
+        time.sleep(0.3)
+    return child
+
+os.fork = slow_fork
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@needs_namespaces
+def test_a_signal_reaches_a_command_that_is_up_before_its_parents_go_on():
+    """On a busy machine the processes above the command may not have run since they forked."""
+    with open("/proc/self/ns/net") as own:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                SLOW_PARENTS,
+                inside.__file__,
+                str(own.fileno()),
+                "node0",
+                "",
+                "sh",
+                "-c",
+                COUNT,
+            ],
+            pass_fds=(own.fileno(),),
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert out == "heard 1\n"
+    assert process.returncode == 0
 
 
 def test_gpus_are_divided_among_nodes(monkeypatch):

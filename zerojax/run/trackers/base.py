@@ -21,7 +21,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.multihost.background import Worker
 from zerojax.run.run_dir import RunFolder
 
-# name -> (module and class, required package, extra of zerojax that installs the package)
+# name -> (module and class, required package, extra of zerojax that installs the package; None where zerojax
+# itself requires it, so that only a source tree on the path can lack it)
 _TRACKERS = {
     "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", None),
     "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb"),
@@ -155,9 +156,10 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         _, package, extra = _TRACKERS[name]
         if importlib.util.find_spec(package) is None:
+            what = f'"zerojax[{extra}]"' if extra else package
             raise ConfigurationError(
                 f"log.trackers: {name} needs the package {package}, which is not installed: "
-                f'pip install "zerojax[{extra}]", or remove {name} from log.trackers'
+                f"pip install {what}, or remove {name} from log.trackers"
             )
 
 

@@ -47,19 +47,24 @@ def main(arguments: list[str]) -> int:
         file.flush()
         os.fchmod(file.fileno(), 0o644)
         mount(file.name, "/etc/hosts", None, _MS_BIND)
+    # The command may run, and be signalled, before this process does anything after the fork.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     init = os.fork()
     if init == 0:
         os._exit(_init(command))
     for number in FORWARDED:  # init is in the same process group and receives them itself
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     return _exit_code(os.waitpid(init, 0)[1])
 
 
 def _init(command: list[str]) -> int:
-    """Process 1 of the node: start the command, forward signals, reap children, and end when it ends."""
+    """Process 1 of the node: start the command, forward signals, reap children, and end when it ends.
+
+    Begins with the signals blocked.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     mount("proc", "/proc", "proc", 0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:
         os.setsid()
