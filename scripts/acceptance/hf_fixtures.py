@@ -1,8 +1,8 @@
-"""Write tests/fixtures/huggingface: tiny models by transformers, tokens, and their logits.
+"""Write tests/fixtures/huggingface: tiny models by transformers, adapters by PEFT, tokens, and their logits.
 
-Needs PyTorch and transformers, which zerojax does not depend on; any Python that has them works:
+Needs PyTorch, transformers and PEFT, which zerojax does not depend on; any Python that has them works:
 
-    python3.11 -m venv hf && hf/bin/pip install torch transformers safetensors
+    python3.11 -m venv hf && hf/bin/pip install torch transformers safetensors peft
     hf/bin/python scripts/acceptance/hf_fixtures.py tests/fixtures/huggingface
 """
 
@@ -73,6 +73,23 @@ MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
         torch.bfloat16,
         "1GB",
     ),
+}
+
+# name of a model -> settings of an adapter for it: a part of the modules, and both ways to scale.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "r": 3,
+        "lora_alpha": 5,
+        "lora_dropout": 0.1,
+        "target_modules": ["c_attn", "mlp.c_proj"],
+        "fan_in_fan_out": True,
+    },
+    "llama2": {
+        "r": 2,
+        "lora_alpha": 3,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+    },
 }
 
 
@@ -191,8 +208,30 @@ def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None
         )
 
 
+def write_adapters(folder: Path, models: Path) -> None:
+    """Write adapters of random A and B; beside the files of each, expected.npz has the logits with it."""
+    import peft  # needed here alone
+
+    for name, settings in ADAPTERS.items():
+        out = folder / name
+        shutil.rmtree(out, ignore_errors=True)
+        base = transformers.AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
+        base.name_or_path = name  # not a path of this machine
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, peft.LoraConfig(**settings, task_type="CAUSAL_LM")).eval()
+        tokens = np.load(models / name / "expected.npz")["tokens"]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(0.3 * torch.randn_like(parameter))
+            logits = model(torch.from_numpy(tokens).long()).logits.numpy()
+        model.save_pretrained(out)
+        (out / "README.md").unlink()
+        np.savez_compressed(out / "expected.npz", logits=logits)
+
+
 def main() -> None:
-    """Write every model."""
+    """Write every model and adapter."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -200,6 +239,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     write(folder, MODELS)
     write_families(folder / "families")
+    write_adapters(folder / "adapters", folder)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,38 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
+import peft_by_hand
 import pytest
 from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
 from zerojax.run.data.chat_template import CHATML
+from zerojax.cli.train import start_from
+from zerojax.errors import ZeroError
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
+from zerojax.run.trainer import Trainer
 
 MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
 TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]
+LLAMA = """[train]
+sequence_length = 16
+[model]
+vocab_size = 256
+layers = 1
+d_model = 64
+heads = 2
+ffn = 64
+max_seq_len = 32
+norm = "rms"
+positions = "rope"
+mlp = "swiglu"
+biases = false
+"""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +96,53 @@ def test_a_models_chat_template_is_kept_used_and_exported(
         folder = RunFolder(tmp_path / "run")
         config = folder.read_config()
         folder.write_config(replace(config, data=replace(config.data, chat_template="chatml")))
+def test_train_from_an_adapter_and_export_both_ways(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, run, adapter = FIXTURES / "llama2", str(tmp_path / "run"), FIXTURES / "adapters" / "llama2"
+    data = ["--data.source", str(text), "--data.validation", "0.2", *TRAINING]
+    mesh = ["--mesh.nodes", "1", "--mesh.local", "1", "--zero.compute-dtype", "float32"]
+    assert main(["import", str(model), run, *mesh, *data, "--lora.rank", "3"]) == 0  # frozen later
+    assert main(["export", run, str(tmp_path / "none"), "--adapter"]) == 2
+    assert "has trained no adapters" in capsys.readouterr().err
+    again = ["train", f"{run}/config.toml", "--run-dir", run, "--train.steps", "1", "--lora.rank", "0"]
+    again += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-6", "--zero.block-size", "64"]
+    assert main([*again, "--adapter", str(adapter)]) == 0
+    assert f"beginning with the adapters of {adapter}" in capsys.readouterr().out
+    out, whole = tmp_path / "adapter", tmp_path / "whole"
+    assert main(["export", run, str(whole)]) == 0
+    assert main(["export", run, str(out), "--adapter"]) == 0
+    assert f"{out}: adapters of down_proj, k_proj, q_proj, v_proj, from step 1" in capsys.readouterr().out
+    base, exported = tensors(model), tensors(whole)
+    assert peft_by_hand.settings(out)["base_model_name_or_path"] == str(model)
+    assert exported.keys() == base.keys()
+    for name, values in peft_by_hand.merged(base, out).items():
+        np.testing.assert_allclose(exported[name], values, rtol=0, atol=1e-6)
+    for name, values in peft_by_hand.merged(base, adapter).items():  # after one small step
+        np.testing.assert_allclose(exported[name], values, rtol=0, atol=1e-4)
+    assert main(["sample", run, "--prompt", "all work", "--tokens", "2"]) == 0
+
+
+def test_an_adapter_needs_the_base_that_it_was_trained_on():
+    trainer = cast(Trainer, SimpleNamespace(base=""))
+    with pytest.raises(ZeroError, match="--adapter files: the other weights of this run are random"):
+        start_from(Path("files"), trainer)
+
+
+@pytest.mark.slow
+def test_a_model_with_adapters_is_exported_quantized(text: Path, tmp_path: Path):
+    config = tmp_path / "own.toml"
+    config.write_text(LLAMA)
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    data = ["--data.source", str(text), "--data.validation", "0.2", "--train.steps", "2"]
+    data += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-2", "--lora.rank", "4"]
+    assert main(["train", str(config), "--run-dir", run, *MESH, *TRAINING, *data]) == 0
+    assert main(["export", run, str(out), "--weights", "int8", "--block-size", "64"]) == 0
+    report = json.loads((out / "zerojax.json").read_text())
+    assert report["perplexity"] != report["perplexity_full"]
+    assert report["perplexity"] == pytest.approx(report["perplexity_full"], rel=1e-3)
+    summary = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert report["validation_loss_full"] == pytest.approx(summary["validation_loss"], rel=1e-5)
 
 
 def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -87,13 +154,8 @@ def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_trained_run_is_exported_quantized(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    shape = {"vocab_size": 256, "layers": 1, "d_model": 64, "heads": 2, "ffn": 64, "max_seq_len": 32}
-    shape |= {"norm": '"rms"', "positions": '"rope"', "mlp": '"swiglu"', "biases": "false"}
     config = tmp_path / "own.toml"
-    config.write_text(
-        "[train]\nsequence_length = 16\n[model]\n"
-        + "".join(f"{name} = {value}\n" for name, value in shape.items())
-    )
+    config.write_text(LLAMA)
     run = str(tmp_path / "run")
     data = ["--data.source", str(text), "--data.validation", "0.2", "--train.steps", "1"]
     data += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-2"]
@@ -129,6 +191,7 @@ def test_a_trained_run_is_exported_quantized(text: Path, tmp_path: Path, capsys:
         (["export", "RUN", "out", "--block-size", "64"], "add --weights"),
         (["export", "RUN", "out", "--weights", "int8", "--block-size", "63"], "block_size=63"),
         (["export", "RUN", "out", "--shard-gb", "0"], "above 0"),
+        (["export", "RUN", "out", "--adapter", "--weights", "int8"], "drop --weights, --shard-gb"),
         (["export", "RUN", "out"], "has no checkpoint yet"),
     ],
 )

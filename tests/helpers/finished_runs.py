@@ -32,19 +32,19 @@ def shared_steps() -> Iterator[None]:
             optimizers[key] = make_optimizer(*settings)
         return optimizers[key]
 
-    def of(setup: build.RunSetup) -> tuple[zerojax.TrainState, Any]:
-        """The abstract state and its initializer."""
-        key = setup.mesh, repr((setup.config.model, id(setup.tx), setup.zero, setup.spikes))
+    def of(setup: build.RunSetup, base: bool = True) -> tuple[zerojax.TrainState, Any]:
+        """The abstract state and its initializer, of frozen weights if ``base``."""
+        key = setup.mesh, repr((setup.config.model, id(setup.tx), setup.zero, setup.spikes, setup.lora, base))
         if key in shared:
             return shared[key]
         state = abstract_state(setup)
-        found = state, initializer(state)
+        found = state, initializer(state, frozen=base)
         if any(setup.tx is tx for tx in optimizers.values()):  # which lives on, so that its id is its own
             shared[key] = found
         return found
 
-    def initial_state(setup: build.RunSetup) -> zerojax.TrainState:
-        state, start = of(setup)
+    def initial_state(setup: build.RunSetup, *, base: bool = True) -> zerojax.TrainState:
+        state, start = of(setup, base)
         return state.replace(**start(np.uint32(setup.config.train.seed)))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ from zerojax.errors import ZeroError
 from zerojax.interop.deepspeed import translate
 from zerojax.interop.huggingface import ModelFolder
 from zerojax.interop.huggingface.families import describe_model, read_model
-from zerojax.interop.huggingface.safetensors_files import INDEX, SINGLE, SafetensorFiles
+from zerojax.interop.huggingface.safetensors_files import SINGLE, SafetensorFiles
 from zerojax.models import GPTConfig
 from zerojax.run.config import MixtureSource, RunConfig, config_to_dict, dump_config, load_config
 from zerojax.run.data import open_source
@@ -184,7 +184,7 @@ def test_safetensors_index(tmp_path: Path):
     for file in (FIXTURES / "llama2").glob("*.safetensors"):
         shutil.copy(file, folder)
     shutil.copy(folder / "model-00001-of-00005.safetensors", tmp_path / "outside.safetensors")
-    values = json.loads((FIXTURES / "llama2" / INDEX).read_text())
+    values = json.loads((FIXTURES / "llama2" / f"{SINGLE}.index.json").read_text())
 
     def read(path: Path) -> None:
         files = SafetensorFiles(path.parent)
@@ -192,7 +192,7 @@ def test_safetensors_index(tmp_path: Path):
         assert files.specs.keys() == listed.keys()
         assert listed.items() <= values["weight_map"].items()
 
-    fuzz(lambda _: damage.of_file(values, json_text), folder / INDEX, read)
+    fuzz(lambda _: damage.of_file(values, json_text), folder / f"{SINGLE}.index.json", read)
 
 
 ROWS = [

@@ -1,8 +1,8 @@
-"""``zerojax export RUN OUT [--weights FORMAT]``: write a checkpoint as a Hugging Face model."""
+"""``zerojax export RUN OUT``: write a checkpoint as a Hugging Face model, or its adapters for PEFT."""
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,7 @@ import tyro
 
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
-from zerojax.cli.trained import TrainedRun, open_trained
+from zerojax.cli.trained import TrainedRun, as_stored, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     EXPORT_DTYPES,
@@ -18,12 +18,14 @@ from zerojax.interop.huggingface import (
     Format,
     WeightFormat,
     check_quantizable,
+    export_adapter,
     export_model,
+    imported_from,
     plan_export,
     quantized_state,
 )
 from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
-from zerojax.run.config import MeshSection, RunConfig, ZeroSection
+from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
@@ -37,7 +39,8 @@ class Options:
     """Write a run's latest checkpoint as a Hugging Face model, for transformers or vLLM.
 
     With --weights, linear layers are quantized by the codec that ZeRO++ sends weights with, in the format of
-    compressed-tensors, and the perplexities of the quantized and the full model are measured.
+    compressed-tensors, and the perplexities of the quantized and the full model are measured. Adapters are
+    merged into the weights, or with --adapter written alone, as PEFT reads them.
 
     Attributes:
         run: The run's folder.
@@ -48,8 +51,9 @@ class Options:
         along: "input" for blocks along a layer's inputs, which vLLM reads; "output" for blocks along its
             outputs, as in training, which only transformers reads.
         dtype: Of the tensors that are not quantized: float32, float16 or bfloat16 (or fp32, fp16, bf16); by
-            default as in the imported model, else float32.
+            default as in the imported model, else float32, as for adapters.
         shard_gb: The greatest size of a file, in gigabytes.
+        adapter: Write the adapters alone: adapter_config.json and adapter_model.safetensors.
         ema: Export the averaged weights (optimizer.ema_decay).
         mesh: Devices to use; by default as in the run.
     """
@@ -61,6 +65,7 @@ class Options:
     along: Direction = "input"
     dtype: str | None = None
     shard_gb: float = 5.0
+    adapter: bool = False
     ema: bool = False
     mesh: MeshSection = field(default_factory=MeshSection)
 
@@ -76,6 +81,10 @@ class Options:
             raise ConfigurationError(f"--shard-gb {self.shard_gb}: must be above 0")
         if self.weights is None and (self.block_size is not None or self.along != "input"):
             raise ConfigurationError("--block-size and --along say how weights are quantized: add --weights")
+        if self.adapter and (self.weights is not None or self.shard_gb != 5.0):
+            raise ConfigurationError(
+                "--adapter writes one file that is not quantized: drop --weights, --shard-gb"
+            )
 
 
 def run(arguments: list[str]) -> None:
@@ -86,21 +95,22 @@ def run(arguments: list[str]) -> None:
     default = Options(run=tyro.MISSING, out=tyro.MISSING, mesh=mesh)
     options = read_options(Options, "export", arguments, default)
     folder = RunFolder(options.run)
-    config = folder.read_config()
+    # The weights as they are stored are written and measured, whatever the wire formats of training.
+    config = as_stored(folder.read_config())
     how = None
     if options.weights is not None:
         block = options.block_size or config.to_zero().block_size
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
-    # The master weights are written and measured, whatever the wire formats of training.
-    zero = {name: getattr(config.zero, name) for name in ("compute_dtype", "frozen", "frozen_weights")}
-    config = replace(config, zero=ZeroSection(**zero))
     with joined_cluster(options.mesh, config.cluster):
         _export(options, folder, config, how)
 
 
 def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightFormat | None) -> None:
     trained = open_trained(folder, config, options.mesh, ema=options.ema)
+    if options.adapter:
+        _export_adapter(options, trained)
+        return
     target = plan_export(trained.state, trained.config, folder, options.dtype)
     if how is not None:
         check_quantizable(trained.state, target, how)
@@ -111,7 +121,9 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
         print(f"{options.out}: {what}, from step {trained.step} of {folder.path}")
     if how is None:
         return
-    found = _perplexities(trained, folder, quantized_state(trained.state, target, options.out, how))
+    found = _perplexities(
+        trained, folder, quantized_state(trained.state, trained.config, target, options.out, how)
+    )
     if is_first():
         report = {"step": trained.step, "weights": how.format, "block_size": how.block, "along": how.along}
         (options.out / REPORT).write_text(json.dumps(report | found, indent=1) + "\n", encoding="utf-8")
@@ -119,6 +131,19 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
             f"perplexity per token: {found['perplexity']:.4f} with {how.format} weights, "
             f"{found['perplexity_full']:.4f} with the full ones ({found['validation_tokens']:,} tokens)"
         )
+
+
+def _export_adapter(options: Options, trained: TrainedRun) -> None:
+    if trained.state.spec.lora is None:
+        raise ConfigurationError(f"--adapter: {options.run} has trained no adapters: see [lora]")
+    base = None if trained.base is None else imported_from(trained.base)
+    targets = export_adapter(
+        trained.state, trained.config.model, options.out, base=base, dtype=options.dtype or "float32"
+    )
+    if is_first():
+        print(f"{options.out}: adapters of {', '.join(targets)}, from step {trained.step} of {options.run}")
+        if base is None:
+            print("adapter_config.json names no base: this run's was not imported, or trained since")
 
 
 def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState) -> dict[str, float]:

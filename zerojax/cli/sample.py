@@ -1,6 +1,6 @@
 """``zerojax sample RUN --prompt "..."``: generate text."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +10,10 @@ import tyro
 
 from zerojax import gather_model
 from zerojax.cli.options import read_options
-from zerojax.cli.trained import open_trained
+from zerojax.cli.trained import as_stored, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.models import Sampling, generate
-from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.config import MeshSection
 from zerojax.run.data import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 
@@ -59,9 +59,8 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "sample", arguments)
     folder = RunFolder(options.run)
     config = folder.read_config()
-    # One device computes with the master weights: wire formats do not matter.
-    config = replace(config, zero=ZeroSection())
-    trained = open_trained(folder, config, MeshSection(nodes=1, local=1), ema=options.ema)
+    # One device computes with the weights as they are stored: wire formats do not matter.
+    trained = open_trained(folder, as_stored(config), MeshSection(nodes=1, local=1), ema=options.ema)
     tokenizer = open_tokenizer(config.data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode())
     start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)

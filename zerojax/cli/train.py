@@ -1,11 +1,14 @@
 """``zerojax train CONFIG [--run-dir DIR] [--section.key value ...]``: train a model or resume a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerojax.analysis.profile import parse_steps
 from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions, facts_of, joined_cluster
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import adapter_lora, load_adapter
+from zerojax.run.config import LoRASection
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import Trainer
 
@@ -22,12 +25,15 @@ class Options(JobOptions, on_config.Options):
         resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
         init_from: A run's folder or one of its checkpoints, from whose weights a new run starts, with a new
             optimizer state at step 0. Ignored by a run that resumes.
+        adapter: The folder of a PEFT adapter, with whose matrices those of a new run start; sets [lora] if
+            lora.rank is 0. The run's base is an imported model, or from --init-from.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
     """
 
     run_dir: Path | None = None
     resume: Resume = "auto"
     init_from: Path | None = None
+    adapter: Path | None = None
     profile: str | None = None
 
 
@@ -36,14 +42,34 @@ def run(arguments: list[str]) -> None:
     options = on_config.parse(Options, "train", arguments)
     folder = RunFolder(options.run_dir or Path("runs") / Path(options.config).stem)
     settings = options.settings
+    if options.adapter is not None and not settings.lora.rank:
+        settings = replace(settings, lora=LoRASection(**vars(adapter_lora(options.adapter, settings.model))))
+    from_files = {"--init-from": options.init_from, "--adapter": options.adapter}
     profile = None if options.profile is None else parse_steps(options.profile)
     with (
         joined_cluster(
             settings.mesh,
             settings.cluster,
             options,
-            facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from}),
+            facts_of(settings, **{"--resume": options.resume} | from_files),
         ) as peers,
         Trainer.open(settings, folder, options.resume, options.init_from, peers, profile) as trainer,
     ):
+        if options.adapter is not None and trainer.step == 0:
+            start_from(options.adapter, trainer)
         trainer.train()
+
+
+def start_from(adapter: Path, trainer: Trainer) -> None:
+    """Replace the adapters of a new run by those of PEFT's files.
+
+    Raises:
+        ConfigurationError: they do not fit the run, or its other weights are random.
+    """
+    if not trainer.base:
+        raise ConfigurationError(
+            f"--adapter {adapter}: the other weights of this run are random: import the model that the "
+            "adapter belongs to by zerojax import, and train that run, or name one in --init-from"
+        )
+    trainer.state = load_adapter(trainer.state, adapter, trainer.config.model)
+    trainer.log.say(f"beginning with the adapters of {adapter}")

@@ -1,12 +1,13 @@
 """Loading of trained runs, for commands that use their checkpoints."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.run.build import abstract_model, with_base
 from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore
-from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.config import MeshSection, RunConfig, ZeroSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 
@@ -19,11 +20,23 @@ class TrainedRun:
         config: its settings, with the requested mesh.
         state: the restored model.
         step: of the checkpoint.
+        base: the checkpoint that holds the frozen weights; None if there are none, or if they are made from
+            the run's seed.
     """
 
     config: RunConfig
     state: TrainState
     step: int
+    base: Path | None
+
+
+def as_stored(config: RunConfig) -> RunConfig:
+    """The settings of a run without wire formats; frozen weights keep their format and so their values."""
+    names = ["compute_dtype", "precise", "frozen", "frozen_weights"]
+    if config.zero.frozen_weights == "fp8":  # the operands of fp8 products are scaled layer by layer
+        names += ["matmul_dtype", "fp8"]
+    kept = {name: getattr(config.zero, name) for name in names}
+    return replace(config, zero=ZeroSection(**kept, block_size=config.to_zero().block_size))
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
@@ -46,6 +59,9 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     if choice.step is None:
         raise ConfigurationError(f"{folder.path} has no checkpoint yet")
     path = folder.checkpoints / str(choice.step)
-    state = with_base(abstract_model(config), folder, read_manifest(path).record.base, config.train.seed)
+    record = read_manifest(path).record
+    if not record.position:  # imported weights: no step was taken, and nothing is frozen yet
+        config = config.all_trained()
+    state = with_base(abstract_model(config), folder, record.base, config.train.seed)
     state = restore(path, state, average=ema)
-    return TrainedRun(config, state, choice.step)
+    return TrainedRun(config, state, choice.step, folder.path / record.base if record.base else None)

@@ -1,5 +1,6 @@
-"""Hugging Face models: imports them into runs, and exports runs to them."""
+"""Hugging Face models: imports them into runs, and exports runs to them; adapters in the files of PEFT."""
 
+from zerojax.interop.huggingface.adapters import adapter_lora, export_adapter, imported_from, load_adapter
 from zerojax.interop.huggingface.exporting import (
     EXPORT_DTYPES,
     check_quantizable,
@@ -19,9 +20,13 @@ __all__ = [
     "Format",
     "ModelFolder",
     "WeightFormat",
+    "adapter_lora",
     "check_quantizable",
+    "export_adapter",
     "export_model",
     "import_model",
+    "imported_from",
+    "load_adapter",
     "model_section",
     "plan_export",
     "quantized_state",

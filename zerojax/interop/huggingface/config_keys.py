@@ -78,16 +78,17 @@ _FEATURES = frozenset(
 class ConfigKeys:
     """The keys of a config.json, marked as they are read."""
 
-    def __init__(self, values: dict[str, Any], origin: str) -> None:
+    def __init__(self, values: dict[str, Any], origin: str, harmless: frozenset[str] = HARMLESS) -> None:
         """Wrap the keys.
 
         Args:
             values: of the file.
             origin: its name, for errors.
+            harmless: keys that make no difference.
         """
         self._values = values
         self._origin = origin
-        self._seen = set(HARMLESS)
+        self._seen = set(harmless)
         self.notes: list[str] = []
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
@@ -137,15 +138,18 @@ class ConfigKeys:
         """Ignore keys of parts that a causal language model does not have."""
         self._seen.update(names)
 
-    def finish(self) -> None:
+    def finish(self, refusal: str = "cannot import a model with unknown keys") -> None:
         """Refuse the keys never read.
+
+        Args:
+            refusal: the words before their names.
 
         Raises:
             ConfigurationError: naming them.
         """
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
-            raise ConfigurationError(f"{self._origin}: cannot import a model with unknown keys: {given}")
+            raise ConfigurationError(f"{self._origin}: {refusal}: {given}")
 
 
 def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:

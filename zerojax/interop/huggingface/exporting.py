@@ -19,12 +19,12 @@ from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files, write_tokenizer
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.run.build import is_first
+from zerojax.run.build import abstract_model, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data import open_template, open_tokenizer
 from zerojax.run.data.chat_template import TEMPLATE
 from zerojax.run.run_dir import RunFolder
-from zerojax.train.state import TrainState
+from zerojax.train.state import TrainState, begin_with
 from zerojax.validation.dtypes import dtype_name
 
 EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -134,7 +134,7 @@ def export_model(
     specs: dict[str, TensorSpec] = {}
     for name, spec in target.specs.items():
         specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
-    run_on_process_zero(lambda: _make_folder(out, draft))
+    run_on_process_zero(lambda: make_folder(out, draft))
     writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
     for tensor, values in each_tensor(state, target.parts):
         name = tensor.name
@@ -153,13 +153,34 @@ def export_model(
     run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
 
 
-def quantized_state(state: TrainState, target: Target, out: Path, how: WeightFormat) -> TrainState:
-    """The state with the decoded weights of an export, read from its files into shards."""
+def quantized_state(
+    state: TrainState, config: RunConfig, target: Target, out: Path, how: WeightFormat
+) -> TrainState:
+    """A state with the decoded weights of an export, read from its files into shards.
+
+    Args:
+        state: that was exported.
+        config: of the run.
+        target: of the export.
+        out: its folder.
+        how: its quantization.
+
+    Returns:
+        ``state`` with these weights; if it has frozen ones, a state of the same model that has none.
+    """
     files = QuantizedFiles(SafetensorFiles(out), how)
-    return replace(state, params=load_params(state.spec, files, target.parts))
+    if not state.spec.frozen:
+        return replace(state, params=load_params(state.spec, files, target.parts))
+    plain = abstract_model(config.all_trained())
+    return begin_with(plain, load_params(plain.spec, files, target.parts), config.train.seed)
 
 
-def _make_folder(out: Path, draft: Path) -> None:
+def make_folder(out: Path, draft: Path) -> None:
+    """Create the folder that will become ``out``, in place of one that an interrupted export left.
+
+    Raises:
+        ConfigurationError: ``out`` exists, or the folder cannot be created.
+    """
     if out.exists():
         raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
     shutil.rmtree(draft, ignore_errors=True)

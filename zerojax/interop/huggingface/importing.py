@@ -47,7 +47,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
     plain = ZeroSection(compute_dtype=config.zero.compute_dtype)
-    state = abstract_model(replace(config, model=model, zero=plain))
+    state = abstract_model(replace(config.all_trained(), model=model, zero=plain))
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
     check_tensors(state.spec, files, source.family, parts)
     with closing(RunLock(folder)) as lock:
@@ -80,5 +80,5 @@ def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder)
 def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
     folder.write_config(config)  # last: a folder with a config.toml is a run
     folder.update_summary(
-        status="imported", step=0, source=str(source.folder), family=source.family.model_type
+        status="imported", step=0, source=str(source.folder.absolute()), family=source.family.model_type
     )

@@ -5,10 +5,11 @@ A leaf is named by its path, with ``block/`` for the leaves of every block: "emb
 not. A transposed tensor may hold those of other leaves as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerojax.sharding.layout import ParamLayout
+from zerojax.train.spec import TrainSpec
 
 Shape = tuple[int, ...]
 
@@ -101,18 +102,35 @@ class Tensor:
     part: TensorPart
 
 
+def weights_of(train_spec: TrainSpec) -> list[ParamLayout]:
+    """The layouts of a model's weights, trained or frozen, in its order; adapters are left out."""
+    adapters = {part.path for leaf in train_spec.frozen for part in train_spec.adapter_of(leaf)}
+    every = (*train_spec.leaves, *train_spec.frozen)
+    return sorted((leaf for leaf in every if leaf.path not in adapters), key=lambda leaf: leaf.index)
+
+
+def layers_of(leaf: ParamLayout) -> Sequence[int | None]:
+    """The indices of a leaf's stacked layers; None alone if it is not stacked."""
+    return range(leaf.layers) if leaf.stack else (None,)
+
+
 def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor of a leaf, layer by layer."""
-    for layer in range(leaf.layers) if leaf.stack else (None,):
+    for layer in layers_of(leaf):
         yield from layer_tensors(leaf, layer, parts)
 
 
 def layer_tensors(leaf: ParamLayout, layer: int | None, parts: TensorParts) -> Iterator[Tensor]:
     """The tensors of one layer of a leaf; ``layer`` is None if the leaf is not stacked."""
-    first, *rest = leaf.path
-    number = layer
-    if first == "blocks":  # ("blocks", "block", ...) when stacked, ("blocks", "3", ...) in a list
-        number = int(rest[0]) if layer is None else layer
-        first, rest = "block", rest[1:]
-    for part in parts["/".join((first, *rest))]:
+    name, number = place_of(leaf, layer)
+    for part in parts[name]:
         yield Tensor(part.name.format(layer=number), part.file_shape(leaf.shape), leaf, layer, part)
+
+
+def place_of(leaf: ParamLayout, layer: int | None) -> tuple[str, int | None]:
+    """The name of a leaf in ``TensorParts``, and the index of its block, if it is in one."""
+    first, *rest = leaf.path
+    if first != "blocks":
+        return leaf.name, layer
+    # ("blocks", "block", ...) when stacked, ("blocks", "3", ...) in a list
+    return "/".join(("block", *rest[1:])), int(rest[0]) if layer is None else layer

@@ -21,8 +21,8 @@ from jaxtyping import Shaped
 from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import parse_json, short
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+"""The file of a model; that of several files is the name of their index, less ".index.json"."""
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -59,31 +59,33 @@ class TensorSpec:
 
 
 class SafetensorFiles:
-    """The tensors of a model's folder, read on demand."""
+    """The tensors of a folder, read on demand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         """Read the headers.
 
         Args:
-            folder: holds model.safetensors, or several files and model.safetensors.index.json.
+            folder: holds one file, or several and an index.
+            single: the name of the one file.
 
         Raises:
             ConfigurationError: there are none, one is damaged, or index and files disagree.
         """
         self._arrays: dict[str, np.ndarray] = {}
         self.specs: dict[str, TensorSpec] = {}
-        listed = _listed(folder)
-        for file in sorted(set(listed.values())) or [SINGLE]:
+        index = folder / _index_of(single)
+        listed = _listed(folder / single, index)
+        for file in sorted(set(listed.values())) or [single]:
             path = folder / file
             for name, (spec, start) in _read_header(path).items():
                 if listed and listed.get(name) != file:
                     where = f"in {listed[name]}" if name in listed else "nowhere"
-                    raise ConfigurationError(f"{path} has {short(name)}, which {INDEX} lists {where}")
+                    raise ConfigurationError(f"{path} has {short(name)}, which {index.name} lists {where}")
                 self.specs[name] = spec
                 self._arrays[name] = _mapped(path, spec, start)
         if absent := sorted(listed.keys() - self.specs.keys()):
             raise ConfigurationError(
-                f"{folder / INDEX} lists {short(absent[0])}, which {listed[absent[0]]} does not have"
+                f"{index} lists {short(absent[0])}, which {listed[absent[0]]} does not have"
             )
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
@@ -168,13 +170,17 @@ def _mapped(path: Path, spec: TensorSpec, start: int) -> np.ndarray:
     return raw.view(np.ndarray).view(DTYPES[spec.dtype]).reshape(spec.shape)
 
 
-def _listed(folder: Path) -> dict[str, str]:
+def _index_of(single: str) -> str:
+    return f"{single}.index.json"
+
+
+def _listed(single: Path, index: Path) -> dict[str, str]:
     """The index's map from tensor to file; empty if there is a single file.
 
     Raises:
         ConfigurationError: there are no files, or the index is invalid or leads out of the folder.
     """
-    index = folder / INDEX
+    folder = single.parent
     if index.is_file():
         try:
             return _check_index(parse_json(index.read_text(encoding="utf-8")))
@@ -182,14 +188,14 @@ def _listed(folder: Path) -> dict[str, str]:
             raise ConfigurationError(f"{index}: {error.strerror or error}") from error
         except ValueError as error:
             raise ConfigurationError(f"{index}: not an index of safetensors files: {error}") from error
-    if (folder / SINGLE).is_file():
+    if single.is_file():
         return {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ConfigurationError(
             f"{folder} has PyTorch pickles, which run code when read: save the model again by transformers' "
             "save_pretrained, which writes safetensors"
         )
-    raise ConfigurationError(f"{folder} has no {SINGLE} and no {INDEX}")
+    raise ConfigurationError(f"{folder} has no {single.name} and no {index.name}")
 
 
 def _check_index(values: Any) -> dict[str, str]:
@@ -203,7 +209,7 @@ def _check_index(values: Any) -> dict[str, str]:
     return listed
 
 
-def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[str]]:
+def plan_shards(specs: Mapping[str, TensorSpec], most: float, single: str) -> dict[str, list[str]]:
     """The tensors of each file, in order; files have at most ``most`` bytes, or a single larger tensor."""
     shards: list[list[str]] = [[]]
     used = 0
@@ -214,27 +220,30 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: int) -> dict[str, list[st
         shards[-1].append(name)
         used += spec.nbytes
     if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    total = len(shards)
-    return {f"model-{i:05}-of-{total:05}.safetensors": names for i, names in enumerate(shards, 1)}
+        return {single: shards[0]}
+    total, stem = len(shards), single.removesuffix(".safetensors")
+    return {f"{stem}-{i:05}-of-{total:05}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
 class SafetensorWriter:
     """Writes files tensor by tensor, or rows of tensors, in any order."""
 
-    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], most: int) -> None:
+    def __init__(
+        self, folder: Path, specs: Mapping[str, TensorSpec], most: float, single: str = SINGLE
+    ) -> None:
         """Write headers and index, and allocate the files.
 
         Args:
             folder: an existing folder.
             specs: every tensor that will be written.
             most: bytes of tensors per file; a larger tensor gets a file of its own.
+            single: the name of the file if there is one only.
         """
         self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
         self._missing = {name: spec.nbytes for name, spec in specs.items()}
         self._files: list[BinaryIO] = []
-        shards = plan_shards(specs, most)
+        shards = plan_shards(specs, most, single)
         for file_name, names in shards.items():
             self._open(folder / file_name, names)
         if len(shards) > 1:
@@ -242,7 +251,7 @@ class SafetensorWriter:
                 "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
                 "weight_map": {name: file for file, names in shards.items() for name in names},
             }
-            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (folder / _index_of(single)).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _open(self, path: Path, names: Iterable[str]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

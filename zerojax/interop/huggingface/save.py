@@ -1,6 +1,8 @@
 """Gathers shards for Hugging Face files, one layer of one leaf at a time."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,19 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
+from zerojax.interop.huggingface.mapping import (
+    Tensor,
+    TensorParts,
+    layer_tensors,
+    layers_of,
+    tensors_of,
+    weights_of,
+)
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
+from zerojax.matmul.lora import merged
 from zerojax.sharding.layout import ParamLayout, unflatten
 from zerojax.sharding.param_tree import from_tree
+from zerojax.train.frozen import decode_frozen
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
@@ -32,7 +43,7 @@ def tensor_specs(
     """
     return {
         tensor.name: TensorSpec(dtypes.get(tensor.name, default), tensor.shape)
-        for leaf in spec.leaves
+        for leaf in weights_of(spec)
         for tensor in tensors_of(leaf, parts)
         if tensor.part.required or tensor.name in dtypes
     }
@@ -41,23 +52,42 @@ def tensor_specs(
 def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
     """Every tensor of a model, fp32, in the layout of a file, each gathered as the iteration reaches it.
 
-    All processes must iterate together.
+    Frozen weights are decoded, and their adapters merged into them. All processes must iterate together.
     """
-    params = from_tree(state.params)
-    for leaf in state.spec.leaves:
-        for layer in range(leaf.layers) if leaf.stack else (None,):
-            whole = _gather_layer(state.spec, leaf, params[leaf.path], layer)
+    spec = state.spec
+    stored = from_tree(state.params) | from_tree(state.frozen)
+    for leaf in weights_of(spec):
+        adapter = spec.adapter_of(leaf)
+        for layer in layers_of(leaf):
+            whole, *factors = (
+                gather_layer(spec, part, stored[part.path], layer) for part in (leaf, *adapter)
+            )
+            if factors:
+                assert spec.lora is not None
+                whole = merged(whole, factors[0], factors[1], spec.lora)
             for tensor in layer_tensors(leaf, layer, parts):
                 values = whole[..., tensor.part.columns] if whole.ndim else whole
                 yield tensor, values.T if tensor.part.transposed else values
 
 
-def _gather_layer(
-    spec: TrainSpec, leaf: ParamLayout, stored: Array, layer: int | None
+def gather_layer(
+    spec: TrainSpec, leaf: ParamLayout, stored: Any, layer: int | None
 ) -> Float32[np.ndarray, "..."]:
-    def gather(stored: Array, layer: Array) -> Array:
-        one = stored if not leaf.stack else lax.dynamic_index_in_dim(stored, layer, keepdims=False)
-        return unflatten(one, leaf)
+    """One layer of a leaf on every host, decoded if it is frozen; all processes must call it.
+
+    Args:
+        spec: of the state.
+        leaf: the layout.
+        stored: as in ``TrainState.params`` or ``TrainState.frozen``.
+        layer: from ``layers_of(leaf)``.
+    """
+
+    def pick(x: Array, layer: Array) -> Array:
+        return lax.dynamic_index_in_dim(x, layer, keepdims=False) if leaf.stack else x
+
+    def gather(stored: Any, layer: Array) -> Array:
+        one = jax.tree.map(lambda x: pick(x, layer), stored)
+        return decode_frozen(one, replace(leaf, stack=())) if leaf.frozen else unflatten(one, leaf)
 
     everyone = spec.sharding(PartitionSpec())
     run = spec.once(f"layer of {leaf.name}", lambda: jax.jit(gather, out_shardings=everyone))

@@ -51,18 +51,25 @@ class ModelFolder:
         return cls(folder, family, model, tokenizer, notes)
 
 
-def read_config_json(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder.
+def read_config_json(
+    folder: Path, name: str = "config.json", owner: str = "a Hugging Face model"
+) -> dict[str, Any]:
+    """The config.json of a folder, or another JSON file of settings.
+
+    Args:
+        folder: that holds it.
+        name: of the file.
+        owner: what has such a file, for errors.
 
     Raises:
         ConfigurationError: there is none, or it is not a JSON object.
     """
-    path = folder / "config.json"
+    path = folder / name
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(
-            f"{path}: {error.strerror or error}; a Hugging Face model's folder has one"
+            f"{path}: {error.strerror or error}; the folder of {owner} has one"
         ) from error
     except ValueError as error:
         raise ConfigurationError(f"{path}: not JSON: {error}") from error

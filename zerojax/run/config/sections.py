@@ -510,6 +510,11 @@ class RunConfig:
             f"model.max_seq_len {self.model.max_seq_len}",
         )
 
+    def all_trained(self) -> "RunConfig":
+        """The settings of a run of the same model that freezes nothing and has no adapters."""
+        zero = dataclasses.replace(self.zero, frozen=None, frozen_weights=None)
+        return dataclasses.replace(self, zero=zero, lora=LoRASection())
+
     def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
         """The library's `ZeroConfig` of the run; with adapters all else is frozen, unless `zero.frozen` says.
 

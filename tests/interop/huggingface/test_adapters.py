@@ -1,0 +1,262 @@
+"""Adapters of PEFT are loaded and written as PEFT reads them; frozen weights are exported with them."""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import peft_by_hand
+import pytest
+from hf_models import FIXTURES, tensors
+from imported_runs import Imported
+from safetensors.numpy import load_file, save_file
+
+import zerojax
+from zerojax import LoRA, TrainState, ZeroError, checkpoints
+from zerojax.interop.huggingface import ModelFolder, adapter_lora, export_adapter, load_adapter
+from zerojax.interop.huggingface.load import load_params
+from zerojax.interop.huggingface.peft_files import target_modules
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface.save import each_tensor, gather_layer
+from zerojax.matmul.lora import LORA_TARGETS, A, B
+from zerojax.matmul.operand import Scaled
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.run.build import RunSetup, new_state
+from zerojax.run.checkpoints import read_manifest
+from zerojax.run.config import LoRASection, MeshSection
+from zerojax.sharding.param_tree import from_tree
+from zerojax.train.frozen import decode_frozen
+
+ADAPTERS = FIXTURES / "adapters"
+SPARE = 2
+"""Columns of A that the adapters of the LLaMA do not need."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A committed model with PEFT's adapter for it."""
+
+    name: str
+    model: GPTConfig
+    rank: int
+    before: TrainState
+    state: TrainState
+
+    @property
+    def files(self) -> Path:
+        return ADAPTERS / self.name
+
+
+BOTH = pytest.mark.parametrize("imported", ["gpt2", "llama2"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def tuned(imported: Imported) -> Tuned:
+    """GPT-2 with adapters that fit, LLaMA with larger ones, and for all weights."""
+    name, folder = imported.model.name, imported.folder
+    config = folder.read_config()
+    lora = adapter_lora(ADAPTERS / name, config.model)
+    if name == "llama2":
+        rank = lora.rank + SPARE
+        lora = replace(lora, rank=rank, alpha=lora.scale * math.sqrt(rank), targets=LORA_TARGETS)
+    config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
+    before, _, _ = new_state(
+        RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None
+    )
+    return Tuned(name, config.model, lora.rank, before, load_adapter(before, ADAPTERS / name, config.model))
+
+
+@BOTH
+def test_logits_are_those_of_peft(tuned: Tuned):
+    tokens = np.load(FIXTURES / tuned.name / "expected.npz")["tokens"]
+    logits = zerojax.gather_model(tuned.state)(tokens)
+    np.testing.assert_allclose(logits, np.load(tuned.files / "expected.npz")["logits"], rtol=0, atol=1e-5)
+
+
+@BOTH
+def test_the_model_is_exported_with_its_adapters_merged(tuned: Tuned):
+    source = ModelFolder.open(FIXTURES / tuned.name)
+    parts = source.family.parts(tuned.model, source.family.prefix)
+    wanted = peft_by_hand.merged(tensors(source.folder), tuned.files)
+    for tensor, values in each_tensor(tuned.state, parts):
+        if tensor.part.required:
+            np.testing.assert_allclose(values, wanted.pop(tensor.name), rtol=0, atol=1e-6)
+    assert not wanted
+
+
+@BOTH
+def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_path: Path):
+    base, out = tensors(FIXTURES / tuned.name), tmp_path / "out"
+    export_adapter(tuned.state, tuned.model, out, base="a-model")
+    ours, theirs = (peft_by_hand.merged(base, folder) for folder in (out, tuned.files))
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-6)
+    assert peft_by_hand.targeted(base, out) == peft_by_hand.modules(out).keys()
+    about = peft_by_hand.settings(out)
+    assert about["base_model_name_or_path"] == "a-model"
+    assert about["fan_in_fan_out"] == (tuned.name == "gpt2")
+    again = load_adapter(tuned.before, out, tuned.model)  # query, key and value have one A now
+    assert adapter_lora(out, tuned.model).rank == tuned.rank
+    gathered = (from_tree(zerojax.gather_adapters(state)) for state in (again, tuned.state))
+    for mine, first in zip(*(x.values() for x in gathered), strict=True):
+        np.testing.assert_array_equal(mine, first)
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own
+def test_peft_reads_what_is_written(tuned: Tuned, tmp_path: Path):
+    peft, torch, transformers = map(pytest.importorskip, ("peft", "torch", "transformers"))
+    export_adapter(tuned.state, tuned.model, tmp_path / "out")
+    source = FIXTURES / tuned.name
+    base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    tokens = np.load(source / "expected.npz")["tokens"]
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(zerojax.gather_model(tuned.state)(tokens), logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
+@pytest.mark.parametrize(("fmt", "matmul"), [("nf4", "compute"), ("fp8", "fp8")])
+def test_a_layer_of_a_frozen_weight_is_decoded_as_the_whole(fmt: str, matmul: str, imported: Imported):
+    options = {"frozen": ("*qkv/kernel",), "frozen_weights": fmt, "matmul_dtype": matmul}
+    state = abstract(imported.trained.config.model, None, mesh=(2, 2), **options)
+    state = checkpoints.restore_base(imported.folder.checkpoints / "0", state)
+    (leaf,) = state.spec.frozen
+    (stored,) = from_tree(state.frozen).values()
+    assert isinstance(stored, Scaled) == (fmt == "fp8")
+    whole = np.asarray(decode_frozen(stored, leaf))
+    for layer in range(leaf.layers):
+        np.testing.assert_array_equal(gather_layer(state.spec, leaf, stored, layer), whole[layer])
+
+
+@BOTH
+def test_adapters_side_by_side_and_what_is_left_of_larger_ones(tuned: Tuned):
+    before, after = (from_tree(zerojax.gather_adapters(s)) for s in (tuned.before, tuned.state))
+    rank = peft_by_hand.settings(tuned.files)["r"]
+    path = ("blocks", "block", "attention", "qkv", "kernel")
+    a, b = after[*path, A], after[*path, B]
+    if tuned.name == "gpt2":
+        assert a.shape == (2, 16, rank)
+        assert {key[-2:] for key in after} == {("kernel", A), ("kernel", B)}
+        assert len(after) == 4
+        return
+    assert a.shape == (2, 16, 2 * rank + SPARE)
+    np.testing.assert_array_equal(a[..., 2 * rank :], before[*path, A][..., 2 * rank :])
+    width = 16  # of query; key and value are half as wide
+    blocks = np.zeros((2 * rank + SPARE, 2 * width), bool)
+    blocks[:rank, :width] = blocks[rank : 2 * rank, width + width // 2 :] = True
+    np.testing.assert_array_equal(b != 0, np.broadcast_to(blocks, b.shape))
+    up = ("blocks", "block", "mlp", "up", "kernel")  # which the files have no adapter for
+    np.testing.assert_array_equal(after[*up, A], before[*up, A])
+    assert not after[*up, B].any()
+
+
+def test_settings_keep_the_scale():
+    model = ModelFolder.open(FIXTURES / "llama2").model
+    lora = adapter_lora(ADAPTERS / "llama2", model)
+    assert (lora.rank, lora.rslora) == (4, True)
+    assert lora.scale == pytest.approx(3 / math.sqrt(2))
+    assert lora.targets == ("blocks/*/attention/qkv/kernel", "blocks/*/mlp/down/kernel")
+    lora = adapter_lora(ADAPTERS / "gpt2", ModelFolder.open(FIXTURES / "gpt2").model)
+    assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (3, 5.0, 0.1, False)
+
+
+def test_targets_are_the_shortest_ends_of_names():
+    every = {f"h.{i}.{part}" for i in range(12) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")}
+    assert target_modules({one for one in every if one.endswith("c_attn")}, every) == ["c_attn"]
+    assert target_modules({one for one in every if "attn.c_proj" in one}, every) == ["attn.c_proj"]
+    assert target_modules({"h.1.mlp.c_proj"}, every) == ["1.mlp.c_proj"]
+
+
+def changed(folder: Path, keys: dict[str, object], arrays: dict[str, np.ndarray | None]) -> Path:
+    """The adapter for GPT-2 with other keys and tensors; None removes a tensor."""
+    shutil.copytree(ADAPTERS / "gpt2", folder)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
+    wanted = {name: x for name, x in (load_file(weights) | arrays).items() if x is not None}
+    save_file(wanted, weights)
+    return folder
+
+
+NAME = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "arrays", "words"),
+    [
+        ({"use_dora": True}, {}, "options other than those of LoRA and rsLoRA: use_dora = True"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+        ({"rank_pattern": {"c_attn": 4}}, {}, "rank_pattern"),
+        ({"layers_to_transform": [1]}, {}, "layers_to_transform"),
+        ({"bias": "all"}, {}, "bias = 'all' is not supported, only 'none'"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights = 'pissa'"),
+        ({"peft_type": "IA3"}, {}, "peft_type = 'IA3'"),
+        ({"task_type": "SEQ_CLS"}, {}, "task_type = 'SEQ_CLS'"),
+        ({"r": None}, {}, "r is missing"),
+        ({"lora_dropout": 1.5}, {}, r"adapter_config\.json: LoRA.dropout=1.5"),
+        ({"r": 4}, {}, r"has shape \(3, 16\), and \(4, 16\) would fit"),
+        ({}, {NAME: None}, "the files lack .*c_attn.lora_A"),
+        ({}, {NAME: np.zeros((3, 16), np.int8)}, "of dtype I8"),
+        ({}, {NAME.replace("h.0", "h.9"): np.zeros((3, 16), np.float32)}, "no such module.*another model"),
+        ({}, {NAME.replace("attn.c_attn", "ln_1"): np.zeros((3, 16), np.float32)}, "no such module"),
+    ],
+)
+def test_what_zerojax_does_not_have_is_refused_by_name(keys, arrays, words, tmp_path):
+    folder = changed(tmp_path / "adapter", keys, arrays)
+    with pytest.raises(ZeroError, match=words):
+        adapter_lora(folder, ModelFolder.open(FIXTURES / "gpt2").model)
+
+
+def test_of_another_family_and_of_no_folder(tmp_path):
+    model = ModelFolder.open(FIXTURES / "llama2").model
+    with pytest.raises(ZeroError, match=r"no such module.*LlamaForCausalLM.*another model"):
+        adapter_lora(ADAPTERS / "gpt2", model)
+    with pytest.raises(ZeroError, match=r"adapter_config.json: No such file.*of a PEFT adapter has one"):
+        adapter_lora(tmp_path, model)
+    shutil.copy(ADAPTERS / "gpt2" / "adapter_config.json", tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(ZeroError, match="run code when read"):
+        adapter_lora(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, "the state has no adapters: create the state with lora=huggingface.adapter_lora"),
+        ({"rank": 2, "alpha": 10 / 3}, "rank 2 and scale 1.66667, and those of .* need rank 3"),
+        ({"alpha": 6.0}, "scale 2, and"),
+        ({"targets": ("*qkv/kernel",)}, "an adapter for 'block/mlp/down/kernel' of block 0"),
+    ],
+)
+def test_a_state_that_cannot_hold_them_is_refused(change, words):
+    model = ModelFolder.open(FIXTURES / "gpt2").model
+    lora = None if change is None else replace(adapter_lora(ADAPTERS / "gpt2", model), **change)
+    with pytest.raises(ZeroError, match=words):
+        load_adapter(abstract(model, lora), ADAPTERS / "gpt2", model)
+
+
+def abstract(model: GPTConfig, lora: LoRA | None, mesh: tuple[int, int] = (1, 1), **zero: Any) -> TrainState:
+    options: dict[str, Any] = {"frozen": ("*",) if lora else (), **zero}
+    return TrainState.abstract(
+        lambda rngs: GPT(model, rngs=rngs),
+        optax.identity(),
+        lm_loss,
+        mesh=zerojax.make_mesh(*mesh),
+        zero=zerojax.ZeroConfig(**options),
+        lora=lora,
+    )
+
+
+def test_what_an_adapter_cannot_hold_is_not_exported(tmp_path):
+    model = ModelFolder.open(FIXTURES / "gpt2").model
+    with pytest.raises(ZeroError, match="no adapters to export"):
+        export_adapter(abstract(model, None), model, tmp_path / "out")
+    with pytest.raises(ZeroError, match=r"'norm/bias' is trained as well.*export the whole model"):
+        export_adapter(abstract(model, LoRA(), frozen=("*", "!norm/*")), model, tmp_path / "out")
+    with pytest.raises(ZeroError, match="into a state that trains all of them"):
+        load_params(abstract(model, LoRA()).spec, SafetensorFiles(FIXTURES / "gpt2"), {})
