@@ -20,7 +20,9 @@ def words(number: int) -> str:
 
 def main() -> None:
     """Print all sums and differences of three digits that are not below zero, or what is more than they."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--more", type=int, choices=range(3), default=0, help="to be added to each")
     more = parser.parse_args().more
     before = f"{words(more)} more than " if more else ""

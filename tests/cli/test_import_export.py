@@ -16,9 +16,9 @@ import pytest
 from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
-from zerojax.run.data.chat_template import CHATML
 from zerojax.cli.train import start_from
 from zerojax.errors import ZeroError
+from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import Trainer
@@ -96,6 +96,8 @@ def test_a_models_chat_template_is_kept_used_and_exported(
         folder = RunFolder(tmp_path / "run")
         config = folder.read_config()
         folder.write_config(replace(config, data=replace(config.data, chat_template="chatml")))
+
+
 def test_train_from_an_adapter_and_export_both_ways(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -66,15 +66,15 @@ def generate(
         int32 new tokens, without the prompt.
 
     Raises:
-        ConfigurationError: if a row of the prompt is empty or not a vector, there is none, new_tokens is below
-            1, or rows differ in length in a model whose rotary positions depend on it.
+        ConfigurationError: if a row of the prompt is empty or not a vector, there is none, new_tokens is
+            below 1, or rows differ in length in a model whose rotary positions depend on it.
     """
     windows = [_window(model, row) for row in _checked_rows(prompt, new_tokens)]
     dynamic = model.config.rope_scaling == "dynamic"
     if dynamic and len({*map(len, windows)}) > 1:
         raise ConfigurationError(
-            'rotary positions of rope_scaling = "dynamic" depend on the length of a text: give prompts of one '
-            "length, or one at a time"
+            'rotary positions of rope_scaling = "dynamic" depend on the length of a text: give prompts of '
+            "one length, or one at a time"
         )
     graph, weights = nnx.split(model)
     new = np.zeros((len(windows), 0), np.int32)
@@ -307,8 +307,8 @@ def _extend(
     """``GPT.hidden`` of tokens in columns start, start + 1, ..., reading and filling the cache.
 
     The first ``padding`` columns of a row are nothing: the next one has position 0. The text ends at ``end``:
-    columns from there on are padding. With rope_scaling = "dynamic", the cached keys stay as they were rotated
-    at the length of their time, as in transformers.
+    columns from there on are padding. With rope_scaling = "dynamic", the cached keys stay as they were
+    rotated at the length of their time, as in transformers.
     """
     columns = start + jnp.arange(tokens.shape[1])
     x, rope = model.embed_tokens(tokens, jnp.maximum(columns - padding[:, None], 0), end)
