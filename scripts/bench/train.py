@@ -36,7 +36,7 @@ import zerojax
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
 from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
-from zerojax.models.attention import RopeTable, rope_frequencies, rope_table
+from zerojax.models.rope import RopeTable, rope_tables
 from zerojax.multihost.distributed import joined
 from zerojax.testing.emulated_cluster import limit_link
 
@@ -80,7 +80,7 @@ class BlockStack(nnx.Module):
         """The rotary table of a sequence, if positions are rotary."""
         if self.config.positions != "rope":
             return None
-        return rope_table(jnp.arange(length), rope_frequencies(self.config))
+        return rope_tables(self.config, jnp.arange(length), length)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Activations in, activations out."""

@@ -170,6 +170,7 @@ def test_options_are_frozen_in() -> None:
         "train": 12,
         "data": 14,
         "optimizer": 12,
+        "lora": 5,
         "mesh": 3,
         "checkpoint": 7,
         "cluster": 6,
