@@ -96,6 +96,7 @@ def test_a_signal_saves_and_ends(config: Path, tmp_path: Path) -> None:
     assert json.loads((run / "run.json").read_text())["status"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_processes(config: Path, tmp_path: Path) -> None:
     """All save the same step and end, and ``zerojax launch`` does not see a crash; also saves by time."""
     run = tmp_path / "run"

@@ -72,6 +72,7 @@ def broken(broken_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(broken_once, tmp_path / "a run")
 
 
+@pytest.mark.slow
 def test_rewinding_gives_the_same_run(
     broken: Path, whole: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

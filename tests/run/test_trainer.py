@@ -145,6 +145,7 @@ class TestRefusals:
         self.refuse(seed, finished.path, r"train\.seed")
 
 
+@pytest.mark.slow  # tests/train/test_fp8_report.py has the numbers
 def test_losses_in_fp8_are_logged_with_every_evaluation(text: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "train": {"steps": 3, "eval_every": 2},

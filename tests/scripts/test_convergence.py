@@ -103,6 +103,7 @@ def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_formats_halfway(text, tmp_path):
     where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
     where += ("--data.source", text, "--train.steps", 4)

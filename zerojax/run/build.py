@@ -306,6 +306,7 @@ def make_log(
         folder.update_summary(communication=counted)
     schedule = make_schedule(config.optimizer, train.steps)
     tokens = train.batch_size * train.sequence_length
+    flops = flops_per_token(config.model, train.sequence_length) - _spared_flops(state)
     return RunLog(
         folder,
         config,
@@ -313,13 +314,19 @@ def make_log(
         np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
         StepCosts(
             tokens=tokens,
-            flops=tokens * flops_per_token(config.model, train.sequence_length),
+            flops=tokens * flops,
             devices=state.spec.world.size,
             internode_bytes=report.between_nodes,
         ),
         start=step,
         skipped=skipped,
     )
+
+
+def _spared_flops(state: zerojax.TrainState) -> int:
+    """FLOPs per token of the gradients of frozen matrices, which are not computed."""
+    units = [group for group in state.spec.groups if group.unit is not None]
+    return sum(2 * leaf.count for group in units for leaf in group.frozen if len(leaf.shape) > 1)
 
 
 def watchdog_limits(cluster: ClusterSection) -> Limits:

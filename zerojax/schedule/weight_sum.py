@@ -68,6 +68,7 @@ def weight_sum(
     With ``jnp.square`` it is an L2 penalty, with ``jnp.abs`` an L1 penalty; ``jnp.sqrt(weight_sum(model))``
     is the norm. It is differentiable with respect to the weights. On a mesh it is computed on the shards of
     the fp32 master weights, whatever the compute dtype: no weight is gathered, and one scalar is reduced.
+    Frozen weights, which have no master, are left out.
 
     Args:
         model: the argument of the loss function; or an ordinary ``nnx.Module``, such as

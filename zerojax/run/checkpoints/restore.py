@@ -72,9 +72,9 @@ def restore_weights(path: Path, state: TrainState) -> TrainState:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
             differences.
     """
+    _check_weights(path, state)
     state = restore_base(path, state)
-    own = {leaf.path for frozen in state.spec.frozen for leaf in state.spec.adapter_of(frozen)}
-    trained = [leaf for leaf in state.spec.leaves if leaf.path not in own]
+    trained = [leaf for leaf in _weights_of(state.spec) if not leaf.frozen]
     params = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in trained})
     wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind == "other"}
     with ocp.Context(pytree_options=_PARTIAL):
@@ -100,27 +100,40 @@ def restore_base(path: Path, state: TrainState) -> TrainState:
     spec = state.spec
     if not spec.frozen:
         return state
-    own = {leaf.path for frozen in spec.frozen for leaf in spec.adapter_of(frozen)}
-    model = [*(leaf for leaf in spec.leaves if leaf.path not in own), *spec.frozen]
-    saved = _saved(path).get("params")
-    if differences := _differences(
-        to_tree({leaf.path: abstract_weight(state, leaf) for leaf in model}), saved
-    ):
-        raise ConfigurationError(
-            f"{path} is no base for this run, which needs all weights of the model: "
-            f"{'; '.join(differences[:3])}"
-        )
+    _check_weights(path, state)
     encoded: dict[LeafPath, Any] = {}
     total = np.uint32(0)
     with ocp.Context(pytree_options=_PARTIAL), np.errstate(over="ignore"):
         for leaf in spec.frozen:
-            like = to_tree({leaf.path: abstract_weight(state, leaf)})
-            weight = from_tree(_reading(path, lambda like=like: _load_kind(path, "params", like)))[leaf.path]
+            weight = _load_weight(path, state, leaf)
             encoded[leaf.path], hashed = _encode(spec, leaf, weight)
             total += np.uint32(hashed)
     everyone = spec.sharding(PartitionSpec())
     fingerprint = jax.make_array_from_callback((), everyone, lambda _: np.asarray(total))
     return state.replace(frozen=to_tree(encoded), base={"fingerprint": fingerprint})
+
+
+def _weights_of(spec: TrainSpec) -> list[ParamLayout]:
+    """The model's own parameters, trained and frozen, that have elements: others are in no checkpoint."""
+    adapters = {own.path for leaf in spec.frozen for own in spec.adapter_of(leaf)}
+    return [leaf for leaf in (*spec.leaves, *spec.frozen) if leaf.path not in adapters and leaf.count]
+
+
+def _check_weights(path: Path, state: TrainState) -> None:
+    """Refuse a checkpoint that does not hold exactly the model's weights, as one of adapters does not."""
+    wanted = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in _weights_of(state.spec)})
+    if differences := _differences(wanted, _saved(path).get("params")):
+        raise ConfigurationError(f"{path} does not fit this run: params: {'; '.join(differences[:3])}")
+
+
+def _load_weight(path: Path, state: TrainState, leaf: ParamLayout) -> jax.Array:
+    """One weight in canonical form."""
+    like = abstract_weight(state, leaf)
+    if not leaf.count:
+        return jnp.zeros(like.shape, like.dtype)
+    return from_tree(_reading(path, lambda: _load_kind(path, "params", to_tree({leaf.path: like}))))[
+        leaf.path
+    ]
 
 
 def _encode(spec: TrainSpec, leaf: ParamLayout, weight: jax.Array) -> tuple[Any, int]:
