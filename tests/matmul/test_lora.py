@@ -77,3 +77,14 @@ def test_merging_is_in_fp32_and_rounds_once():
     a, b = (np.asarray(x) for x in adapter())
     wanted = (w.astype(np.float32) + 2 * a @ b).astype(jnp.bfloat16)
     np.testing.assert_array_equal(merged(w, a, b, LORA), wanted)
+
+
+def test_dropout_keeps_the_mean():
+    w, x = exact(0, 16, 32), jnp.ones((8, 512, 16))
+    a, b = adapter()
+    lora = LoRA(rank=3, alpha=6.0, dropout=0.25)
+    weight = LowRankOperand.of(w, a, b, jnp.uint32(3), lora, "block/w")
+    found = at_matmuls(lambda weights, x: x @ weights[0])((weight,), x) - x @ w
+    wanted = np.asarray(2 * (x[0, :1] @ a) @ b)
+    apart = np.linalg.norm(found.mean((0, 1)) - wanted) / np.linalg.norm(wanted)
+    assert 0 < apart < 0.03
