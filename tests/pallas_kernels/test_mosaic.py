@@ -30,7 +30,7 @@ def check(name, *arrays, **static):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_encode(name, fmt, dtype):
