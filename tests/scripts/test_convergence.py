@@ -59,6 +59,7 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
+@pytest.mark.slow
 def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
     where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0)
     where += ("--data.source", text)
