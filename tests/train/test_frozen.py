@@ -12,6 +12,7 @@ from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
 from zerojax import ZeroError
+from zerojax.train.frozen import encode_frozen
 
 MESHES = [(1, 1), (2, 4), (3, 2)]
 UP, DENSE = ("*up*", "!*bias"), ("*dense_0*", "!*bias")
@@ -119,6 +120,10 @@ def test_the_fingerprint_is_of_the_values_alone():
     assert len({int(state.base["fingerprint"]) for state in found}) == 1
     other = CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, seed=1, frozen=UP)
     assert int(other.base["fingerprint"]) != int(found[0].base["fingerprint"])
+    spec, leaf = found[0].spec, found[0].spec.frozen[0]
+    values = np.arange(leaf.count, dtype=np.float32).reshape(leaf.unsharded_shape)
+    hashes = [int(encode_frozen(spec, leaf, x)[1]) for x in (values, values[..., ::-1])]
+    assert hashes[0] != hashes[1]  # and of their order
 
 
 @pytest.mark.parametrize(
