@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -121,7 +122,7 @@ def test_the_fingerprint_is_of_the_values_alone():
     other = CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, seed=1, frozen=UP)
     assert int(other.base["fingerprint"]) != int(found[0].base["fingerprint"])
     spec, leaf = found[0].spec, found[0].spec.frozen[0]
-    values = np.arange(leaf.count, dtype=np.float32).reshape(leaf.unsharded_shape)
+    values = jnp.arange(leaf.count, dtype=jnp.float32).reshape(leaf.unsharded_shape)
     hashes = [int(encode_frozen(spec, leaf, x)[1]) for x in (values, values[..., ::-1])]
     assert hashes[0] != hashes[1]  # and of their order
 
