@@ -26,7 +26,7 @@ from zerojax.train.state import (
     gather_params,
     put_params,
 )
-from zerojax.train.step import eval_step, lower_train_step, train_step
+from zerojax.train.step import eval_step, lower_train_step, predict_step, train_step
 from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ __all__ = [
     "lower_train_step",
     "make_mesh",
     "plan",
+    "predict_step",
     "profile",
     "put_params",
     "scale_by_muon",
