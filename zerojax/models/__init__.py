@@ -3,7 +3,7 @@
 from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
 from zerojax.models.generation import generate, stream
 from zerojax.models.gpt import GPT, MLP, Attention, Block
-from zerojax.models.loss import cross_entropy, lm_loss
+from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
 from zerojax.models.sampling import Sampling
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "cross_entropy",
     "flops_per_token",
     "generate",
+    "label_log_probs",
     "lm_loss",
     "parameter_count",
     "stream",
