@@ -5,7 +5,6 @@ cannot work or have no effect, before anything is compiled.
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.patterns import MATMUL_WEIGHTS, matches, refuse_idle, why_not
 
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64
@@ -25,7 +25,6 @@ _FP8_MULTIPLE = 16
 NF4 = "nf4"
 NF4_BLOCK = 64
 FROZEN_FORMATS = (*FORMATS, NF4)
-FP8_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
 
 Remat = Literal["full", "attention", "none"]
 Rounding = Literal["nearest", "stochastic"]
@@ -118,7 +117,7 @@ class ZeroConfig:
     chunks: int = 1
     precise: tuple[tuple[str, str], ...] = (("*embed*", "int8"),)
     matmul_dtype: Literal["compute", "fp8"] = "compute"
-    fp8: tuple[str, ...] = FP8_WEIGHTS
+    fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
     frozen_weights: str | None = None
 
@@ -209,7 +208,7 @@ class ZeroConfig:
         """
         if rank < 2:
             return max(wanted, self.compute_format, key=_bits)
-        floors = [floor for pattern, floor in self.precise if _matches(pattern, path)]
+        floors = [floor for pattern, floor in self.precise if matches(pattern, path)]
         return max([wanted, *floors], key=_bits)
 
     def without_fp8(self, path: str, shape: tuple[int, ...], unit: str | None) -> str | None:
@@ -228,19 +227,15 @@ class ZeroConfig:
             return "not two-dimensional"
         if any(size % _FP8_MULTIPLE for size in shape):
             return f"sizes are no multiples of {_FP8_MULTIPLE}"
-        deciding = deciding_pattern(self.fp8, path)
-        if not deciding:
-            return "no pattern of fp8 matches"
-        if deciding.startswith("!"):
-            return f"left out by {deciding!r}"
+        if reason := why_not(self.fp8, path, "fp8"):
+            return reason
         if self.is_frozen(path) and self.frozen_weights != "fp8":
             return f"frozen in {self.frozen_weights or self.compute_format}"
         return None
 
     def is_frozen(self, path: str) -> bool:
         """Whether the weight at a path, joined by "/", is not trained."""
-        deciding = deciding_pattern(self.frozen, path)
-        return bool(deciding) and not deciding.startswith("!")
+        return why_not(self.frozen, path, "frozen") is None
 
     def check_patterns(self, paths: Sequence[str]) -> None:
         """Refuse patterns of ``fp8`` and ``frozen`` that match none of a model's paths, default ones aside.
@@ -248,8 +243,7 @@ class ZeroConfig:
         Raises:
             ConfigurationError: naming them, and a few paths.
         """
-        given = [pattern for pattern in self.fp8 if pattern not in FP8_WEIGHTS]
-        refuse_idle("ZeroConfig.fp8", given, paths)
+        refuse_idle("ZeroConfig.fp8", self.fp8, paths, default=MATMUL_WEIGHTS)
         refuse_idle("ZeroConfig.frozen", self.frozen, paths)
 
     def _take_names(self) -> None:
@@ -332,7 +326,7 @@ class ZeroConfig:
 
     def _check_fp8(self) -> None:
         if self.matmul_dtype != "fp8":
-            if self.fp8 != FP8_WEIGHTS:
+            if self.fp8 != MATMUL_WEIGHTS:
                 raise ConfigurationError(
                     'ZeroConfig.fp8 names weights of fp8 matmuls: set matmul_dtype="fp8", or leave it out.'
                 )
@@ -414,32 +408,8 @@ def _format_name(given: Any) -> Any:
     return given
 
 
-def deciding_pattern(patterns: Sequence[str], path: str) -> str:
-    """The last of some shell patterns that matches a path, or an empty string."""
-    return next((pattern for pattern in reversed(patterns) if _matches(pattern, path)), "")
-
-
-def refuse_idle(setting: str, patterns: Sequence[str], paths: Sequence[str]) -> None:
-    """Refuse shell patterns that match none of a model's paths.
-
-    Raises:
-        ConfigurationError: naming the setting, the patterns, and a few paths.
-    """
-    idle = [pattern for pattern in patterns if not any(_matches(pattern, path) for path in paths)]
-    if idle:
-        raise ConfigurationError(
-            f"{setting}: {', '.join(map(repr, idle))} matches no parameter; paths are "
-            f"{', '.join(map(repr, paths[:4]))} and so on."
-        )
-
-
 def _bits(fmt: str) -> int:
     return 4 if fmt == NF4 else BITS[fmt]
-
-
-def _matches(pattern: str, path: str) -> bool:
-    """Whether a shell pattern, a leading "!" aside, matches a path; upper and lower case are the same."""
-    return fnmatch.fnmatchcase(path.lower(), pattern.lower().removeprefix("!"))
 
 
 def _check_format(field: str, fmt: str | None) -> None:

@@ -6,15 +6,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from micro_run import Stop, die_at, losses, micro_config, train
 
 import zerojax
+from zerojax.cli.sampling import SamplingOptions
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ZeroError
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest, restore
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
+from zerojax.sharding.param_tree import from_tree
 from zerojax.train.state import initial_base
 
 LORA = {
@@ -58,6 +61,11 @@ def test_adapters_of_a_trained_run(
     trained = open_trained(whole.folder, config, MeshSection(2, 1))  # on another mesh
     ours, theirs = (zerojax.gather_params(state) for state in (trained.state, whole.state))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    # and by sample and chat, on one device
+    model = SamplingOptions(run=whole.folder.path).open_model(whole.folder)
+    found = from_tree(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    for path, weight in from_tree(theirs).items():
+        np.testing.assert_array_equal(found[path], weight)
 
     base.rename(tmp_path / "moved")
     with pytest.raises(ZeroError, match="is gone: put it back"):

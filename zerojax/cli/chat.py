@@ -2,80 +2,48 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
 
 import jax
 import numpy as np
-import tyro
 
-from zerojax import gather_model
 from zerojax.cli.options import read_options
-from zerojax.cli.trained import open_trained
+from zerojax.cli.sampling import SamplingOptions
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Sampling, stream
-from zerojax.run.config import MeshSection, RunConfig, ZeroSection
+from zerojax.generation import stream
+from zerojax.run.config import RunConfig
 from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.run_dir import RunFolder
 
-_MOST_TOKENS = 1 << 24
 _UNFINISHED = "\ufffd"  # of a character whose last bytes have not come yet
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SamplingOptions):
     """Talk to a run's latest checkpoint, on one device: a message per line of the input, until it ends.
 
     A run on conversations sees the whole conversation, in its chat template; of one that is too long for the
     context, the oldest messages are dropped. A run on prompts and completions sees each line by itself.
 
     Attributes:
-        run: The run's folder.
         system: A message of the role "system" that the conversation begins with.
-        tokens: Largest number of tokens of an answer.
-        temperature: Divisor of the logits; 0 always takes the likeliest token.
-        top_k: Sample from this many likeliest tokens only.
-        top_p: Sample from the fewest likeliest tokens whose probabilities sum to this.
-        seed: The same seed and messages give the same answers.
-        ema: Use the averaged weights (optimizer.ema_decay).
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     system: str | None = None
-    tokens: int = 300
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    ema: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse a number of tokens below 1, or more than fit into memory.
-
-        Raises:
-            ConfigurationError: names the option.
-        """
-        if not 1 <= self.tokens <= _MOST_TOKENS:
-            raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MOST_TOKENS:,}")
 
 
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint, and answer each line of the input."""
     options = read_options(Options, "chat", arguments)
-    how = Sampling(options.temperature, options.top_k, options.top_p)
     folder = RunFolder(options.run)
-    # One device computes with the master weights: wire formats do not matter.
-    config = replace(folder.read_config(), zero=ZeroSection())
-    dialogue = _open_dialogue(config, folder, options)
-    trained = open_trained(folder, config, MeshSection(nodes=1, local=1), ema=options.ema)
-    model: GPT = gather_model(trained.state)
+    dialogue = _open_dialogue(folder.read_config(), folder, options)
+    model = options.open_model(folder)
     keys = jax.random.key(options.seed)
     for turn, line in enumerate(_lines()):
         prompt = dialogue.ask(line)
         key = jax.random.fold_in(keys, turn)
-        new = stream(model, prompt, options.tokens, key=key, how=how, stop=dialogue.end.token)
+        new = stream(model, prompt, options.tokens, key=key, how=options.sampling, stop=dialogue.end.token)
         answer = ""
         for piece in dialogue.read(new):
             answer += piece

@@ -18,11 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
-from zerojax.zero_config import deciding_pattern
+from zerojax.validation.patterns import MATMUL_WEIGHTS, why_not
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""
-LORA_TARGETS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class LoRA:
 
     rank: int = 16
     alpha: float = 32.0
-    targets: tuple[str, ...] = LORA_TARGETS
+    targets: tuple[str, ...] = MATMUL_WEIGHTS
     dropout: float = 0.0
     rslora: bool = False
 
@@ -73,11 +72,8 @@ class LoRA:
             shape: of one layer's weight.
             unit: the name of its unit, if it has one.
         """
-        deciding = deciding_pattern(self.targets, path)
-        if not deciding:
-            return "no pattern of targets matches"
-        if deciding.startswith("!"):
-            return f"left out by {deciding!r}"
+        if reason := why_not(self.targets, path, "targets"):
+            return reason
         if unit is None:
             return "in no unit"
         return None if len(shape) == 2 else "not two-dimensional"

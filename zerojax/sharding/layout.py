@@ -132,62 +132,36 @@ def make_layout(
     world: MeshShape,
     zero: ZeroConfig,
     fp8: bool = False,
+    frozen: bool = False,
 ) -> ParamLayout:
     """Lay out one leaf and choose its formats, by ``ZeroConfig.precise`` and its rank.
 
     A weight of ``fp8`` products crosses ``local`` as what they read, and ``node`` as well, unless differences
-    or fewer bits are sent there.
+    or fewer bits are sent there. A frozen one is stored as it travels.
     """
     name, rank = "/".join(path), len(shape)
 
-    def codecs(formats: PerHop[str], rounding: Rounding = "nearest") -> PerHop[Codec]:
-        return PerHop(
-            *(Codec(zero.wire_format_of(name, rank, x), zero.block_size, rounding) for x in formats)
-        )
+    def codec(fmt: str, rounding: Rounding = "nearest") -> Codec:
+        fmt = zero.wire_format_of(name, rank, fmt)
+        return Codec(fmt, NF4_BLOCK if fmt == NF4 else zero.block_size, rounding)
 
-    weights, grads = codecs(zero.weight_formats), codecs(zero.grad_formats, zero.rounding)
-    if fp8:
-        operand = Codec(E4M3, zero.block_size)
-        fewer = zero.weights_delta or BITS[weights.node.fmt] < 8
-        weights = PerHop(node=weights.node if fewer else operand, local=operand)
-    quantized = not all(codec.raw for codec in (*weights, *grads))
-    unit = zero.chunks * (zero.block_size if quantized else 1)
+    operand = Codec(E4M3, zero.block_size)
+    if frozen:
+        stored = operand if fp8 else codec(zero.frozen_weights or zero.compute_format)
+        weights, chunks = PerHop(stored, stored), 1
+        grads = PerHop(*[Codec(zero.compute_format, zero.block_size)] * 2)
+    else:
+        weights = PerHop(*map(codec, zero.weight_formats))
+        grads = PerHop(*(codec(fmt, zero.rounding) for fmt in zero.grad_formats))
+        chunks = zero.chunks
+        if fp8:
+            fewer = zero.weights_delta or BITS[weights.node.fmt] < 8
+            weights = PerHop(node=weights.node if fewer else operand, local=operand)
+    blocks = [codec.block for codec in (*weights, *grads) if not codec.raw]
+    unit = chunks * max(blocks, default=1)
     shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
-    return ParamLayout(path, shape, dtype, stack, world, shard, weights, grads, rotation, index)
-
-
-def make_frozen_layout(
-    path: Path,
-    shape: tuple[int, ...],
-    dtype: str,
-    stack: tuple[int, ...],
-    *,
-    index: int,
-    world: MeshShape,
-    zero: ZeroConfig,
-    fp8: bool = False,
-) -> ParamLayout:
-    """Lay out a leaf that is not trained, stored in ``ZeroConfig.frozen_weights``."""
-    exact = zero.compute_format
-    fmt = E4M3 if fp8 else zero.wire_format_of("/".join(path), len(shape), zero.frozen_weights or exact)
-    codec = Codec(fmt, NF4_BLOCK if fmt == NF4 else zero.block_size)
-    unit = 1 if codec.raw else codec.block
-    shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
-    none = Codec(exact, zero.block_size)
-    return ParamLayout(
-        path,
-        shape,
-        dtype,
-        stack,
-        world,
-        shard,
-        PerHop(codec, codec),
-        PerHop(none, none),
-        0,
-        index,
-        frozen=True,
-    )
+    return ParamLayout(path, shape, dtype, stack, world, shard, weights, grads, rotation, index, frozen)
 
 
 def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:

@@ -158,6 +158,29 @@ def next_secondary(
     return lax.cond(due, lambda: first_secondary(spec, params), update)
 
 
+def secondary_partitions(
+    spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any], step: Array
+) -> dict[Path, Any]:
+    """The secondary partition of every trained weight, as the next forward pass computes with it.
+
+    Args:
+        spec: the train spec.
+        params: master weights, flat blocks.
+        secondary: delta's copies as the state has them; or empty.
+        step: steps taken.
+
+    Returns:
+        ``[.., nodes, m]`` in the local format; those that fp8 products read as ``Scaled`` codes.
+    """
+    params, copies = with_scales(spec, params, secondary)
+    if copies:
+        rows = next_secondary(spec, params, copies, step)
+    else:
+        own = params if spec.zero.stage > 0 else _masters(spec, params)
+        rows = _by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own)
+    return {leaf.path: with_values(params[leaf.path], rows_of(rows[leaf.path], leaf)) for leaf in spec.leaves}
+
+
 def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
     """Delta's secondary copies after a step; ``updated`` are those that units have updated.
 
@@ -198,14 +221,14 @@ def sources(
     else:
         found = _by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
     rows = {
-        leaf.path: jax.tree.map(lambda x, leaf=leaf: _rows(x, leaf), frozen[leaf.path])
+        leaf.path: jax.tree.map(lambda x, leaf=leaf: rows_of(x, leaf), frozen[leaf.path])
         for leaf in spec.frozen
     }
     return Weights(found, copies, _masters(spec, params), rows)
 
 
-def _rows(x: Array, leaf: ParamLayout) -> Array:
-    """This device's part of a frozen weight by the shards in it; its scale as it is."""
+def rows_of(x: Array, leaf: ParamLayout) -> Array:
+    """This device's secondary partition of a weight by the shards in it; a scale as it is."""
     return x.reshape(*leaf.stack, leaf.world.nodes, -1) if x.ndim > len(leaf.stack) else x
 
 

@@ -14,15 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LORA_TARGETS, A, B, LoRA
+from zerojax.matmul.lora import A, B, LoRA
 from zerojax.matmul.operand import Scaled
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
-from zerojax.sharding.layout import OWNED, ParamLayout, make_frozen_layout, make_layout
+from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
-from zerojax.zero_config import ZeroConfig, refuse_idle
+from zerojax.validation.patterns import MATMUL_WEIGHTS, refuse_idle
+from zerojax.zero_config import ZeroConfig
 
 _EVERYONE = PartitionSpec()
 
@@ -229,8 +230,7 @@ def adapter_parameters(
     if lora is None:
         return []
     names = ["/".join(p.path) for p in parameters]
-    given = [pattern for pattern in lora.targets if pattern not in LORA_TARGETS]
-    refuse_idle("LoRA.targets", given, names)
+    refuse_idle("LoRA.targets", lora.targets, names, default=MATMUL_WEIGHTS)
     if lora.dropout and zero.accumulate_order == "breadth":
         raise ConfigurationError(
             "LoRA.dropout would zero the same elements in all micro-batches in breadth: set "
@@ -261,9 +261,11 @@ def lay_out(
 ) -> ParamLayout:
     """The layout of a parameter of the model, or of an adapter."""
     name = "/".join(p.path)
-    make = make_frozen_layout if not adapter and zero.is_frozen(name) else make_layout
     fp8 = not adapter and zero.without_fp8(name, p.shape, p.unit) is None
-    return make(p.path, p.shape, p.dtype, p.stack, index=index, world=world, zero=zero, fp8=fp8)
+    frozen = not adapter and zero.is_frozen(name)
+    return make_layout(
+        p.path, p.shape, p.dtype, p.stack, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen
+    )
 
 
 def _of_unit(

@@ -22,7 +22,7 @@ from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.peft_files import target_modules
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.save import each_tensor, gather_layer
-from zerojax.matmul.lora import LORA_TARGETS, A, B
+from zerojax.matmul.lora import A, B
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.build import RunSetup, new_state
@@ -62,7 +62,7 @@ def tuned(imported: Imported) -> Tuned:
     lora = adapter_lora(ADAPTERS / name, config.model)
     if name == "llama2":
         rank = lora.rank + SPARE
-        lora = replace(lora, rank=rank, alpha=lora.scale * math.sqrt(rank), targets=LORA_TARGETS)
+        lora = replace(lora, rank=rank, alpha=lora.scale * math.sqrt(rank), targets=LoRA().targets)
     config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
     before, _, _ = new_state(
         RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None

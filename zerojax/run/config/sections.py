@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from pallas_kernels import Format
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LORA_TARGETS, LoRA
+from zerojax.matmul.lora import LoRA
 from zerojax.models.config import GPTConfig
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
 from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.patterns import MATMUL_WEIGHTS
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
 
 _MOST_STEPS = 1 << 24  # schedules are computed in fp32, which has no larger odd integers
@@ -374,7 +375,7 @@ class LoRASection:
 
     rank: int = 0
     alpha: float = 32.0
-    targets: tuple[str, ...] = LORA_TARGETS
+    targets: tuple[str, ...] = MATMUL_WEIGHTS
     dropout: float = 0.0
     rslora: bool = False
 

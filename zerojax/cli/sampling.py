@@ -1,0 +1,65 @@
+"""What ``zerojax sample`` and ``zerojax chat`` share: their options, and a run's model on one device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zerojax import gather_model
+from zerojax.cli.trained import as_stored, open_trained
+from zerojax.errors import ConfigurationError
+from zerojax.generation import Sampling
+from zerojax.models import GPT
+from zerojax.run.config import MeshSection
+from zerojax.run.run_dir import RunFolder
+
+_MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a command samples from a run's latest checkpoint.
+
+    Attributes:
+        run: The run's folder.
+        tokens: Largest number of tokens to generate.
+        temperature: Divisor of the logits; 0 always takes the likeliest token.
+        top_k: Sample from this many likeliest tokens only.
+        top_p: Sample from the fewest likeliest tokens whose probabilities sum to this.
+        seed: The same seed and input give the same text.
+        ema: Use the averaged weights (optimizer.ema_decay).
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    tokens: int = 300
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    ema: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be sampled with.
+
+        Raises:
+            ConfigurationError: names the option.
+        """
+        _ = self.sampling
+        if not 1 <= self.tokens <= _MOST_TOKENS:
+            raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MOST_TOKENS:,}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How to draw a token."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    def open_model(self, folder: RunFolder) -> GPT:
+        """The run's model, whole on one device.
+
+        Raises:
+            ConfigurationError: as ``open_trained``.
+        """
+        # One device computes with the weights as they are stored: wire formats do not matter.
+        config, one = as_stored(folder.read_config()), MeshSection(nodes=1, local=1)
+        return gather_model(open_trained(folder, config, one, ema=self.ema).state)

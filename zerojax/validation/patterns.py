@@ -1,0 +1,38 @@
+"""Shell patterns that choose parameters by path: the last that matches decides, "!" leaves out."""
+
+import fnmatch
+from collections.abc import Sequence
+
+from zerojax.errors import ConfigurationError
+
+MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
+"""The kernels of a model's blocks, which fp8 products and adapters are for unless patterns are given."""
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a shell pattern, a leading "!" aside, matches a path; upper and lower case are the same."""
+    return fnmatch.fnmatchcase(path.lower(), pattern.lower().removeprefix("!"))
+
+
+def why_not(patterns: Sequence[str], path: str, setting: str) -> str | None:
+    """Why the patterns of a setting do not choose a path, joined by "/"; None if they do."""
+    deciding = next((pattern for pattern in reversed(patterns) if matches(pattern, path)), None)
+    if deciding is None:
+        return f"no pattern of {setting} matches"
+    return f"left out by {deciding!r}" if deciding.startswith("!") else None
+
+
+def refuse_idle(
+    setting: str, patterns: Sequence[str], paths: Sequence[str], default: Sequence[str] = ()
+) -> None:
+    """Refuse shell patterns that match none of a model's paths, those of ``default`` aside.
+
+    Raises:
+        ConfigurationError: naming the setting, the patterns, and a few paths.
+    """
+    idle = [p for p in patterns if p not in default and not any(matches(p, path) for path in paths)]
+    if idle:
+        raise ConfigurationError(
+            f"{setting}: {', '.join(map(repr, idle))} matches no parameter; paths are "
+            f"{', '.join(map(repr, paths[:4]))} and so on."
+        )
