@@ -42,6 +42,11 @@ def run(arguments: list[str]) -> None:
     options = on_config.parse(Options, "train", arguments)
     folder = RunFolder(options.run_dir or Path("runs") / Path(options.config).stem)
     settings = options.settings
+    if settings.posttrain.method != "none":
+        raise ConfigurationError(
+            f'posttrain.method = "{settings.posttrain.method}" is for zerojax posttrain: run that, or leave '
+            "it out"
+        )
     if options.adapter is not None and not settings.lora.rank:
         settings = replace(settings, lora=LoRASection(**vars(adapter_lora(options.adapter, settings.model))))
     from_files = {"--init-from": options.init_from, "--adapter": options.adapter}
