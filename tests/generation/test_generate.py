@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_models import CONTEXT, LISTED, SMALL, VOCAB, Averages, assert_same, create, greedy, prompts
+from generation_models import CONTEXT, LISTED, SMALL, Averages, assert_same, create, greedy, prompts
 
 import zerojax
 from zerojax import LoRA, ZeroError

@@ -1,4 +1,4 @@
-"""Small models that generate, and texts to expect of them: of loops over the whole prefix, without a cache."""
+"""Small models that generate, and the texts to expect of them: of loops over prefixes, without a cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from zerojax.models import GPT, Block, GPTConfig, lm_loss
 
 VOCAB, CONTEXT = 29, 24
 SMALL = GPTConfig(
-    vocab_size=VOCAB, layers=2, d_model=8, heads=2, kv_heads=1, max_seq_len=CONTEXT, init_std=0.3, biases=False,
-    positions="rope", norm="rms", mlp="swiglu", ffn=24, tied=False,
+    vocab_size=VOCAB, layers=2, d_model=8, heads=2, kv_heads=1, max_seq_len=CONTEXT, init_std=0.3,
+    biases=False, positions="rope", norm="rms", mlp="swiglu", ffn=24, tied=False,
 )  # fmt: skip
 LISTED = GPTConfig(
     vocab_size=VOCAB, layers=2, d_model=8, heads=2, max_seq_len=CONTEXT, init_std=0.3, scan=False,
@@ -62,7 +62,7 @@ class Residual(nnx.Module):
 def create(
     model: Any, nodes: int, local: int, *, seed: int = 3, abstract: bool = False, **options: Any
 ) -> zerojax.TrainState:
-    """A state in fp32 of a GPT's config or of a factory; ``options`` are those of ``ZeroConfig``, and lora."""
+    """A state in fp32 of a GPT's config or of a factory; ``options`` are ``ZeroConfig``'s, and lora."""
     extra = {name: options.pop(name) for name in ("lora", "base") if name in options}
     preset = options.pop("preset", "zero3")
     units = (Block,) if isinstance(model, GPTConfig) and not model.scan else ()
