@@ -218,7 +218,7 @@ def _copy(
     form: Any = weights
     if weights == "auto":
         whole = GenerationCopy.of(spec, "compute", adapters=adapters)
-        form = "compute" if (whole.device_bytes + cache) >> 20 <= room else "gathered"
+        form = "compute" if whole.device_bytes + cache <= room << 20 else "gathered"
     copy = spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )
