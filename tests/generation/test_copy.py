@@ -1,11 +1,13 @@
 """The copy of the weights: what it holds, what it weighs, and that no byte of it crosses nodes afterwards."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import reference_codec
 from generation_models import SMALL, assert_same, create, greedy, prompts
@@ -13,13 +15,15 @@ from jax.extend import core
 from plain_loop import by_path
 
 import zerojax
+from zerojax import aot, hlo
 from zerojax.generation.checks import abstract_model
-from zerojax.generation.copy import Form, GenerationCopy
+from zerojax.generation.copy import Form, GenerationCopy, device_bytes
 from zerojax.generation.engine import Engine, Queue
-from zerojax.generation.generate import _copy, device_bytes, generation_program
+from zerojax.generation.generate import _copy, generation_program
 from zerojax.generation.sampling import Sampling
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
+from zerojax.models import GPT, lm_loss
 
 
 def axes_used(jaxpr: core.Jaxpr) -> Iterator[str]:
@@ -33,22 +37,23 @@ def axes_used(jaxpr: core.Jaxpr) -> Iterator[str]:
                 yield from axes_used(inner)
 
 
-def traced(form: Form, **options: Any) -> core.Jaxpr:
-    """The program that makes tokens, on 2 x 4 devices."""
-    state = create(SMALL, 2, 4, abstract=True, **options)
+def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
+    """The program that makes tokens for 16 prompts, on 8 devices."""
     copy = GenerationCopy.of(state.spec, form)
-    engine = Engine(2, 1, 4, 20, "float32", Sampling(), None, "local" if form == "gathered" else None)
-    queue = Queue(jax.ShapeDtypeStruct((16, 16), np.int32), *[jax.ShapeDtypeStruct((16,), np.int32)] * 4)
-    weights = jax.eval_shape(copy.make, state)
+    if form == "gathered":
+        engine = dataclasses.replace(engine, group="local")
+    array = functools.partial(state.spec.abstract, dtype=np.int32, spec=state.spec.batch_spec)
+    queue = Queue(array((16, 16)), *[array((16,))] * 4)
     seed = jax.ShapeDtypeStruct((), np.uint32)
-    return generation_program(copy, engine).trace(weights, state.model_state, queue, seed).jaxpr.jaxpr
+    return generation_program(copy, engine).trace(copy.abstract, state.model_state, queue, seed)
 
 
 @pytest.mark.parametrize("preset", ["zero3", "delta"])
 def test_no_byte_crosses_nodes_while_tokens_are_made(preset):
-    assert set(axes_used(traced("gathered", preset=preset))) == {"local"}
-    for form in ("compute", "int8"):
-        assert not set(axes_used(traced(form, preset=preset)))
+    state = create(SMALL, 2, 4, abstract=True, preset=preset)
+    engine = Engine(2, 1, 4, 20, "float32", Sampling(), None)
+    for form, axes in (("gathered", {"local"}), ("compute", set()), ("int8", set())):
+        assert set(axes_used(traced(state, form, engine).jaxpr.jaxpr)) == axes
 
 
 def test_the_search_for_axes_finds_those_of_the_copy():
@@ -93,7 +98,11 @@ def test_frozen_weights_are_shared_and_the_bytes_are_counted():
         assert stored[path] is x
     for form in ("gathered", "compute", "int8"):
         copy = GenerationCopy.of(spec, form)
-        assert copy.device_bytes == device_bytes(copy.make(state)), form
+        made, expected = copy.make(state), copy.abstract
+        for path, x in jax.tree.leaves_with_path(made):
+            like = functools.reduce(lambda tree, key: tree[key.key], path, expected)
+            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert copy.device_bytes == device_bytes(made), form
 
 
 def test_weights_are_whole_where_they_fit():
@@ -123,3 +132,24 @@ def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
         assert np.abs(apart).max() < 2**-4 * np.abs(weights[path]).max()
     got = zerojax.generate(state, prompts(), 4, weights=form)
     assert (got.lengths == 4).all()
+
+
+@pytest.mark.slow
+def test_neither_weights_nor_cache_are_copied_for_a_token():
+    """Compiled for H100s: matmuls read a layer's weights, and attention its cache, where they lie."""
+    try:
+        devices = aot.topology(2, 4, gpu="h100")
+    except aot.CompilerMissingError as error:
+        pytest.skip(str(error))
+    config = dataclasses.replace(SMALL, layers=4, d_model=512, heads=4, kv_heads=2, ffn=1024, max_seq_len=256)
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(0.1),
+        lm_loss,
+        mesh=zerojax.make_mesh(2, 4, devices=devices),
+    )
+    engine = Engine(64, 1, 200, 216, "bfloat16", Sampling(), 2)
+    text = traced(state, "compute", engine).lower().compile(dict(aot.COMPILER_OPTIONS)).as_text()
+    # A layer's smallest weight has 512 KB, its keys have 7 MB.
+    moved = [one for one in hlo.movements(text, 400_000) if not one.source.endswith("broadcast_in_dim")]
+    assert not moved

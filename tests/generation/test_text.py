@@ -33,7 +33,12 @@ def draw_prompt(length, batch=2):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2, "sliding_window": 5}, GEMMA],
+    [
+        {},
+        LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6},
+        {"scan": False, "position_offset": 2, "sliding_window": 5},
+        GEMMA,
+    ],
     ids=["gpt2", "llama", "list", "gemma"],
 )
 @pytest.mark.parametrize("length", [1, 6, 17])

@@ -90,16 +90,24 @@ class GenerationCopy:
         return {path: place(leaf) for path, leaf in self.leaves.items()}
 
     @property
+    def abstract(self) -> Stored:
+        """The shape, dtype and sharding of each weight."""
+        specs = self.specs
+
+        def stored(leaf: ParamLayout) -> Any:
+            spec = specs[leaf.path]
+            if self.form == "compute":
+                return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf), spec)
+            place = spec.values if leaf.fp8 else spec
+            values = self.spec.abstract(leaf.frozen_shape, leaf.weights.local.dtype, place)
+            return Scaled(values, self.spec.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
+
+        return {path: stored(leaf) for path, leaf in self.leaves.items()}
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of the copy on one device, without what is gathered or decoded for a layer."""
-
-        def stored(leaf: ParamLayout) -> int:
-            if self.form == "compute":
-                return leaf.count * self.strategy.weight_dtype(leaf).itemsize
-            whole = math.prod(leaf.frozen_shape) * leaf.weights.local.dtype.itemsize
-            return whole // (leaf.world.local if self.form == "gathered" else 1)
-
-        return sum(map(stored, self.leaves.values()))
+        return device_bytes(self.abstract)
 
     def make(self, state: TrainState) -> Stored:
         """The weights of a state, stored so: the only part of a generation phase that crosses nodes."""
@@ -139,6 +147,17 @@ class GenerationCopy:
                     lora=dataclasses.replace(self.spec.lora, dropout=0.0),
                 )
         return own
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes on one device of a tree of arrays or ShapeDtypeStructs; of those without a sharding, all."""
+
+    def one(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
 
 
 _GIVEN = ("params", "secondary", "step", "frozen")

@@ -1,7 +1,6 @@
 """``zerojax.generate``: continue prompts on the mesh, with the sharded weights of a train state."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,7 +16,7 @@ from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size as bytes_text
 from zerojax.generation.checks import abstract_model, check_limits, checked_context, checked_prompts
-from zerojax.generation.copy import Form, GenerationCopy
+from zerojax.generation.copy import Form, GenerationCopy, device_bytes
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
@@ -239,17 +238,6 @@ def _room(spec: TrainSpec) -> int:
     return max(0, int(_SHARE * limit) - device_bytes(abstract_fields(spec))) >> 20
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of arrays or ShapeDtypeStructs; of those without a sharding, all."""
-
-    def one(x: Any) -> int:
-        sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
-
-    return sum(map(one, jax.tree.leaves(tree)))
-
-
 def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
     """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
     name = f"generate {copy.form} {copy.adapters} {queue.prompts.shape} {engine}"
@@ -280,7 +268,8 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
         out_specs=spec.batch_spec,
         check_vma=False,
     )
-    return jax.jit(run, compiler_options=compiler_options(spec.mesh, fp8=spec.zero.matmul_dtype == "fp8"))
+    fp8 = spec.zero.matmul_dtype == "fp8"
+    return jax.jit(run, compiler_options=compiler_options(spec.mesh, fp8=fp8, generation=True))
 
 
 def _of_this_process(x: jax.Array) -> np.ndarray:
