@@ -4,15 +4,6 @@ A slot holds one row of the key-value cache. Each turn of the loop first refills
 prefill computes the cache and the first token of whole prompts. Then one decode step draws the next token of
 every slot. A slot is free again when its row draws the stop token or reaches its limit (Yu et al., "Orca",
 OSDI 2022, iteration-level scheduling).
-
-A model takes part by three methods and, if its sequences are limited, an attribute:
-
-- ``init_cache(batch, length, dtype)``: an empty cache, any pytree of arrays that have an axis of ``batch``;
-- ``decode(tokens, start, end, cache) -> (hidden, cache)``: runs new ``tokens [batch, time]``, of which row
-  i has ``start[i]`` predecessors in the cache, and afterwards ``end[i]`` in all. Rows are padded on the
-  right: what a row has beyond ``end`` must not be attended to, and is overwritten later;
-- ``logits(hidden) -> [..., vocab]``;
-- ``context_length``: the most tokens of a sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zerojax.errors import ConfigurationError
+from zerojax.generation.protocol import batch_axes, decoded
 from zerojax.generation.sampling import Sampling, sample
 
 _SLOTS = 64
 """Rows of a device that are decoded together, unless the caller says."""
 _PREFILL_TOKENS = 8192
-PROTOCOL = ("init_cache", "decode", "logits")
 
 
 class Queue(NamedTuple):
@@ -180,7 +170,7 @@ class Engine:
         index = jnp.where(taken, loop.taken + numbers, 0)
         prompts, lengths = queue.prompts[index], jnp.maximum(queue.lengths[index], 1)
         cache = model.init_cache(self.prefill, prompts.shape[1], jnp.dtype(self.dtype))
-        hidden, cache = model.decode(prompts, jnp.zeros_like(lengths), lengths, cache)
+        hidden, cache = decoded(model, prompts, jnp.zeros_like(lengths), lengths, cache)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         # The free slots come first in this order; what is not taken goes nowhere.
         order = jnp.argsort(~is_free, stable=True)[: self.prefill]
@@ -200,7 +190,7 @@ class Engine:
         slots, count = loop.slots, queue.lengths.shape[0]
         lengths = queue.lengths.at[slots.row].get(mode="fill", fill_value=1)
         end = jnp.where(slots.row < count, lengths + slots.made, 1)
-        hidden, cache = model.decode(slots.token[:, None], end - 1, end, slots.cache)
+        hidden, cache = decoded(model, slots.token[:, None], end - 1, end, slots.cache)
         token, out, ended = self._draw(model, hidden[:, 0], queue, key, slots.row, slots.made, loop.out)
         row = jnp.where(ended, count, slots.row)
         return loop._replace(slots=_Slots(row, token, slots.made + 1, cache), out=out)
@@ -280,23 +270,3 @@ def row_keys(
     return jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(
         rows, positions
     )
-
-
-def batch_axes(model: Any, dtype: str) -> Any:
-    """The batch axis of each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
-
-    Raises:
-        ConfigurationError: an array has none.
-    """
-    one, two = (jax.eval_shape(lambda n=n: model.init_cache(n, 16, jnp.dtype(dtype))) for n in (1, 2))
-
-    def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
-        found = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-        if len(found) != 1:
-            raise ConfigurationError(
-                f"init_cache made an array of shape {a.shape} for one row and {b.shape} for two: each array "
-                "of the cache needs one axis of rows"
-            )
-        return found[0]
-
-    return jax.tree.map(axis, one, two)
