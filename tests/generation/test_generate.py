@@ -5,8 +5,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from generation_models import CONTEXT, LISTED, SMALL, Averages, assert_same, create, greedy, prompts
+from generation_models import (
+    CONTEXT,
+    LISTED,
+    SMALL,
+    Averages,
+    LinenAverages,
+    LinenResidual,
+    assert_same,
+    create,
+    greedy,
+    next_token_loss,
+    prompts,
+)
 
 import zerojax
 from zerojax import LoRA, ZeroError
@@ -71,6 +84,21 @@ def test_random_tokens_are_the_same_on_every_mesh_with_any_slots(options):
         text = np.concatenate([prompt, row])
         scores = jax.nn.log_softmax(model(text[None])[0] / heat)[len(prompt) - 1 : -1]
         np.testing.assert_allclose(log_probs, np.asarray(scores)[np.arange(6), row], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gathered", "compute"])
+def test_a_linen_model_generates(form):
+    state = zerojax.TrainState.create(
+        LinenAverages(),
+        optax.adam(1e-2),
+        next_token_loss,
+        mesh=zerojax.make_mesh(2, 2),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", units=(LinenResidual,)),
+        sample_batch={"tokens": np.zeros((1, 8), np.int32)},
+    )
+    got = zerojax.generate(state, prompts(), 6, temperature=0, weights=form, slots=2)
+    assert_same(got, greedy(zerojax.gather_model(state), prompts(), 6))
 
 
 def agreement(model, batch):

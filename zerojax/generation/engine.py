@@ -132,18 +132,23 @@ class Engine:
         )
         free = jnp.full(self.slots, count, jnp.int32)
         none = jnp.zeros(self.slots, jnp.int32)
-        cache = bind().init_cache(self.slots, self.length, jnp.dtype(self.dtype))
+        cache = self.empty_cache(bind, self.slots, self.length)
+        axes = batch_axes(lambda rows: self.empty_cache(bind, rows, self.length))
         slots = _Slots(free, none, none, cache)
         loop = self._decide(_Loop(jnp.int32(0), slots, out, jnp.bool(False), jnp.bool(False)), queue)
 
         def refill(loop: _Loop) -> _Loop:
-            return self._decide(self._prefill(bind(), queue, key, loop), queue)
+            return self._decide(self._prefill(bind, axes, queue, key, loop), queue)
 
         def turn(loop: _Loop) -> _Loop:
             loop = lax.while_loop(lambda loop: loop.refill, refill, loop)
             return self._decide(self._decode(bind(), queue, key, loop), queue)
 
         return lax.while_loop(lambda loop: loop.busy, turn, loop).out
+
+    def empty_cache(self, bind: Callable[[], Any], rows: int, length: int) -> Any:
+        """A cache for so many rows of so many tokens."""
+        return bind().init_cache(rows, length, jnp.dtype(self.dtype))
 
     def _decide(self, loop: "_Loop", queue: Queue) -> "_Loop":
         """Whether to refill slots, and whether there is anything left to do.
@@ -160,7 +165,9 @@ class Engine:
             flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
         return loop._replace(refill=flags[0], busy=flags[1])
 
-    def _prefill(self, model: Any, queue: Queue, key: Array, loop: "_Loop") -> "_Loop":
+    def _prefill(
+        self, bind: Callable[[], Any], axes: Any, queue: Queue, key: Array, loop: "_Loop"
+    ) -> "_Loop":
         """Put the next prompts of the queue into free slots, and draw their first tokens."""
         slots, count = loop.slots, queue.lengths.shape[0]
         numbers = jnp.arange(self.prefill)
@@ -169,7 +176,7 @@ class Engine:
         taken = numbers < jnp.minimum(jnp.sum(is_free), left)
         index = jnp.where(taken, loop.taken + numbers, 0)
         prompts, lengths = queue.prompts[index], jnp.maximum(queue.lengths[index], 1)
-        cache = model.init_cache(self.prefill, prompts.shape[1], jnp.dtype(self.dtype))
+        model, cache = bind(), self.empty_cache(bind, self.prefill, prompts.shape[1])
         hidden, cache = decoded(model, prompts, jnp.zeros_like(lengths), lengths, cache)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         # The free slots come first in this order; what is not taken goes nowhere.
@@ -181,7 +188,7 @@ class Engine:
             slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
             slots.token.at[place].set(token, mode="drop"),
             slots.made.at[place].set(1, mode="drop"),
-            self._insert(model, slots.cache, cache, place),
+            _insert(slots.cache, cache, place, axes),
         )
         return loop._replace(taken=loop.taken + jnp.sum(taken), slots=slots, out=out)
 
@@ -212,16 +219,6 @@ class Engine:
             out.log_probs.at[row, made].set(log_prob, mode="drop"),
         )
         return token, out, ended
-
-    def _insert(self, model: Any, cache: Any, filled: Any, place: Array) -> Any:
-        """The cache with prefilled rows at their places."""
-
-        def insert(whole: Array, part: Array, axis: int) -> Array:
-            where: list[Any] = [slice(0, size) for size in part.shape]
-            where[axis] = place
-            return whole.at[tuple(where)].set(part, mode="drop")
-
-        return jax.tree.map(insert, cache, filled, batch_axes(model, self.dtype))
 
 
 class _Slots(NamedTuple):
@@ -270,3 +267,14 @@ def row_keys(
     return jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(
         rows, positions
     )
+
+
+def _insert(cache: Any, filled: Any, place: Int[Array, " rows"], axes: Any) -> Any:
+    """A cache with prefilled rows at their places."""
+
+    def insert(whole: Array, part: Array, axis: int) -> Array:
+        where: list[Any] = [slice(0, size) for size in part.shape]
+        where[axis] = place
+        return whole.at[tuple(where)].set(part, mode="drop")
+
+    return jax.tree.map(insert, cache, filled, axes)

@@ -8,10 +8,10 @@
 - ``context_length``: the most tokens of a sequence.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zerojax.errors import ConfigurationError
@@ -48,13 +48,16 @@ def decoded(
     return hidden, after
 
 
-def batch_axes(model: Any, dtype: str) -> Any:
-    """The batch axis of each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
+def batch_axes(init_cache: Callable[[int], Any]) -> Any:
+    """The axis of rows in each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
+
+    Args:
+        init_cache: makes a cache of so many rows.
 
     Raises:
         ConfigurationError: an array has none.
     """
-    one, two = (jax.eval_shape(lambda n=n: model.init_cache(n, 16, jnp.dtype(dtype))) for n in (1, 2))
+    one, two = (jax.eval_shape(lambda rows=rows: init_cache(rows)) for rows in (1, 2))
 
     def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
         found = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
