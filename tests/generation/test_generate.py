@@ -116,7 +116,7 @@ def agreement(model, batch):
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
             ("delta", (3, 2), "compute"),
-            ("zero++", (2, 4), "gathered"),
+            ("zero++", (2, 2), "gathered"),
             ("zero++", (3, 2), "compute"),
             ("stage 0", (2, 2), "gathered"),
             ("stage 1", (2, 2), "gathered"),
