@@ -424,7 +424,7 @@ def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed, *, trai
             for leaf in group.leaves
         }
         for leaf in group.frozen:
-            adapter = tuple(sharded.pop(part.path) for part in spec.adapter_of(leaf))
+            adapter = tuple(sharded.pop(part.path) for part in spec.adapters.get(leaf.path, ()))
             lora = spec.lora if adapter else None
             if lora is not None and not train:
                 lora = dataclasses.replace(lora, dropout=0.0)

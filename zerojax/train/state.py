@@ -223,7 +223,7 @@ def gather_params(state: TrainState) -> dict[str, Any]:
     whole = {leaf.path: _gathered(spec, leaf, params[leaf.path]) for leaf in spec.leaves}
     for leaf in spec.frozen:
         weight = _gathered(spec, leaf, stored[leaf.path])
-        if adapter := spec.adapter_of(leaf):
+        if adapter := spec.adapters.get(leaf.path):
             assert spec.lora is not None
             a, b = (whole.pop(part.path) for part in adapter)
             weight = merged(weight, a, b, spec.lora)
@@ -241,7 +241,7 @@ def gather_adapters(state: TrainState) -> dict[str, Any]:
     """
     check_there(state)
     spec, params = state.spec, from_tree(state.params)
-    parts = [part for leaf in spec.frozen for part in spec.adapter_of(leaf)]
+    parts = [part for pair in spec.adapters.values() for part in pair]
     if not parts:
         raise ConfigurationError("the state has no adapters: create it with lora=.")
     return to_tree({part.path: _gathered(spec, part, params[part.path]) for part in parts})
@@ -411,7 +411,7 @@ def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
     """The first values of all adapters, by path, of unsharded shape."""
     values: dict[Path, Array] = {}
     for leaf in spec.frozen:
-        if spec.adapter_of(leaf):
+        if leaf.path in spec.adapters:
             assert spec.lora is not None
             own = spec.lora.init(jax.random.fold_in(key, leaf.index), leaf.shape, leaf.stack)
             values |= {(*leaf.path, name): value for name, value in own.items()}

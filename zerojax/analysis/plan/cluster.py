@@ -122,11 +122,11 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
-    adapters = {own.path for leaf in spec.frozen for own in spec.adapter_of(leaf)}
+    own = {leaf.path for leaf in spec.weights}
     moved = {
         leaf.path: lay_out(
             Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit), leaf.index, world, zero,
-            adapter=leaf.path in adapters,
+            adapter=leaf.path not in own,
         )
         for group in spec.groups
         for leaf in group.every

@@ -9,7 +9,7 @@ from jaxtyping import Float32, PyTree, Shaped
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of, weights_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
@@ -36,7 +36,7 @@ def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family,
     Raises:
         ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
     """
-    needed = {tensor.name: tensor for leaf in weights_of(train_spec) for tensor in tensors_of(leaf, parts)}
+    needed = {tensor.name: tensor for leaf in train_spec.weights for tensor in tensors_of(leaf, parts)}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
