@@ -37,7 +37,8 @@ from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule, rate_changes
 from zerojax.run.run_dir import Resume, RunFolder, check_same_model, check_same_run, check_start
 from zerojax.run.trackers import check_trackers
-from zerojax.train.state import initial_base, initializer
+from zerojax.train.initial import initializer
+from zerojax.train.state import initial_base
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
@@ -118,7 +119,7 @@ class RunSetup:
         if base:
             return zerojax.TrainState.create(**self._arguments(), seed=seed)
         state = self.abstract_state()
-        return state.replace(**initializer(state, frozen=False)(np.uint32(seed)))
+        return state.replace(**initializer(state.spec, frozen=False)(np.uint32(seed)))
 
     def _arguments(self) -> dict[str, Any]:
         return {

@@ -39,8 +39,9 @@ from zerojax.run.checkpoints.canonical import abstract_weight, with_weights
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.gathering import gather_adapters
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, check_there, gather_adapters
+from zerojax.train.state import TrainState, check_there
 from zerojax.validation.dtypes import dtype_name
 
 
