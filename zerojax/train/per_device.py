@@ -26,7 +26,8 @@ from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.matmul.operand import array_of
 from zerojax.schedule.breadth_first import over_micro_batches
-from zerojax.schedule.unit import Sharded, materialise, translated_errors
+from zerojax.schedule.sharded import Sharded, translated_errors
+from zerojax.schedule.unit import materialise
 from zerojax.schedule.weight_reads import refuse_reads
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
