@@ -17,7 +17,7 @@ from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.run.config import MeshSection
-from zerojax.testing.emulated_cluster.network import bytes_per_second
+from zerojax.validation.rates import bytes_per_second
 
 
 @dataclass(frozen=True)
