@@ -101,3 +101,8 @@ def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInv
 def on_cpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
     """Whether all are CPUs, which can be emulated in any number."""
     return all(device.platform == "cpu" for device in devices)
+
+
+def node_leaders(mesh: Mesh) -> list[int]:
+    """The process of each node's first device, by node."""
+    return [int(devices[0].process_index) for devices in mesh.devices]

@@ -67,7 +67,8 @@ def test_the_environment_of_a_node(monkeypatch):
     lines, _ = run(
         2,
         "echo $JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID $JAX_NUM_PROCESSES $NCCL_HOSTID "
-        "$NCCL_SOCKET_IFNAME $ZEROJAX_LINK_RATE $EXTRA [$https_proxy]; echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
+        "$NCCL_SOCKET_IFNAME $ZEROJAX_LINK_RATE $EXTRA [$https_proxy]; "
+        "echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
         env={"EXTRA": "more"},
     )
     (token,) = {token for _, _, token in lines}
