@@ -108,6 +108,22 @@ class LinkReport:
             slope, latency = seconds[largest] / sizes[largest], 0.0
         return float(latency), float(self.local / slope)
 
+    def expected(self, op: Op) -> tuple[float, float]:
+        """A GPU's collective: seconds of a message of no bytes, and bytes/s that a node sends beyond that.
+
+        From CPUs, whose collectives are gloo's, it is what flows carry: NCCL opens as many as it is told.
+
+        Raises:
+            ConfigurationError: measured on CPUs, and without flows.
+        """
+        if self.platform != "cpu":
+            return self.fit(op)
+        if not self.flows:
+            raise ConfigurationError(
+                "the links were measured on CPUs in one process: run zerojax links on the nodes"
+            )
+        return 0.0, _best(self).bytes_per_second
+
     def write(self, file: Path) -> None:
         """Write it as JSON."""
         file.write_text(json.dumps(asdict(self), indent=1) + "\n")
