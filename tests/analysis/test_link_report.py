@@ -27,7 +27,7 @@ def report(flows, collectives, *, rate=None, local=1, busy=0.3, thread=0.3, late
                     for n in (1, 16, 64)
                     for op in ("all-gather", "all-to-all")
                 ),
-                "nccl": {"NCCL_SOCKET_NTHREADS": "4"},
+                "nccl": {},
             }
             | more
         )
@@ -35,6 +35,9 @@ def report(flows, collectives, *, rate=None, local=1, busy=0.3, thread=0.3, late
 
 
 GROWING = {1: 19.8, 2: 36, 4: 67, 8: 94.6}  # measured over an emulated link of 100 Gb/s
+
+FOUR = {"NCCL_SOCKET_NTHREADS": "4"}
+EIGHT = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
 
 
 @pytest.mark.parametrize(
@@ -50,10 +53,13 @@ GROWING = {1: 19.8, 2: 36, 4: 67, 8: 94.6}  # measured over an emulated link of 
         (report({1: 5, 2: 10, 4: 20, 8: 40}, 39, rate=100), "flows", "NCCL_SOCKET_NTHREADS=16"),
         # Collectives use a single flow.
         (report(GROWING, 20, rate=100), "flows", "NCCL_SOCKET_NTHREADS=8 "),
-        (report(GROWING, 20, rate=100, local=4), "flows", "NCCL_SOCKET_NTHREADS=2 gives a node 8 flows"),
+        (report(GROWING, 60, rate=100, local=4), "flows", "NCCL_SOCKET_NTHREADS=2 gives a node 8 flows"),
+        (report(GROWING, 67, rate=100, nccl=FOUR), "flows", "NCCL_SOCKET_NTHREADS=8 "),
+        (report(GROWING, 20, rate=100, nccl=EIGHT), "schedule", "NCCL's threads"),
         (report({1: 19.7, 2: 23, 4: 23}, 18, rate=25), "schedule", "NCCL's threads"),
-        (report(GROWING, 50, rate=100), "schedule", "NCCL's threads"),
+        (report(GROWING, 50, rate=100, nccl=EIGHT), "schedule", "NCCL's threads"),
         (report(GROWING, 50, rate=100, platform="cpu"), "schedule", "gloo"),
+        (report(GROWING, 190, rate=100, rdma="RoCE (mlx5_0)"), "network", "adapters"),
         (report({1: 20, 2: 36, 4: 37, 8: 36}, 30, busy=0.97), "cores", "more cores"),
         # Busy cores do not matter to a link that is full.
         (report({1: 9.4, 2: 9.4}, 9.2, rate=10, busy=0.97), "network", "fewer bytes"),

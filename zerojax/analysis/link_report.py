@@ -9,6 +9,7 @@ import dacite
 import numpy as np
 
 from zerojax.errors import ConfigurationError
+from zerojax.sharding.nccl import SOCKETS, THREADS
 from zerojax.validation.untrusted import parse_json, short
 
 Op = Literal["all-gather", "all-to-all"]
@@ -73,6 +74,7 @@ class LinkReport:
         flows: by their number; empty if the nodes are not processes of their own.
         collectives: by op and size.
         nccl: NCCL's variables during the measurement.
+        rdma: what carries collectives in place of TCP; "" if nothing does.
     """
 
     nodes: int
@@ -83,6 +85,7 @@ class LinkReport:
     flows: tuple[FlowRate, ...]
     collectives: tuple[CollectiveTime, ...]
     nccl: dict[str, str]
+    rdma: str = ""
 
     def sizes(self) -> list[int]:
         """The sizes of the collectives, in bytes that a device sends."""
@@ -178,6 +181,12 @@ def diagnose(report: LinkReport) -> Diagnosis:
         f"collectives carry {gigabits(reached)} Gb/s a node, {best.flows} TCP flows "
         f"{gigabits(best.bytes_per_second)}, one {gigabits(one.bytes_per_second)}"
     )
+    if report.rdma:
+        return Diagnosis(
+            "network",
+            f"{report.rdma} carries the collectives, {gigabits(reached)} Gb/s a node, of which TCP says little",
+            "compare with the rate of the node's adapters; nccl-tests shows whether NCCL uses all of them",
+        )
     if best.host_busy >= _BUSY and not (report.rate and _fills(report, best)):
         return Diagnosis(
             "cores",
@@ -186,7 +195,8 @@ def diagnose(report: LinkReport) -> Diagnosis:
         )
     if reached >= _REACHED * best.bytes_per_second:
         return _beyond_collectives(report, found, best)
-    if reached <= _MORE * one.bytes_per_second and best.bytes_per_second > _MORE * one.bytes_per_second:
+    few = best.bytes_per_second > _MORE * one.bytes_per_second and _opened(report) < _enough(report)
+    if few and reached <= _MORE * _opened(report) * one.bytes_per_second:
         busy = one.busiest_thread >= _BUSY
         cause = "a core is busy with it" if busy else "the network limits each flow"
         return Diagnosis("flows", f"{found}: {cause}", _more_flows(report, _enough(report)))
@@ -241,6 +251,13 @@ def _enough(report: LinkReport) -> int:
     """The fewest flows that carry nearly as much as the best."""
     least = 0.9 * _best(report).bytes_per_second
     return min(rate.flows for rate in report.flows if rate.bytes_per_second >= least)
+
+
+def _opened(report: LinkReport) -> int:
+    """The flows that NCCL opens for a node."""
+    threads, sockets = (report.nccl.get(name, "") for name in (THREADS, SOCKETS))
+    each = int(threads) * int(sockets or 1) if threads.isdecimal() and (sockets or "1").isdecimal() else 1
+    return report.local * max(1, each)
 
 
 def _fills(report: LinkReport, best: FlowRate) -> bool:

@@ -86,6 +86,7 @@ def _measure(options: Options) -> LinkReport:
         flows=flows,
         collectives=time_collectives(mesh, [_MIB * size for size in sorted(set(options.sizes))]),
         nccl=given_settings(os.environ),
+        rdma=network.rdma,
     )
 
 
