@@ -276,7 +276,12 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
 
 
 def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
-    """The mean loss over all tokens of some batches, in nats per token.
+    """The mean loss over all tokens that count of some batches, in nats per token."""
+    return measure_loss(state, batches)[0]
+
+
+def measure_loss(state: zerojax.TrainState, batches: list[Batch]) -> tuple[jax.Array, jax.Array]:
+    """As ``mean_loss``, and the number of those tokens, of all processes.
 
     The last batches are dispatched without waiting for them.
     """
@@ -286,7 +291,8 @@ def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
         # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
         jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
     loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
-    return jnp.asarray(loss / sum(metrics["tokens"] for metrics in measured))
+    tokens = jnp.asarray(sum(metrics["tokens"] for metrics in measured))
+    return jnp.asarray(loss / tokens), tokens
 
 
 def is_first() -> bool:
