@@ -104,7 +104,7 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
         placed[path] = jax.device_put(stored, spec.sharding(spec.param_spec(leaf)))
-    return _with_params(state, to_tree(placed))
+    return with_params(state, to_tree(placed))
 
 
 def averaged(state: TrainState) -> TrainState:
@@ -124,7 +124,7 @@ def averaged(state: TrainState) -> TrainState:
         )
     if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
         raise ConfigurationError("the average of the weights is of no update yet: take a step first.")
-    return _with_params(state, params)
+    return with_params(state, params)
 
 
 def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
@@ -138,6 +138,7 @@ def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
     return np.asarray(gather(stored))
 
 
-def _with_params(state: TrainState, params: PyTree) -> TrainState:
+def with_params(state: TrainState, params: PyTree) -> TrainState:
+    """A state whose master weights are ``params``, in stored form and in place; they are not copied."""
     secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
     return state.replace(params=params, secondary=secondary)

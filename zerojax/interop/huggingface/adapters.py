@@ -30,6 +30,7 @@ from zerojax.interop.huggingface.peft_files import (
 )
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, gather_layer
+from zerojax.interop.huggingface.source import is_model
 from zerojax.matmul.lora import LoRA
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
@@ -97,11 +98,13 @@ def export_adapter(
 
 
 def imported_from(base: Path) -> str | None:
-    """The Hugging Face folder from which a checkpoint's weights were imported; None if they are others.
+    """The Hugging Face folder that a run's frozen weights are from; None if they are others.
 
     Args:
-        base: the checkpoint that holds a run's frozen weights.
+        base: that folder, or the checkpoint that holds them.
     """
+    if is_model(base):
+        return str(base)
     if read_manifest(base).record.position:  # it was trained
         return None
     source = RunFolder(base.parents[1]).read_summary().get("source")

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 from orbax.checkpoint import v1 as ocp
@@ -21,9 +20,8 @@ from zerojax.run.checkpoints.canonical import (
     with_weights,
 )
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.param_tree import Path as LeafPath
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.frozen import encode_frozen
+from zerojax.train.frozen import encode_frozen, frozen_fields
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
@@ -122,16 +120,9 @@ def _with_base(path: Path, state: TrainState) -> TrainState:
     spec = state.spec
     if not spec.frozen:
         return state
-    encoded: dict[LeafPath, Any] = {}
-    total = np.uint32(0)
-    with ocp.Context(pytree_options=_PARTIAL), np.errstate(over="ignore"):
-        for leaf in spec.frozen:
-            weight = _load_weight(path, state, leaf)
-            encoded[leaf.path], hashed = _encode(spec, leaf, weight)
-            total += np.uint32(hashed)
-    everyone = spec.sharding(PartitionSpec())
-    fingerprint = jax.make_array_from_callback((), everyone, lambda _: np.asarray(total))
-    return state.replace(frozen=to_tree(encoded), base={"fingerprint": fingerprint})
+    with ocp.Context(pytree_options=_PARTIAL):
+        encoded = ((leaf.path, *_encode(spec, leaf, _load_weight(path, state, leaf))) for leaf in spec.frozen)
+        return state.replace(**frozen_fields(spec, encoded))
 
 
 def _load_weight(path: Path, state: TrainState, leaf: ParamLayout) -> jax.Array:
