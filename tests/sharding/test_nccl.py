@@ -1,9 +1,15 @@
 """What NCCL is told: the table from facts to variables, and never over the user's own."""
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import pytest
 
+import zerojax
+from zerojax.cli import doctor
+from zerojax.run.config import MeshSection
 from zerojax.sharding import nccl
 from zerojax.sharding.network import Network
 
@@ -103,3 +109,66 @@ def test_what_is_applied_is_in_the_environment_and_announced(monkeypatch):
         f"{THREADS}=4: a link of 25 Gb/s: 4 TCP flows a node in place of 1"
     ]
     assert nccl.exports(found) == [f"export {THREADS}=4"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a mesh needs to know of a GPU."""
+
+    process_index: int
+    id: int
+    platform: str = "cuda"
+    device_kind: str = "H100"
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A job on a network of 100 Gb/s without RDMA, and a process with cores enough."""
+    for name in (THREADS, SOCKETS, SPLIT):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_NET", "Socket")
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setattr(nccl, "_applied", [])
+    monkeypatch.setattr(nccl, "network_facts", network)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+@pytest.mark.usefixtures("job")
+def test_a_mesh_of_gpus_of_several_processes_tells_nccl():
+    gpus: list[Any] = [Gpu(i // 2, i) for i in range(4)]
+    zerojax.make_mesh(devices=gpus[:2])
+    assert nccl.applied() == []
+    zerojax.make_mesh(devices=gpus)
+    assert (os.environ[SPLIT], os.environ[THREADS]) == ("0", "4")  # two GPUs a node, eight flows
+    assert [setting.name for setting in nccl.applied()] == [SPLIT, THREADS]
+    zerojax.make_mesh(devices=gpus)
+    assert len(nccl.applied()) == 2
+    zerojax.make_mesh(devices=[Gpu(i // 2, i, "cpu", "cpu") for i in range(4)])  # pyright: ignore[reportArgumentType]
+    assert len(nccl.applied()) == 2
+
+
+@pytest.mark.usefixtures("job")
+def test_processes_of_one_gpu_each_share_a_nodes_flows_and_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    gpus: list[Any] = [Gpu(i, i) for i in range(8)]
+    zerojax.make_mesh(2, 4, devices=gpus)
+    assert os.environ[THREADS] == "2"
+
+
+@pytest.mark.usefixtures("job")
+def test_doctor_tells_it_for_other_programs(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(0, 0), Gpu(1, 1)])
+    rows = dict(doctor._network(MeshSection()))
+    assert rows["interface"] == "eth0, 100 Gb/s"
+    assert rows["NCCL uses"] == "TCP sockets"
+    assert rows[THREADS].startswith("8, set by zerojax: a link of 100 Gb/s")
+    assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=8"
+    monkeypatch.setenv(THREADS, "2")
+    assert dict(doctor._network(MeshSection()))[THREADS] == f"left alone: {THREADS} is set to 2 already"
+
+
+def test_doctor_alone_has_no_network():
+    assert doctor._network(MeshSection()) == [("nodes", "one process: nothing crosses a network")]

@@ -133,7 +133,7 @@ def _latency(report: LinkReport) -> list[str]:
         latency, rate = report.fit(op)
         if latency:
             lines.append(
-                f"{op}: {1e6 * latency:,.0f} us, and {gigabits(rate)} Gb/s beyond: of less than "
-                f"{size(latency * rate / report.local)} a device it waits for longer than it sends"
+                f"{op}: waits {1e6 * latency:,.0f} us, then sends at {gigabits(rate)} Gb/s: it mostly waits below "
+                f"{size(latency * rate / report.local)} a device"
             )
     return lines
