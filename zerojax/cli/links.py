@@ -132,8 +132,7 @@ def _latency(report: LinkReport) -> list[str]:
     for op in OPS:
         latency, rate = report.fit(op)
         if latency:
-            lines.append(
-                f"{op}: {1e6 * latency:,.0f} us, and {gigabits(rate)} Gb/s beyond: of less than "
-                f"{size(latency * rate / report.local)} a device it waits for longer than it sends"
-            )
+            even = size(latency * rate / report.local)
+            sends = f"waits {1e6 * latency:,.0f} us, then sends at {gigabits(rate)} Gb/s"
+            lines.append(f"{op}: {sends}: it mostly waits below {even} a device")
     return lines
