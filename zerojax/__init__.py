@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerojax.adapters.stack import Stack
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
+from zerojax.generation.generate import Completions, generate
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
@@ -46,6 +47,7 @@ _MODULES = {
 
 __all__ = [
     "CommReport",
+    "Completions",
     "LoRA",
     "SpikeRule",
     "Stack",
@@ -66,6 +68,7 @@ __all__ = [
     "gather_adapters",
     "gather_model",
     "gather_params",
+    "generate",
     "hlo",
     "html_report",
     "huggingface",

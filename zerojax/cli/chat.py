@@ -10,7 +10,7 @@ import numpy as np
 from zerojax.cli.options import read_options
 from zerojax.cli.sampling import SamplingOptions
 from zerojax.errors import ConfigurationError
-from zerojax.models import stream
+from zerojax.generation import stream
 from zerojax.run.config import RunConfig
 from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd

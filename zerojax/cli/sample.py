@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from zerojax.cli.options import read_options
 from zerojax.cli.sampling import SamplingOptions
-from zerojax.models import generate
+from zerojax.generation import continue_text
 from zerojax.run.data import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> None:
     tokenizer = open_tokenizer(folder.read_config().data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode())
     start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)
-    new = generate(
+    new = continue_text(
         model,
         start[None, :],
         options.tokens,

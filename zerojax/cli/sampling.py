@@ -9,7 +9,8 @@ import tyro
 from zerojax import gather_model
 from zerojax.cli.trained import as_stored, open_trained
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Sampling
+from zerojax.generation import Sampling
+from zerojax.models import GPT
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
 

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
-from zerojax.matmul.operand import array_of
+from zerojax.matmul.operand import array_of, with_values
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.sharded import Sharded, translated_errors
 from zerojax.schedule.unit import materialise
@@ -35,7 +35,7 @@ from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
-from zerojax.train.secondary import stored_secondary
+from zerojax.train.secondary import next_secondary, stored_secondary, with_scales
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 Sums = dict[str, Array]
@@ -98,14 +98,37 @@ def sources(
     else:
         found = by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
     rows = {
-        leaf.path: jax.tree.map(lambda x, leaf=leaf: _rows(x, leaf), frozen[leaf.path])
+        leaf.path: jax.tree.map(lambda x, leaf=leaf: rows_of(x, leaf), frozen[leaf.path])
         for leaf in spec.frozen
     }
     return Weights(found, copies, _masters(spec, params), rows)
 
 
-def _rows(x: Array, leaf: ParamLayout) -> Array:
-    """This device's part of a frozen weight by the shards in it; its scale as it is."""
+def secondary_partitions(
+    spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any], step: Array
+) -> dict[Path, Any]:
+    """The secondary partition of every trained weight, as the next forward pass computes with it.
+
+    Args:
+        spec: the train spec.
+        params: master weights, flat blocks.
+        secondary: delta's copies as the state has them; or empty.
+        step: steps taken.
+
+    Returns:
+        ``[.., nodes, m]`` in the local format; those that fp8 products read as ``Scaled`` codes.
+    """
+    params, copies = with_scales(spec, params, secondary)
+    if copies:
+        rows = next_secondary(spec, params, copies, step)
+    else:
+        own = params if spec.zero.stage > 0 else _masters(spec, params)
+        rows = by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own)
+    return {leaf.path: with_values(params[leaf.path], rows_of(rows[leaf.path], leaf)) for leaf in spec.leaves}
+
+
+def rows_of(x: Array, leaf: ParamLayout) -> Array:
+    """This device's secondary partition of a weight by the shards in it; a scale as it is."""
     return x.reshape(*leaf.stack, leaf.world.nodes, -1) if x.ndim > len(leaf.stack) else x
 
 
