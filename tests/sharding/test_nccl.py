@@ -160,7 +160,7 @@ def test_doctor_tells_it_for_other_programs(monkeypatch):
     rows = dict(doctor._network(MeshSection()))
     assert rows["interface"] == "eth0, 100 Gb/s"
     assert rows["NCCL uses"] == "TCP sockets"
-    assert rows[THREADS].startswith("8, set by zerojax: a link of 100 Gb/s")
+    assert rows[THREADS].startswith("8 (set by zerojax): a link of 100 Gb/s")
     assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=8"
     monkeypatch.setenv(THREADS, "2")
     assert dict(doctor._network(MeshSection()))[THREADS] == f"left alone: {THREADS} is set to 2 already"

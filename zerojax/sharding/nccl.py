@@ -18,6 +18,7 @@ from zerojax.sharding.network import VARIABLE, Network, network_facts
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+NAMES = (SPLIT, THREADS, SOCKETS)
 
 # Rates in bytes/s up to which a node's link is filled by so many flows. Of 100 Gb/s raw flows carried 67 with
 # four and 94.6 with eight; of 25 Gb/s NCCL was fastest with four. More than eight were not measured.
