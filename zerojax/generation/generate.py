@@ -20,10 +20,11 @@ from zerojax.generation.copy import Form, GenerationCopy, device_bytes
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
-from zerojax.schedule.unit import translated_errors
+from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
+from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, abstract_fields, check_there
+from zerojax.train.state import TrainState, check_there
 from zerojax.train.step import place
 
 _SHARE = 0.85
