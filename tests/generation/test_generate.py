@@ -1,6 +1,7 @@
 """Generation on the mesh has the texts of the unsharded model, whatever the mesh, the slots and the copy."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,12 @@ class Mute(Averages):
         return super().__getattribute__(name)
 
 
-def test_a_prompt_may_fill_the_context_up_to_the_last_new_token():
+def test_a_prompt_may_fill_the_context_up_to_the_last_new_token(caplog):
     given = [np.arange(20, dtype=np.int32)]
-    got = zerojax.generate(small(), given, CONTEXT - 20, temperature=0)
+    with caplog.at_level(logging.INFO, "zerojax"):
+        got, _ = (zerojax.generate(small(), given, CONTEXT - 20, temperature=0) for _ in range(2))
+    lines = [one.message for one in caplog.records if "generating with" in one.message]
+    assert len(lines) == 1  # not for every call
+    assert "weights=compute: on each device 8.16 KB of weights" in lines[0]
+    assert "1.54 KB of key-value cache for 1 slots of 24 tokens" in lines[0]
     assert_same(got, greedy(zerojax.gather_model(small()), given, CONTEXT - 20))

@@ -209,21 +209,19 @@ def _agree(spec: TrainSpec, describe: Callable[[], list[int]]) -> _Batch:
 
 def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters: bool) -> GenerationCopy:
     """The copy in the form asked for, or in the one that fits into so many MiB of a device."""
-    bind = functools.partial(abstract_model, spec)
-    cache = device_bytes(jax.eval_shape(lambda: engine.empty_cache(bind, engine.slots, engine.length)))
     form: Any = weights
     if weights == "auto":
         whole = GenerationCopy.of(spec, "compute", adapters=adapters)
-        form = "compute" if whole.device_bytes + cache <= room << 20 else "gathered"
-    copy = spec.once(
+        form = "compute" if whole.device_bytes + _cache_bytes(spec, engine) <= room << 20 else "gathered"
+    return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )
-    logger.info(
-        "generating with weights=%s: on each device %s of weights, and %s of key-value cache for %d slots "
-        "of %d tokens",
-        *(form, bytes_text(copy.device_bytes), bytes_text(cache), engine.slots, engine.length),
-    )
-    return copy
+
+
+def _cache_bytes(spec: TrainSpec, engine: Engine) -> int:
+    """Bytes of the cache of a device's slots."""
+    bind = functools.partial(abstract_model, spec)
+    return device_bytes(jax.eval_shape(lambda: engine.empty_cache(bind, engine.slots, engine.length)))
 
 
 def _room(spec: TrainSpec) -> int:
@@ -237,8 +235,18 @@ def _room(spec: TrainSpec) -> int:
 
 def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
     """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
+
+    def make() -> Any:
+        cache = _cache_bytes(copy.spec, engine)
+        logger.info(
+            "generating with weights=%s: on each device %s of weights, and %s of key-value cache for %d "
+            "slots of %d tokens",
+            *(copy.form, bytes_text(copy.device_bytes), bytes_text(cache), engine.slots, engine.length),
+        )
+        return generation_program(copy, engine)
+
     name = f"generate {copy.form} {copy.adapters} {queue.prompts.shape} {engine}"
-    return copy.spec.once(name, lambda: generation_program(copy, engine))
+    return copy.spec.once(name, make)
 
 
 def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
