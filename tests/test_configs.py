@@ -17,6 +17,9 @@ SIZES = {
     "llama-7b": 6.738e9,
     "gpt-13b": 12.85e9,
     "gpt-18b": 18.45e9,
+    "full": 494.0e6,  # Qwen2.5 0.5B
+    "lora": 7.616e9,  # Qwen2.5 7B
+    "qlora": 7.616e9,
 }
 
 
@@ -39,3 +42,14 @@ def test_a_config_says_what_it_reaches(name):
     assert lines[: len(comment)] == comment
     assert any(line.startswith("# Expected: ") for line in comment)
     assert max(map(len, lines)) <= 115
+
+
+def test_fine_tuning_trains_all_weights_or_adapters_beside_frozen_ones():
+    found = {name: load_config(FOLDER / f"{name}.toml") for name in ("full", "lora", "qlora")}
+    rank = {name: config.lora.rank for name, config in found.items()}
+    assert rank == {"full": 0, "lora": 16, "qlora": 16}
+    frozen = {
+        name: (config.to_zero().frozen, config.to_zero().frozen_weights) for name, config in found.items()
+    }
+    assert frozen == {"full": ((), None), "lora": (("*",), None), "qlora": (("*",), "nf4")}
+    assert all(config.data.kind == "chat" for config in found.values())

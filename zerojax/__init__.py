@@ -18,19 +18,14 @@ from zerojax.optim.shard_check import chain
 from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train.fp8_report import fp8_report
+from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
 from zerojax.train.spikes import SpikeRule
-from zerojax.train.state import (
-    TrainState,
-    averaged,
-    gather_adapters,
-    gather_model,
-    gather_params,
-    put_params,
-)
+from zerojax.train.state import TrainState
 from zerojax.train.step import eval_step, lower_train_step, predict_step, train_step
 from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
+    from zerojax import posttrain
     from zerojax.analysis import aot, hlo, plan, profile
     from zerojax.interop import deepspeed, huggingface
     from zerojax.multihost import distributed
@@ -47,6 +42,7 @@ _MODULES = {
     "html_report": "zerojax.run.html_report",
     "huggingface": "zerojax.interop.huggingface",
     "plan": "zerojax.analysis.plan",
+    "posttrain": "zerojax.posttrain",
     "profile": "zerojax.analysis.profile",
     "trackers": "zerojax.run.trackers",
 }
@@ -81,6 +77,7 @@ __all__ = [
     "lower_train_step",
     "make_mesh",
     "plan",
+    "posttrain",
     "predict_step",
     "profile",
     "put_params",

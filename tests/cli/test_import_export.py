@@ -155,11 +155,15 @@ def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFi
     assert [path.name for path in run.iterdir()] == ["lock"]
 
 
-def test_a_trained_run_is_exported_quantized(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = tmp_path / "own.toml"
+def test_a_trained_run_is_exported_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config, rows = tmp_path / "own.toml", tmp_path / "rows.jsonl"
     config.write_text(LLAMA)
+    # With the tokens that begin and end it, each document fills a row of 16 tokens and one more.
+    every = [{"prompt": f"{i:3} + 1", "completion": f"  = {i + 1:4}"} for i in range(200)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in every))
     run = str(tmp_path / "run")
-    data = ["--data.source", str(text), "--data.validation", "0.2", "--train.steps", "1"]
+    data = ["--data.source", str(rows), "--data.validation", "0.2", "--train.steps", "1"]
+    data += ["--data.kind", "completion", "--data.packing", "documents"]
     data += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-2"]
     assert main(["train", str(config), "--run-dir", run, *MESH, *TRAINING, *data]) == 0
     out = tmp_path / "out"
@@ -168,7 +172,7 @@ def test_a_trained_run_is_exported_quantized(text: Path, tmp_path: Path, capsys:
     assert f"perplexity per token: {report['perplexity']:.4f} with int2 weights" in capsys.readouterr().out
     assert report["perplexity"] == pytest.approx(math.exp(report["validation_loss"]))
     assert report["perplexity"] != report["perplexity_full"]
-    assert report["validation_tokens"] == 2 * 8 * 16
+    assert report["validation_tokens"] == 2 * 8 * 9  # completions with their ends, in two batches
     summary = json.loads((tmp_path / "run" / "run.json").read_text())
     assert report["validation_loss_full"] == pytest.approx(summary["validation_loss"], rel=1e-5)
     settings = json.loads((out / "config.json").read_text())

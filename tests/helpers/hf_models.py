@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from zerojax.interop.huggingface import ModelFolder, import_model, model_section
+from zerojax.interop.huggingface import ModelFolder, import_model
+from zerojax.interop.huggingface.source import model_section
 from zerojax.models import GPTConfig
 from zerojax.run.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
 from zerojax.run.run_dir import RunFolder

@@ -24,7 +24,7 @@ from zerojax.interop.huggingface import (
     plan_export,
     quantized_state,
 )
-from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
+from zerojax.run.build import is_first, make_batches, mean_loss, measure_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
@@ -150,14 +150,10 @@ def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState)
     """Perplexities of the run's validation batches with the quantized and the full weights."""
     batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
     batches.close()
-    full, lossy = (float(mean_loss(state, validation)) for state in (trained.state, quantized))
+    full, tokens = measure_loss(trained.state, validation)
+    losses = {"": float(mean_loss(quantized, validation)), "_full": float(full)}
     return {
-        "perplexity": math.exp(lossy),
-        "perplexity_full": math.exp(full),
-        "validation_loss": lossy,
-        "validation_loss_full": full,
-        "validation_tokens": trained.config.train.sequence_length
-        * trained.config.train.batch_size
-        // trained.config.train.accumulate
-        * len(validation),
+        **{f"perplexity{which}": math.exp(loss) for which, loss in losses.items()},
+        **{f"validation_loss{which}": loss for which, loss in losses.items()},
+        "validation_tokens": int(tokens),
     }

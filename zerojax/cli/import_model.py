@@ -9,7 +9,7 @@ import tyro
 
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
-from zerojax.interop.huggingface import ModelFolder, import_model, model_section
+from zerojax.interop.huggingface import ModelFolder, import_model, run_settings
 from zerojax.models import parameter_count
 from zerojax.run.build import is_first
 from zerojax.run.config import ConfigError, RunConfig, TrainSection, find_config, load_config
@@ -73,13 +73,13 @@ def run(arguments: list[str]) -> None:
 
 def _default_settings(source: ModelFolder, folder: RunFolder, config: str | None) -> RunConfig:
     """The settings before those of the command line."""
-    settings = RunConfig() if config is None else load_config(find_config(config))
-    model = model_section(source.model, settings.model)
-    data, train = settings.data, settings.train
-    if source.tokenizer is not None:
-        data = replace(data, tokenizer=str(folder.tokenizer.absolute()))
-    elif config is None:
-        data = replace(data, tokenizer=_NO_TOKENIZER)
-    if config is None:
-        train = TrainSection(sequence_length=min(train.sequence_length, model.max_seq_len))
-    return replace(settings, model=model, data=data, train=train)
+    if config is not None:
+        return run_settings(source, load_config(find_config(config)), folder)
+    settings = RunConfig()
+    length = min(settings.train.sequence_length, source.model.max_seq_len)
+    settings = replace(
+        settings,
+        data=replace(settings.data, tokenizer=_NO_TOKENIZER),
+        train=TrainSection(sequence_length=length),
+    )
+    return run_settings(source, settings, folder)

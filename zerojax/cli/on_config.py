@@ -1,5 +1,6 @@
 """Command lines that name a config and override settings: ``COMMAND CONFIG [--section.key value ...]``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -22,13 +23,19 @@ class Options:
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
-def parse[Chosen: Options](options: type[Chosen], command: str, arguments: list[str]) -> Chosen:
+def parse[Chosen: Options](
+    options: type[Chosen],
+    command: str,
+    arguments: list[str],
+    change: Callable[[RunConfig], RunConfig] = lambda settings: settings,
+) -> Chosen:
     """Read the config and the command line that overrides it.
 
     Args:
         options: the class of the command's options, all but the config with defaults, documented for --help.
         command: name of the command.
         arguments: of the command line.
+        change: of the config's settings, before the command line overrides them.
 
     Raises:
         ConfigError: no config is named, or it cannot be read.
@@ -36,7 +43,7 @@ def parse[Chosen: Options](options: type[Chosen], command: str, arguments: list[
     """
     settings = RunConfig()
     if arguments and not arguments[0].startswith("-"):
-        settings = load_config(find_config(arguments[0]))
+        settings = change(load_config(find_config(arguments[0])))
     elif not {"-h", "--help"} & set(arguments):
         raise ConfigError(f"{command}: name a config first: zerojax {command} CONFIG [options]")
     default = options(config=tyro.MISSING, settings=settings)

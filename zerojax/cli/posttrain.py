@@ -5,6 +5,7 @@ from pathlib import Path
 
 from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions, facts_of, joined_cluster
+from zerojax.interop.huggingface import ModelReader
 from zerojax.posttrain.trainer import PostTrainer
 from zerojax.run.run_dir import Resume, RunFolder
 
@@ -36,6 +37,8 @@ def run(arguments: list[str]) -> None:
     facts = facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from})
     with (
         joined_cluster(settings.mesh, settings.cluster, options, facts) as peers,
-        PostTrainer.open(settings, folder, options.resume, options.init_from, peers) as trainer,
+        PostTrainer.open(
+            settings, folder, options.resume, options.init_from, peers, ModelReader()
+        ) as trainer,
     ):
         trainer.train()

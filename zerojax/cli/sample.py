@@ -26,7 +26,7 @@ class Options(SamplingOptions):
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint, generate, and print the text."""
     options = read_options(Options, "sample", arguments)
-    folder = RunFolder(options.run)
+    how, folder = options.sampling, RunFolder(options.run)
     model = options.open_model(folder)
     tokenizer = open_tokenizer(folder.read_config().data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode())
@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> None:
         start[None, :],
         options.tokens,
         key=jax.random.key(options.seed),
-        how=options.sampling,
+        how=how,
         stop=tokenizer.end_of_text,
     )
     print(tokenizer.decode([*prompt.tolist(), *new[0].tolist()]))

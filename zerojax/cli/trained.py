@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import ModelReader
 from zerojax.log import logger
-from zerojax.run.build import abstract_model, with_base
+from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore
 from zerojax.run.config import MeshSection, RunConfig, ZeroSection
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import with_base
 from zerojax.train.state import TrainState
 
 
@@ -20,8 +22,8 @@ class TrainedRun:
         config: its settings, with the requested mesh.
         state: the restored model.
         step: of the checkpoint.
-        base: the checkpoint that holds the frozen weights; None if there are none, or if they are made from
-            the run's seed.
+        base: what holds the frozen weights (``Record.base``); None if there are none, or if they are made
+            from the run's seed.
     """
 
     config: RunConfig
@@ -62,6 +64,6 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     record = read_manifest(path).record
     if not record.position:  # imported weights: no step was taken, and nothing is frozen yet
         config = config.all_trained()
-    state = with_base(abstract_model(config), folder, record.base, config.train.seed)
+    state = with_base(abstract_model(config), folder, record.base, config.train.seed, ModelReader())
     state = restore(path, state, average=ema)
     return TrainedRun(config, state, choice.step, folder.path / record.base if record.base else None)

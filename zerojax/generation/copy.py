@@ -30,14 +30,17 @@ from zerojax.comm.collectives import UnitComm
 from zerojax.comm.xla_options import compiler_options
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Codes, Scaled, array_of
-from zerojax.schedule.unit import Sharded, materialise
+from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.per_device import flat_blocks, rows_of, secondary_partitions
+from zerojax.train.blocks import flat_blocks
+from zerojax.train.fields import state_specs
+from zerojax.train.per_device import rows_of, secondary_partitions
 from zerojax.train.spec import ParamGroup, TrainSpec
-from zerojax.train.state import TrainState, state_specs
+from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
 
 Form = Literal["compute", "fp8", "int8", "gathered"]
@@ -63,7 +66,7 @@ class GenerationCopy:
     @staticmethod
     def of(spec: TrainSpec, form: Form, *, adapters: bool = True) -> "GenerationCopy":
         """The copy for a train spec, in a form."""
-        small = {part.path for leaf in spec.frozen for part in spec.adapter_of(leaf)}
+        small = {part.path for pair in spec.adapters.values() for part in pair}
         leaves = {
             leaf.path: _stored_layout(spec, leaf, form, adapter=leaf.path in small)
             for leaf in (*spec.leaves, *spec.frozen)
@@ -139,7 +142,7 @@ class GenerationCopy:
 
         own = {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
         for leaf in group.frozen:
-            if self.adapters and (parts := self.spec.adapter_of(leaf)):
+            if self.adapters and (parts := self.spec.adapters.get(leaf.path)):
                 assert self.spec.lora is not None
                 own[leaf.path] = dataclasses.replace(
                     own[leaf.path],

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from zerojax.models.attention import Windowed
+from zerojax.models.attention import Windowed, causal_attention
 from zerojax.models.config import GPTConfig
 
 Positions = Int[Array, "batch time"]
@@ -52,16 +52,29 @@ def attend_cached(
         layer: the layer's index.
         windowed: whether the sliding window, if the model has one, is this layer's.
     """
-    query, *new = qkv
+    query, key, value = qkv
     rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(config.key_value_heads)[:, None]
     cache = KVCache(
         *(
             whole.at[layer, rows, heads, positions[:, None]].set(
                 part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
             )
-            for whole, part in zip(cache, new, strict=True)
+            for whole, part in zip(cache, (key, value), strict=True)
         )
     )
+    if query.shape[1] == cache.keys.shape[3]:
+        # The new tokens fill the cache, so it was empty: they see each other alone.
+        attended = causal_attention(
+            query,
+            key,
+            value,
+            config.attention,
+            window=config.sliding_window,
+            windowed=windowed,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
+        return attended, cache
     keys, values = (jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in cache)
     distance = positions[:, None, None, :, None] - jnp.arange(keys.shape[2])
     seen = distance >= 0

@@ -9,9 +9,9 @@ import optax
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import RunSetup
-from zerojax.run.checkpoints import restore_weights
 from zerojax.run.config import LoRASection, RunConfig
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState
 
 
@@ -26,7 +26,9 @@ class Reference:
     state: TrainState | None
 
     @classmethod
-    def of(cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState) -> "Reference":
+    def of(
+        cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState, reader: WeightReader
+    ) -> "Reference":
         """The reference of a run.
 
         Args:
@@ -34,12 +36,13 @@ class Reference:
             folder: of the run.
             base: the checkpoint of the first weights, as ``Record.base``.
             trained: the state of the run.
+            reader: reads the first weights.
 
         Raises:
             ConfigurationError: the checkpoint is gone.
         """
         spec = trained.spec
-        adapters = {part.path for leaf in spec.frozen for part in spec.adapter_of(leaf)}
+        adapters = {part.path for parts in spec.adapters.values() for part in parts}
         if all(leaf.path in adapters for leaf in spec.leaves):
             return cls(None)
         # A state trains something: here the last norm, the smallest leaf, which no step changes. The others
@@ -52,7 +55,7 @@ class Reference:
                 f"{folder.path} began with the weights in {path}, which is gone: put it back, or set "
                 "posttrain.kl to 0 in a new run."
             )
-        return cls(restore_weights(path, setup.initial_state(base=False)))
+        return cls(reader.weights(path, setup.initial_state(base=False)))
 
     def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> jax.Array:
         """``predict_step`` with the reference's weights."""

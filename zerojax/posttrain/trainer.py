@@ -33,8 +33,6 @@ from zerojax.run.build import (
     is_first,
     make_log,
     make_watchdog,
-    new_state,
-    resumed_state,
 )
 from zerojax.run.checkpoints import Checkpoints, Record, Retention, TrainingClock, reserve_host_memory
 from zerojax.run.config import RunConfig, config_to_dict
@@ -44,6 +42,7 @@ from zerojax.run.metrics import MetricsFile, RunLog
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
+from zerojax.run.weights import CHECKPOINTS, WeightReader, new_state, resumed_state
 
 Values = dict[str, float]
 
@@ -100,6 +99,7 @@ class PostTrainer:
         resume: Resume = "auto",
         init_from: Path | None = None,
         peers: Peers | None = None,
+        reader: WeightReader = CHECKPOINTS,
     ) -> Self:
         """Read the prompts, start the reward's process, and take the first weights or the newest checkpoint.
 
@@ -109,6 +109,7 @@ class PostTrainer:
             resume: whether to resume from a checkpoint in the folder.
             init_from: a run or a checkpoint that gives a new run its first weights.
             peers: the other processes of the run, if there are any.
+            reader: reads ``init_from``, frozen weights and the reference.
 
         Raises:
             ConfigurationError: invalid settings, prompts or reward; ``resume`` or ``init_from`` cannot be
@@ -136,7 +137,7 @@ class PostTrainer:
             record = Record() if manifest is None else manifest.record
             step = 0 if manifest is None else manifest.step
             if manifest is not None and record.position:
-                state, note = resumed_state(setup, folder, manifest)
+                state, note = resumed_state(setup, folder, manifest, reader)
                 base, rollouts = record.base, record.position["rollouts"]
                 notes.append(note)
             else:
@@ -145,10 +146,12 @@ class PostTrainer:
                         "zerojax posttrain begins with a trained model: name its run in --init-from, or "
                         "import one into the run's folder (zerojax import)"
                     )
-                state, base, lines = new_state(setup, folder, manifest, init_from, reference=settings.kl > 0)
+                state, base, lines = new_state(
+                    setup, folder, manifest, init_from, reader, reference=settings.kl > 0
+                )
                 rollouts = 0
                 notes += lines
-            reference = Reference.of(config, folder, base, state) if settings.kl else None
+            reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
             if is_first():
                 folder.write_config(config)
             reserve_host_memory(state)

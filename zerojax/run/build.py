@@ -5,7 +5,6 @@ import platform
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -24,7 +23,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.optim.shard_check import Optimizer
 from zerojax.run import checkpoints
-from zerojax.run.config import ClusterSection, RunConfig, config_from_dict
+from zerojax.run.config import ClusterSection, RunConfig
 from zerojax.run.data import (
     Batch,
     Dataset,
@@ -35,10 +34,10 @@ from zerojax.run.data import (
     validation_batches,
 )
 from zerojax.run.metrics import RunLog, StepCosts
-from zerojax.run.optimizers import make_optimizer, make_schedule, rate_changes
-from zerojax.run.run_dir import Resume, RunFolder, check_same_model, check_same_run, check_start
+from zerojax.run.optimizers import make_optimizer, make_schedule
+from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.trackers import check_trackers
-from zerojax.train.state import initial_base, initializer
+from zerojax.train.initial import initializer
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
@@ -123,7 +122,7 @@ class RunSetup:
         if base:
             return zerojax.TrainState.create(**self._arguments(), seed=seed)
         state = self.abstract_state()
-        return state.replace(**initializer(state, frozen=False)(np.uint32(seed)))
+        return state.replace(**initializer(state.spec, frozen=False)(np.uint32(seed)))
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -140,83 +139,6 @@ class RunSetup:
 def abstract_model(config: RunConfig) -> zerojax.TrainState:
     """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
     return RunSetup.of(config, optax.identity()).abstract_state()
-
-
-def resumed_state(
-    setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest
-) -> tuple[zerojax.TrainState, str]:
-    """The state of a run that resumes from a checkpoint, and a line about it for the user.
-
-    Raises:
-        ConfigurationError: the settings have become those of another run.
-    """
-    before = config_from_dict(manifest.record.config)
-    changes = check_same_run(before, setup.config, folder)
-    changes += rate_changes(before, setup.config, manifest.step - manifest.record.skipped)
-    state = with_base(setup.abstract_state(), folder, manifest.record.base, setup.config.train.seed)
-    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
-    return state, "; ".join([f"resuming from step {manifest.step}", *changes])
-
-
-def new_state(
-    setup: RunSetup,
-    folder: RunFolder,
-    imported: checkpoints.Manifest | None,
-    init_from: Path | None,
-    *,
-    reference: bool = False,
-) -> tuple[zerojax.TrainState, str, list[str]]:
-    """The state of a run that begins, its ``Record.base``, and lines about it for the user.
-
-    Args:
-        setup: of the run.
-        folder: of the run.
-        imported: of a checkpoint in the folder that holds imported weights only.
-        init_from: a run or a checkpoint to take the weights from instead.
-        reference: whether the run compares itself with its first weights.
-
-    Raises:
-        ConfigurationError: the weights cannot be had, or are of another model.
-    """
-    source = (
-        None if init_from is None else Path(run_on_process_zero(lambda: str(checkpoints.find(init_from))))
-    )
-    if imported is not None and source is None:
-        check_same_model(config_from_dict(imported.record.config), setup.config, folder)
-        source = folder.checkpoints / str(imported.step)
-    if source is None:
-        return setup.initial_state(), "", []
-    state = checkpoints.restore_weights(source, setup.initial_state(base=False))
-    base = ""
-    if state.spec.frozen or reference:
-        own = source.resolve().is_relative_to(folder.path.resolve())
-        base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
-    return state, base, [f"beginning with the weights of {source}"]
-
-
-def with_base(state: zerojax.TrainState, folder: RunFolder, base: str, seed: int) -> zerojax.TrainState:
-    """The abstract state of a run with the frozen weights that it began with, if it has any.
-
-    Args:
-        state: abstract.
-        folder: of the run.
-        base: as in ``Record.base``.
-        seed: of the run, for weights that are from no checkpoint.
-
-    Raises:
-        ConfigurationError: the checkpoint is gone.
-    """
-    if not state.spec.frozen:
-        return state
-    if not base:
-        return initial_base(state, seed)
-    path = folder.path / base  # an absolute one stands for itself
-    if not path.exists():
-        raise ConfigurationError(
-            f"{folder.path} has adapters, or trained parts, of a model whose other weights were in {path}, "
-            "which is gone: put it back."
-        )
-    return checkpoints.restore_base(path, state)
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
@@ -368,7 +290,12 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
 
 
 def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
-    """The mean loss over all tokens of some batches, in nats per token.
+    """The mean loss over all tokens that count of some batches, in nats per token."""
+    return measure_loss(state, batches)[0]
+
+
+def measure_loss(state: zerojax.TrainState, batches: list[Batch]) -> tuple[jax.Array, jax.Array]:
+    """As ``mean_loss``, and the number of those tokens, of all processes.
 
     The last batches are dispatched without waiting for them.
     """
@@ -378,7 +305,8 @@ def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
         # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
         jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
     loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
-    return jnp.asarray(loss / sum(metrics["tokens"] for metrics in measured))
+    tokens = jnp.asarray(sum(metrics["tokens"] for metrics in measured))
+    return jnp.asarray(loss / tokens), tokens
 
 
 def is_first() -> bool:

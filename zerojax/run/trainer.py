@@ -32,9 +32,7 @@ from zerojax.run.build import (
     make_log,
     make_watchdog,
     mean_loss,
-    new_state,
     prepare_data,
-    resumed_state,
 )
 from zerojax.run.checkpoints import (
     Checkpoints,
@@ -50,6 +48,8 @@ from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
+from zerojax.run.weights import CHECKPOINTS, WeightReader, new_state, resumed_state
+from zerojax.sharding import nccl
 from zerojax.train.fp8_report import fp8_metrics
 
 _DISK_ERRORS = (
@@ -110,6 +110,7 @@ class Trainer:
         init_from: Path | None = None,
         peers: Peers | None = None,
         profile: range | None = None,
+        reader: WeightReader = CHECKPOINTS,
     ) -> Self:
         """Prepare the data, and create the model or restore the newest valid checkpoint.
 
@@ -117,9 +118,11 @@ class Trainer:
             config: the settings.
             folder: of the run, new or existing.
             resume: whether to resume from a checkpoint in the folder.
-            init_from: a run or a checkpoint that gives a new run its first weights; a resumed run ignores it.
+            init_from: what gives a new run its first weights, such as a run or a checkpoint; a resumed run
+                ignores it.
             peers: the other processes of the run, if there are any.
             profile: steps to trace.
+            reader: reads ``init_from``, and the frozen weights of a resumed run.
 
         Raises:
             ConfigurationError: invalid settings or data, ``resume`` or ``init_from`` cannot be satisfied, or
@@ -137,15 +140,16 @@ class Trainer:
             exact_match = ExactMatch.of(config, data, folder.data)
             manifest, notes = choose_checkpoint(config, folder, resume)
             notes += data.notes(config.train.sequence_length)
+            notes += map(str, nccl.applied())
             if unlocked is not None:
                 notes.append(unlocked)
             if manifest is not None and manifest.record.position:
-                state, note = resumed_state(setup, folder, manifest)
+                state, note = resumed_state(setup, folder, manifest, reader)
                 base = manifest.record.base
                 batches.set_state(manifest.record.position)
                 notes.append(note)
             else:  # a checkpoint without a position holds imported weights: no step was taken
-                state, base, lines = new_state(setup, folder, manifest, init_from)
+                state, base, lines = new_state(setup, folder, manifest, init_from, reader)
                 notes += lines
             record = Record() if manifest is None else manifest.record
             step = 0 if manifest is None else manifest.step

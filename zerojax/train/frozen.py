@@ -5,6 +5,8 @@ A frozen weight is stored once per node, spread over its devices, in the format 
 sent again.
 """
 
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
 
@@ -13,14 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Num, UInt32
+from jaxtyping import Array, Float, Num, PyTree, UInt32
 
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
+from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train.spec import TrainSpec
+
+ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
+"""From a layout, and the index of a stacked layer, to the fp32 values of that layer in stored form."""
 
 
 def encode_frozen(
@@ -42,10 +48,72 @@ def encode_frozen(
     """
     owned = spec.sharding(leaf.spec(OWNED))
     stored = lax.with_sharding_constraint(to_stored(weight.astype(jnp.float32), leaf), owned)
+    return _encode_stored(spec, leaf, stored, _salt(leaf))
 
-    def encode(block: Float[Array, "..."]) -> tuple[Any, Array]:
+
+def load_frozen(spec: TrainSpec, read: ReadLayer) -> dict[str, PyTree]:
+    """The state's fields "frozen" and "base", of weights that are read and encoded layer by layer.
+
+    Args:
+        spec: the train spec.
+        read: gives each layer in turn, cut as its owners hold it; ``None`` stands for a weight that is not
+            stacked.
+    """
+    return frozen_fields(spec, ((leaf.path, *_encode_layers(spec, leaf, read)) for leaf in spec.frozen))
+
+
+def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Any, int]]) -> dict[str, PyTree]:
+    """The state's fields "frozen" and "base", of the path, the stored form and the hash of each weight."""
+    stored: dict[Path, Any] = {}
+    total = 0
+    for path, one, hashed in encoded:
+        stored[path] = one
+        total += hashed
+    fingerprint = np.asarray(total % 2**32, np.uint32)
+    placed = jax.make_array_from_callback((), spec.sharding(PartitionSpec()), lambda _: fingerprint)
+    return {"frozen": to_tree(stored), "base": {"fingerprint": placed}}
+
+
+def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Any, int]:
+    """A weight as it is stored, and its hash; beside it no more than one layer is in memory in fp32."""
+    like, everyone = spec.abstract_frozen(leaf), spec.sharding(PartitionSpec())
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
+    one = dataclasses.replace(leaf, path=(), index=0, stack=(1,) if leaf.stack else ())
+
+    def put(stored: Any, layer: Array, values: Array, salt: Array) -> tuple[Any, Array]:
+        encoded, hashed = _encode_stored(spec, one, values, salt + layer)
+        if leaf.stack:
+            encoded = jax.tree.map(
+                lambda every, own: lax.dynamic_update_slice_in_dim(every, own, layer, 0), stored, encoded
+            )
+        return encoded, hashed
+
+    def empty() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+    form = f"{one} of {leaf.stack}"
+    run = spec.once(
+        f"freeze a layer: {form}",
+        lambda: jax.jit(put, donate_argnums=0, out_shardings=(shardings, everyone)),
+    )
+    begin = spec.once(f"no layers: {form}", lambda: jax.jit(empty, out_shardings=shardings))
+    stored, total = begin() if leaf.stack else None, 0
+    for layer in range(leaf.layers):
+        values = read(leaf, layer if leaf.stack else None)
+        stored, hashed = run(stored, np.uint32(layer), values, _salt(leaf))
+        total += int(hashed)  # waits, so that one layer's values are freed before the next are read
+    return stored, total
+
+
+def _encode_stored(
+    spec: TrainSpec, leaf: ParamLayout, stored: Float[Array, "..."], salt: UInt32[Array, ""] | np.uint32
+) -> tuple[Any, UInt32[Array, ""]]:
+    """``encode_frozen`` of values that their owners hold; the layers' hashes have salts from ``salt`` on."""
+
+    def encode(block: Float[Array, "..."], salt: UInt32[Array, ""]) -> tuple[Any, Array]:
         rows = block.reshape(leaf.layers, leaf.shard)
-        hashed, scale = lax.psum(_hash(rows, leaf), AXES), None
+        hashed, scale = lax.psum(_hash(rows, leaf, salt), AXES), None
         if leaf.fp8:
             peaks = lax.pmax(jnp.max(jnp.abs(rows), axis=-1), AXES)
             scale = fp8.scale_for(peaks, fp8.E4M3)
@@ -59,18 +127,24 @@ def encode_frozen(
     run = jax.shard_map(
         encode,
         mesh=spec.mesh,
-        in_specs=leaf.spec(OWNED),
+        in_specs=(leaf.spec(OWNED), PartitionSpec()),
         out_specs=(Scaled(out, PartitionSpec()) if leaf.fp8 else out, PartitionSpec()),
         check_vma=False,
     )
-    return run(stored)
+    return run(stored, jnp.asarray(salt))
 
 
-def _hash(rows: Float[Array, "layers shard"], leaf: ParamLayout) -> UInt32[Array, ""]:
+def _salt(leaf: ParamLayout) -> np.uint32:
+    return np.uint32(crc32(leaf.name.encode()))
+
+
+def _hash(
+    rows: Float[Array, "layers shard"], leaf: ParamLayout, salt: UInt32[Array, ""]
+) -> UInt32[Array, ""]:
     """The sum of hashes of this device's elements and their places."""
     place = lax.axis_index(OWNED) * leaf.shard + jnp.arange(leaf.shard, dtype=jnp.uint32)
-    salt = jnp.arange(leaf.layers, dtype=jnp.uint32)[:, None] + np.uint32(crc32(leaf.name.encode()))
-    hashes = mix(lax.bitcast_convert_type(rows, jnp.uint32), place, salt)
+    salts = jnp.arange(leaf.layers, dtype=jnp.uint32)[:, None] + salt
+    hashes = mix(lax.bitcast_convert_type(rows, jnp.uint32), place, salts)
     return jnp.sum(jnp.where(place < leaf.size, hashes, 0), dtype=jnp.uint32)
 
 

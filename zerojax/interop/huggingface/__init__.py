@@ -9,9 +9,10 @@ from zerojax.interop.huggingface.exporting import (
     quantized_state,
 )
 from zerojax.interop.huggingface.families import FAMILIES
-from zerojax.interop.huggingface.importing import import_model
+from zerojax.interop.huggingface.importing import ModelReader, begin_run, import_model, run_settings
+from zerojax.interop.huggingface.load import load_base, load_weights
 from zerojax.interop.huggingface.quantized import Direction, Format, WeightFormat
-from zerojax.interop.huggingface.source import ModelFolder, model_section
+from zerojax.interop.huggingface.source import ModelFolder, is_model
 
 __all__ = [
     "EXPORT_DTYPES",
@@ -19,15 +20,20 @@ __all__ = [
     "Direction",
     "Format",
     "ModelFolder",
+    "ModelReader",
     "WeightFormat",
     "adapter_lora",
+    "begin_run",
     "check_quantizable",
     "export_adapter",
     "export_model",
     "import_model",
     "imported_from",
+    "is_model",
     "load_adapter",
-    "model_section",
+    "load_base",
+    "load_weights",
     "plan_export",
     "quantized_state",
+    "run_settings",
 ]

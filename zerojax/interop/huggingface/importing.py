@@ -1,13 +1,14 @@
-"""Imports the weights of a Hugging Face model as the start of a run."""
+"""Begins runs with Hugging Face models: imports one as a run, or trains from its files as they are."""
 
 import json
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.load import check_tensors, load_params
+from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_weights
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.interop.huggingface.source import FREE, ModelFolder, model_section
+from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
@@ -16,10 +17,66 @@ from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
+from zerojax.run.weights import CheckpointReader
 from zerojax.train.state import TrainState, begin_with
 
 TENSORS = "tensors.json"
 """In RUN/huggingface: the dtype of each tensor of the files, by name."""
+
+
+class ModelReader(CheckpointReader):
+    """Reads weights from Hugging Face folders and from checkpoints."""
+
+    def find(self, path: Path) -> Path:
+        """The folder of a model, a checkpoint, or the newest one of a run."""
+        return path if is_model(path) else super().find(path)
+
+    def weights(self, path: Path, state: TrainState) -> TrainState:
+        """As ``load_weights``, or ``checkpoints.restore_weights``."""
+        return load_weights(state, path) if is_model(path) else super().weights(path, state)
+
+    def base(self, path: Path, state: TrainState) -> TrainState:
+        """As ``load_base``, or ``checkpoints.restore_base``."""
+        return load_base(state, path) if is_model(path) else super().base(path, state)
+
+
+def run_settings(source: ModelFolder, settings: RunConfig, folder: RunFolder) -> RunConfig:
+    """Settings with the shape of a model, and its tokenizer if it has one.
+
+    Args:
+        source: the model.
+        settings: of the run, for any model.
+        folder: of the run.
+    """
+    data = settings.data
+    if source.tokenizer is not None:
+        data = replace(data, tokenizer=str(folder.tokenizer.absolute()))
+    return replace(settings, model=model_section(source.model, settings.model), data=data)
+
+
+def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
+    """Write what a run needs of a model beside its weights, unless the run has begun.
+
+    All processes must call it.
+
+    Args:
+        source: the model.
+        config: of the run; its model must be the source's, except for settings such as dropout.
+        folder: of the run.
+
+    Raises:
+        ConfigurationError: the config has another model, the files are damaged, or another process trains in
+            the folder.
+    """
+    _check_model(source, config)
+
+    def write() -> None:
+        if not folder.config.exists():
+            with closing(RunLock(folder)) as lock:
+                lock.take()
+                _write_files(source, SafetensorFiles(source.folder), folder)
+
+    run_on_process_zero(write)
 
 
 def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> TrainState:
@@ -39,10 +96,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
         ConfigurationError: the config has another model, the folder holds a run already, or the files do
             not hold this model.
     """
-    if config.model != model_section(source.model, config.model):
-        raise ConfigurationError(
-            f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set"
-        )
+    _check_model(source, config)
     files = SafetensorFiles(source.folder)
     # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
@@ -52,7 +106,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     check_tensors(state.spec, files, source.family, parts)
     with closing(RunLock(folder)) as lock:
         run_on_process_zero(lock.take)
-        run_on_process_zero(lambda: _write_files(source, files, folder))
+        run_on_process_zero(lambda: _write_new(source, files, folder))
         state = begin_with(state, load_params(state.spec, files, parts), config.train.seed)
         mesh = state.spec.mesh
         record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
@@ -62,10 +116,21 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     return state
 
 
-def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
-    """Write the run's tokenizer, and the files that an export needs to write the same model back."""
+def _check_model(source: ModelFolder, config: RunConfig) -> None:
+    if config.model != model_section(source.model, config.model):
+        raise ConfigurationError(
+            f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set"
+        )
+
+
+def _write_new(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
     if folder.config.exists() or folder.checkpoints.exists():
         raise ConfigurationError(f"{folder.path} holds a run already: choose another --run-dir")
+    _write_files(source, files, folder)
+
+
+def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
+    """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
     dtypes = {name: spec.dtype for name, spec in files.specs.items() if not source.family.is_buffer(name)}

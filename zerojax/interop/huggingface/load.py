@@ -1,6 +1,8 @@
 """Loads Hugging Face files straight into shards: of each leaf, only the local devices' parts are read."""
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -8,12 +10,23 @@ import numpy as np
 from jaxtyping import Float32, PyTree, Shaped
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Tensor, TensorParts, layer_tensors, tensors_of, weights_of
+from zerojax.interop.huggingface.families import Family, read_model
+from zerojax.interop.huggingface.mapping import (
+    Tensor,
+    TensorParts,
+    layer_tensors,
+    layers_of,
+    place_of,
+    tensors_of,
+)
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
-from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.param_tree import to_tree
+from zerojax.interop.huggingface.source import CONFIG, read_config_json
+from zerojax.sharding.layout import OWNED, ParamLayout
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.frozen import load_frozen
+from zerojax.train.gathering import with_params
 from zerojax.train.spec import TrainSpec
+from zerojax.train.state import TrainState, check_there
 
 
 class Files(Protocol):
@@ -30,13 +43,81 @@ FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 
 
+def load_base(state: TrainState, folder: Path | str) -> TrainState:
+    """The state with its frozen weights from a Hugging Face model; all processes must call it.
+
+    Each process reads the parts of the tensors that its own devices hold, encodes them and drops them, one
+    layer of one weight after the other: nothing else of the model is ever in memory, or written anywhere.
+
+    Args:
+        state: of a ``zerojax.models.GPT`` of the model's shape, filled or abstract (``TrainState.abstract``):
+            as ``TrainState.create(..., base=)`` it gives the base to new adapters, and
+            ``checkpoints.restore`` fills in the trained ones.
+        folder: holds config.json and safetensors files.
+
+    Raises:
+        ConfigurationError: the folder has no model that zerojax supports, or it is another.
+    """
+    spec = state.spec
+    if not spec.frozen:
+        return state
+    files, parts = _open(spec, Path(folder))
+
+    def read(leaf: ParamLayout, layer: int | None) -> jax.Array:
+        one = dataclasses.replace(leaf, stack=() if layer is None else (1,))
+
+        def part(index: Index | None) -> np.ndarray:
+            assert index is not None  # only for shardings without indices
+            return _stored_part(one, index, files, parts, layer or 0)
+
+        return jax.make_array_from_callback(one.stored_shape, spec.sharding(one.spec(OWNED)), part)
+
+    return state.replace(**load_frozen(spec, read))
+
+
+def load_weights(state: TrainState, folder: Path | str) -> TrainState:
+    """The state with the weights of a Hugging Face model, frozen and trained; all processes must call it.
+
+    Adapters, which the model does not have, keep their values.
+
+    Args:
+        state: as of ``load_base``, filled, but for frozen weights; keeps its optimizer state, step and seed.
+        folder: as of ``load_base``.
+
+    Raises:
+        ConfigurationError: as ``load_base``.
+    """
+    state = load_base(state, folder)
+    check_there(state)
+    if all(leaf.frozen for leaf in state.spec.weights):
+        return state
+    found = from_tree(load_params(state.spec, *_open(state.spec, Path(folder))))
+    return with_params(state, to_tree(from_tree(state.params) | found))
+
+
+def _open(train_spec: TrainSpec, folder: Path) -> tuple[SafetensorFiles, TensorParts]:
+    """The checked files of a folder, and the tensors of each leaf.
+
+    Raises:
+        ConfigurationError: as ``load_base``.
+    """
+    family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
+    files = SafetensorFiles(folder)
+    parts = family.parts(model, family.prefix_in(files.specs))
+    places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in train_spec.weights}
+    if lacking := [name for name, own in places.items() if not own <= parts.keys()]:
+        raise ConfigurationError(f"the model of {folder} has no {lacking[0]!r}: it is not that of the state")
+    check_tensors(train_spec, files, family, parts)
+    return files, parts
+
+
 def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family, parts: TensorParts) -> None:
     """Compare the tensors of the files with those of the model, by headers alone.
 
     Raises:
         ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
     """
-    needed = {tensor.name: tensor for leaf in weights_of(train_spec) for tensor in tensors_of(leaf, parts)}
+    needed = {tensor.name: tensor for leaf in train_spec.weights for tensor in tensors_of(leaf, parts)}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
@@ -61,19 +142,13 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTr
     part of one layer's leaf.
 
     Returns:
-        fp32 arrays as in ``TrainState.params``, nested by path.
+        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights.
 
     Raises:
-        ConfigurationError: the second copy of a tied matrix differs from the first, or the spec has frozen
-            weights.
+        ConfigurationError: the second copy of a tied matrix differs from the first.
     """
-    if train_spec.frozen:
-        raise ConfigurationError(
-            "weights are imported into a state that trains all of them: read them from its checkpoint into "
-            "one with frozen weights, by checkpoints.restore_weights"
-        )
     placed = {}
-    for leaf in train_spec.leaves:
+    for leaf in (leaf for leaf in train_spec.weights if not leaf.frozen):
         sharding = train_spec.sharding(train_spec.param_spec(leaf))
 
         def read(index: Index | None, leaf: ParamLayout = leaf) -> np.ndarray:
@@ -86,15 +161,18 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTr
 
 
 def _stored_part(
-    leaf: ParamLayout, index: Index, files: Files, parts: TensorParts
+    leaf: ParamLayout, index: Index, files: Files, parts: TensorParts, first: int = 0
 ) -> Float32[np.ndarray, "..."]:
-    """The part of a leaf's stored array (``ParamLayout.stored_shape``) that an index selects."""
+    """The part of a leaf's stored array (``ParamLayout.stored_shape``) that an index selects.
+
+    Its layers are those of the files from ``first`` on.
+    """
     if not leaf.stack:
         start, stop, _ = index[0].indices(leaf.padded)
         flat = _flat_part(leaf, None, start, stop, files, parts)
         return flat.reshape(-1, *(1,) * (len(leaf.stored_shape) - 1))
     start, stop, _ = index[1].indices(leaf.padded)
-    layers = range(leaf.layers)[index[0]]
+    layers = range(first, first + leaf.layers)[index[0]]
     stacked = np.empty((len(layers), stop - start), np.float32)
     for row, layer in zip(stacked, layers, strict=True):
         row[:] = _flat_part(leaf, layer, start, stop, files, parts)

@@ -11,6 +11,7 @@ from zerojax.models import GPTConfig
 from zerojax.run.data import BPETokenizer
 from zerojax.validation.untrusted import parse_json
 
+CONFIG = "config.json"
 FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
 
 
@@ -41,7 +42,7 @@ class ModelFolder:
                 unsupported.
         """
         values = read_config_json(folder)
-        family, model, notes = read_model(values, str(folder / "config.json"))
+        family, model, notes = read_model(values, str(folder / CONFIG))
         tokenizer = read_tokenizer(folder, values)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise ConfigurationError(
@@ -51,9 +52,12 @@ class ModelFolder:
         return cls(folder, family, model, tokenizer, notes)
 
 
-def read_config_json(
-    folder: Path, name: str = "config.json", owner: str = "a Hugging Face model"
-) -> dict[str, Any]:
+def is_model(folder: Path) -> bool:
+    """Whether a folder is that of a Hugging Face model, whether or not zerojax can read it."""
+    return (folder / CONFIG).is_file()
+
+
+def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging Face model") -> dict[str, Any]:
     """The config.json of a folder, or another JSON file of settings.
 
     Args:

@@ -1,0 +1,138 @@
+"""The weights that a run begins with, and the frozen ones that it goes on with: from where, and how."""
+
+from pathlib import Path
+from typing import Protocol
+
+from zerojax.errors import ConfigurationError
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.run import checkpoints
+from zerojax.run.build import RunSetup
+from zerojax.run.config import config_from_dict
+from zerojax.run.optimizers import rate_changes
+from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
+from zerojax.train.state import TrainState, initial_base
+
+
+class WeightReader(Protocol):
+    """Reads the weights of a model from a path, in one or more formats."""
+
+    def find(self, path: Path) -> Path:
+        """Where the weights are that a user means by a path.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        ...
+
+    def weights(self, path: Path, state: TrainState) -> TrainState:
+        """A filled state with the model's weights, trained and frozen.
+
+        Raises:
+            ConfigurationError: they are of another model.
+        """
+        ...
+
+    def base(self, path: Path, state: TrainState) -> TrainState:
+        """A state, filled or abstract, with the model's frozen weights.
+
+        Raises:
+            ConfigurationError: they are of another model.
+        """
+        ...
+
+
+class CheckpointReader:
+    """Reads weights from checkpoints."""
+
+    def find(self, path: Path) -> Path:
+        """A checkpoint, or the newest one of a run."""
+        return checkpoints.find(path)
+
+    def weights(self, path: Path, state: TrainState) -> TrainState:
+        """As ``checkpoints.restore_weights``."""
+        return checkpoints.restore_weights(path, state)
+
+    def base(self, path: Path, state: TrainState) -> TrainState:
+        """As ``checkpoints.restore_base``."""
+        return checkpoints.restore_base(path, state)
+
+
+CHECKPOINTS = CheckpointReader()
+
+
+def resumed_state(
+    setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
+) -> tuple[TrainState, str]:
+    """The state of a run that resumes from a checkpoint, and a line about it for the user.
+
+    Raises:
+        ConfigurationError: the settings have become those of another run.
+    """
+    before = config_from_dict(manifest.record.config)
+    changes = check_same_run(before, setup.config, folder)
+    changes += rate_changes(before, setup.config, manifest.step - manifest.record.skipped)
+    state = with_base(setup.abstract_state(), folder, manifest.record.base, setup.config.train.seed, reader)
+    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
+    return state, "; ".join([f"resuming from step {manifest.step}", *changes])
+
+
+def new_state(
+    setup: RunSetup,
+    folder: RunFolder,
+    imported: checkpoints.Manifest | None,
+    init_from: Path | None,
+    reader: WeightReader = CHECKPOINTS,
+    *,
+    reference: bool = False,
+) -> tuple[TrainState, str, list[str]]:
+    """The state of a run that begins, its ``Record.base``, and lines about it for the user.
+
+    Args:
+        setup: of the run.
+        folder: of the run.
+        imported: of a checkpoint in the folder that holds imported weights only.
+        init_from: what to take the weights from instead.
+        reader: reads them.
+        reference: whether the run compares itself with its first weights.
+
+    Raises:
+        ConfigurationError: the weights cannot be had, or are of another model.
+    """
+    source = None if init_from is None else Path(run_on_process_zero(lambda: str(reader.find(init_from))))
+    if imported is not None and source is None:
+        check_same_model(config_from_dict(imported.record.config), setup.config, folder)
+        source = folder.checkpoints / str(imported.step)
+    if source is None:
+        return setup.initial_state(), "", []
+    state = reader.weights(source, setup.initial_state(base=False))
+    base = ""
+    if state.spec.frozen or reference:
+        own = source.resolve().is_relative_to(folder.path.resolve())
+        base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
+    return state, base, [f"beginning with the weights of {source}"]
+
+
+def with_base(state: TrainState, folder: RunFolder, base: str, seed: int, reader: WeightReader) -> TrainState:
+    """The abstract state of a run with the frozen weights that it began with, if it has any.
+
+    Args:
+        state: abstract.
+        folder: of the run.
+        base: as in ``Record.base``.
+        seed: of the run, for weights that are from nowhere else.
+        reader: reads the base.
+
+    Raises:
+        ConfigurationError: the base is gone.
+    """
+    if not state.spec.frozen:
+        return state
+    if not base:
+        return initial_base(state, seed)
+    path = folder.path / base  # an absolute one stands for itself
+    if not path.exists():
+        raise ConfigurationError(
+            f"{folder.path} has adapters, or trained parts, of a model whose other weights were in {path}, "
+            "which is gone: put it back."
+        )
+    return reader.base(path, state)
