@@ -11,7 +11,7 @@ PACKAGE = ROOT / "zerojax"
 LAYERS = (
     *("errors", "log", "versions", "formatting", "validation", "zero_config", "matmul", "sharding", "comm"),
     *("schedule", "adapters", "optim", "train", "models", "generation", "analysis", "multihost", "run"),
-    *("interop", "testing", "cli"),
+    *("posttrain", "interop", "testing", "cli"),
 )
 
 

@@ -21,7 +21,7 @@ from zerojax.train.fp8_report import fp8_report
 from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
-from zerojax.train.step import eval_step, lower_train_step, train_step
+from zerojax.train.step import eval_step, lower_train_step, predict_step, train_step
 from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ __all__ = [
     "lower_train_step",
     "make_mesh",
     "plan",
+    "predict_step",
     "profile",
     "put_params",
     "scale_by_muon",

@@ -2,7 +2,7 @@
 
 from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
 from zerojax.models.gpt import GPT, MLP, Attention, Block
-from zerojax.models.loss import cross_entropy, lm_loss
+from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
 
 __all__ = [
     "GPT",
@@ -12,6 +12,7 @@ __all__ = [
     "GPTConfig",
     "cross_entropy",
     "flops_per_token",
+    "label_log_probs",
     "lm_loss",
     "parameter_count",
 ]
