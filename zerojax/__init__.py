@@ -17,15 +17,9 @@ from zerojax.optim.shard_check import chain
 from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train.fp8_report import fp8_report
+from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
 from zerojax.train.spikes import SpikeRule
-from zerojax.train.state import (
-    TrainState,
-    averaged,
-    gather_adapters,
-    gather_model,
-    gather_params,
-    put_params,
-)
+from zerojax.train.state import TrainState
 from zerojax.train.step import eval_step, lower_train_step, train_step
 from zerojax.zero_config import ZeroConfig
 

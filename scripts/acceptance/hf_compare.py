@@ -32,7 +32,7 @@ from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.run.build import make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.run_dir import RunFolder
-from zerojax.train.state import gather_model
+from zerojax.train.gathering import gather_model
 
 LOGITS_BOUND = 1e-4
 LOSS_BOUND = 1e-3

@@ -50,7 +50,8 @@ from zerojax.run.data import Batch, Dataset, open_dataset, prepare
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.state import initializer, secondary_of, shardings_of
+from zerojax.train.fields import shardings_of
+from zerojax.train.initial import initializer, secondary_of
 from zerojax.train.step import lower_eval_step
 
 EXACT = "zero3"
@@ -348,7 +349,7 @@ class Trainee:
         self.name = name
         self.config = with_variant(config, name)
         self.state = RunSetup.of(self.config).abstract_state()
-        self.init = initializer(self.state)
+        self.init = initializer(self.state.spec)
         batch = abstract_batch(self.config)
         lowered = (
             self.init.lower(np.uint32(0)),

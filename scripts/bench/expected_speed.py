@@ -20,7 +20,7 @@ from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.outlook import Outlook, foresee
 from zerojax.cli.untrained import abstract_run
 from zerojax.run.config import MeshSection, find_config, load_config
-from zerojax.testing.emulated_cluster.network import bytes_per_second
+from zerojax.validation.rates import bytes_per_second
 from zerojax.zero_config import PRESETS
 
 MODELS = ("gpt-350m", "gpt-1.3b", "llama-7b")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.testing.emulated_cluster import ClusterError, EmulatedCluster
-from zerojax.testing.emulated_cluster.network import bytes_per_second
+from zerojax.validation.rates import bytes_per_second
 
 BENCH_TRAIN = Path(__file__).with_name("train.py")
 MODELS = {

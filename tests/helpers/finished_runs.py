@@ -14,7 +14,7 @@ import zerojax
 from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
-from zerojax.train.state import initializer
+from zerojax.train.initial import initializer
 
 abstract_state = build.RunSetup.abstract_state
 
@@ -38,7 +38,7 @@ def shared_steps() -> Iterator[None]:
         if key in shared:
             return shared[key]
         state = abstract_state(setup)
-        found = state, initializer(state, frozen=base)
+        found = state, initializer(state.spec, frozen=base)
         if any(setup.tx is tx for tx in optimizers.values()):  # which lives on, so that its id is its own
             shared[key] = found
         return found

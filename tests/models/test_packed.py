@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from sgd_step import check_step
 
-import zerojax
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.attention import causal_attention, segment_positions
@@ -98,24 +98,9 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
 )
 def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order):
     documents, batch = draw()
-    state = zerojax.TrainState.create(
-        lambda rngs: GPT(GPTConfig(**(SMALL | family)), rngs=rngs),
-        optax.sgd(1.0),
-        lm_loss,
-        mesh=zerojax.make_mesh(1, 3),
-        zero=zerojax.ZeroConfig(accumulate=2, accumulate_order=order, compute_dtype="float32"),
-    )
-    model = zerojax.gather_model(state)
-    expected, gradients = nnx.jit(nnx.value_and_grad(plain_loss))(model, alone(documents))
-    moved = nnx.to_pure_dict(jax.tree.map(lambda x, g: x - g, nnx.state(model, nnx.Param), gradients))
-    state, metrics = zerojax.train_step(state, batch)
-    assert float(metrics["tokens"]) == sum(len(d) - 1 for row in documents for d in row)
-    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5),
-        zerojax.gather_params(state),
-        moved,
-    )
+    rows, tokens = alone(documents), sum(len(d) - 1 for row in documents for d in row)
+    config = GPTConfig(**(SMALL | family))
+    check_step(config, batch, lambda model: plain_loss(model, rows), tokens=tokens, order=order)
 
 
 def test_positions_start_again_with_each_segment():

@@ -17,7 +17,8 @@ from flax import nnx
 from zerojax import eval_step, train_step
 from zerojax.adapters import stack
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train import per_device
+from zerojax.train.blocks import flat_blocks
+from zerojax.train.secondary import next_secondary
 
 DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
 
@@ -72,8 +73,8 @@ def all_at_once(state: Any) -> dict[Any, np.ndarray]:
     spec = train_spec.by_path(train_spec.secondary_spec)
 
     def update(params: Any, secondary: Any, step: Any) -> Any:
-        blocks = per_device.flat_blocks(params, train_spec.leaves)
-        return per_device.next_secondary(train_spec, blocks, secondary, step)
+        blocks = flat_blocks(params, train_spec.leaves)
+        return next_secondary(train_spec, blocks, secondary, step)
 
     run = jax.shard_map(
         update,

@@ -13,6 +13,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
+from zerojax.matmul.lora import LowRankOperand
+from zerojax.matmul.replay import at_matmuls
+from zerojax.schedule.remat import rematerialised
 from zerojax.train.step import trace_train_step
 
 MICRO = {"accumulate": 2, "accumulate_order": "breadth"}
@@ -70,3 +73,18 @@ def test_gathers_of_both_passes_are_not_merged(layers):
     compiled = zerojax.lower_train_step(state, batch()).compile().as_text()
     assert compiled is not None
     assert len(re.findall(r" all-gather(?:-start)?\(", compiled)) == sum(c.count for c in traced)
+
+
+def test_a_product_with_an_adapter_is_kept_once():
+    """Its two parts are as large as their sum, which the backward pass reads."""
+
+    def body(weights, x):
+        a, b = weights[1:]
+        weight = LowRankOperand.of(weights[0], a, b, jnp.uint32(0), zerojax.LoRA(rank=2), "w")
+        return at_matmuls(lambda whole, x: jnp.sin(x @ whole[0]))((weight,), x)
+
+    shapes = [(8, 16), (8, 2), (2, 16), (5, 8)]
+    *weights, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    run = rematerialised(body, "none")
+    kept = jax.tree.leaves(jax.eval_shape(lambda weights, x: jax.vjp(run, weights, x)[1], weights, x))
+    assert [residual.shape for residual in kept].count((5, 16)) == 1

@@ -15,7 +15,7 @@ from plain_loop import masters
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.state import averaged
+from zerojax.train.gathering import averaged
 
 ROWS = 24
 DELTA = zerojax.ZeroConfig.preset(
@@ -39,9 +39,9 @@ def spec_of(name: str = "stack", nodes: int = 2, local: int = 2, **zero: Any) ->
 
 
 def begin(abstract: zerojax.TrainState) -> zerojax.TrainState:
-    from zerojax.train.state import initializer
+    from zerojax.train.initial import initializer
 
-    return abstract.replace(**initializer(abstract)(np.uint32(0)))
+    return abstract.replace(**initializer(abstract.spec)(np.uint32(0)))
 
 
 def batches(count: int) -> list[Any]:

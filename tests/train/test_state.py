@@ -24,7 +24,7 @@ from flax import linen, nnx
 from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
-from zerojax.train.state import initializer
+from zerojax.train.initial import initializer
 
 ROWS = 24
 
@@ -129,7 +129,7 @@ def test_born_sharded(stage):
     )
     model = sum(x.size * 4 for x in jax.tree.leaves(state.params))
     assert model > 4e6
-    need = initializer(state).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile().memory_analysis()
+    need = initializer(state.spec).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile().memory_analysis()
     # Masters and two moments, an eighth of each, and some padding.
     assert need.output_size_in_bytes < 1.1 * 3 * model / 8
     assert need.output_size_in_bytes + need.temp_size_in_bytes < model

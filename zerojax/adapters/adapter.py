@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.unit import Sharded
+from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.param_tree import Path
 
 Weights = Mapping[Path, Num[Array, "..."] | Sharded]

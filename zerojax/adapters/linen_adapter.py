@@ -20,7 +20,8 @@ from jaxtyping import Array, Num
 from zerojax.adapters.adapter import Bound, LossFn, ModelState, Parameter, Weights, call_loss
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
-from zerojax.schedule.unit import Sharded, call_unit
+from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path

@@ -21,7 +21,8 @@ from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
 from zerojax.adapters.stack import STATE, Stack
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
-from zerojax.schedule.unit import Sharded, call_unit
+from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import call_unit
 from zerojax.sharding.param_tree import Path
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
-from zerojax.schedule.unit import is_gathered
+from zerojax.schedule.sharded import is_gathered
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
 """Filter for the state that a module keeps between calls, besides its parameters."""

@@ -1,7 +1,7 @@
 """Measures the speed of a mesh's links and devices, and recommends a preset."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.analysis.link_report import CollectiveTime
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
 
 # Bytes that a node sends to others in a step, as multiples of M = 2 bytes per parameter (README).
@@ -103,17 +104,41 @@ def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str
     return "delta", f"{why}; {TOKENS:,} tokens hide none, and delta sends the least"
 
 
+def time_collectives(mesh: Mesh, sizes: Sequence[int]) -> tuple[CollectiveTime, ...]:
+    """Time the collectives that carry weights and gradients between nodes; all processes call it together.
+
+    Args:
+        mesh: of at least two nodes.
+        sizes: about how many bytes a device sends to other nodes in one collective.
+    """
+    nodes = mesh.shape[NODE]
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, NODE, split_axis=0, concat_axis=0, tiled=True)
+
+    times: list[CollectiveTime] = []
+    for size in sizes:
+        piece = max(1, size // (nodes - 1))
+        sent = (nodes - 1) * piece
+        times.append(CollectiveTime("all-gather", sent, _time_gather(mesh, NODE, piece)))
+        times.append(CollectiveTime("all-to-all", sent, _time(mesh, nodes * piece, exchange)))
+    return tuple(times)
+
+
 def _time_gather(mesh: Mesh, axis: str, size: int) -> float:
     """Seconds of an all-gather of ``size`` bytes per device: the best time of the slowest process."""
+    return _time(mesh, size, lambda x: jax.lax.all_gather(x, axis, tiled=True))
+
+
+def _time(mesh: Mesh, size: int, collective: Callable[[jax.Array], jax.Array]) -> float:
+    """Seconds of a collective on ``size`` bytes per device: the best time of the slowest process."""
     everywhere = PartitionSpec(AXES)
 
-    def gather(x: jax.Array) -> jax.Array:
-        # Depends on every byte, so that the gather cannot be optimised away, and keeps none.
-        return jnp.max(jax.lax.all_gather(x, axis, tiled=True), keepdims=True)
+    def run(x: jax.Array) -> jax.Array:
+        # Behind the barrier, so that no part of the collective can be optimised away.
+        return jax.lax.optimization_barrier(collective(x))[:1]
 
-    step = jax.jit(
-        jax.shard_map(gather, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    )
+    step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
     sharding = NamedSharding(mesh, everywhere)
     local = np.zeros(mesh.local_mesh.size * size, np.uint8)
     x = jax.make_array_from_process_local_data(sharding, local, (mesh.size * size,))

@@ -39,6 +39,7 @@ COMMANDS = {
     "comm": ("zerojax.cli.comm", "count every collective of a training step, with its bytes"),
     "launch": ("zerojax.cli.launch", "start zerojax train in several processes on this machine"),
     "emulate": ("zerojax.cli.emulate", "run a command on every node of an emulated cluster"),
+    "links": ("zerojax.cli.links", "measure what carries between the nodes of a job, and what limits it"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and a suitable mesh"),
 }
 

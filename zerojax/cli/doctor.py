@@ -20,6 +20,8 @@ from zerojax.formatting import size
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics import peak_flops
+from zerojax.sharding import nccl
+from zerojax.sharding.mesh import on_gpus
 from zerojax.versions import installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
@@ -53,6 +55,7 @@ def run(arguments: list[str]) -> None:
             "devices": _devices(),
             "kernels": _kernels(),
             "host": _host(options.run_dir),
+            "network": _network(options.mesh),
             "links and choice": _choice(options.mesh),
         }
         if jax.process_index() == 0:
@@ -93,6 +96,25 @@ def _fp8(device: Any) -> str:
     if has_fp8(device):
         return f"yes, compute capability {device.compute_capability}"
     return 'no: matmul_dtype = "fp8" would give the same numbers from a slow reference path'
+
+
+def _network(settings: MeshSection) -> Rows:
+    """What joins the processes, and what NCCL is told about it."""
+    processes, devices = jax.process_count(), jax.devices()
+    if processes == 1:
+        return [("nodes", "one process: nothing crosses a network")]
+    network, chosen = nccl.settings_here(processes, len(devices), settings.local)
+    rate = "rate not known" if network.rate is None else f"{8 * network.rate / 1e9:g} Gb/s"
+    by_whom = "set by zerojax" if on_gpus(devices) else "not set here: there are no GPUs"
+    rows = [("interface", f"{network.interface}, {rate}"), ("NCCL uses", network.rdma or "TCP sockets")]
+    rows += [(setting.name, _told(setting, by_whom)) for setting in chosen]
+    return [*rows, ("other programs", "; ".join(nccl.exports(chosen)) or "nothing to set")]
+
+
+def _told(setting: nccl.Setting, by_whom: str) -> str:
+    if setting.value is None:
+        return f"left alone: {setting.reason}"
+    return f"{setting.value}, {by_whom}: {setting.reason}"
 
 
 def _choice(settings: MeshSection) -> Rows:

@@ -3,7 +3,7 @@
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 gpt-tiny --run-dir runs/a
 
 starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each; with ``doctor``
-in place of the config, it starts ``zerojax doctor``. For several machines, see ``scripts/slurm`` and
+or ``links`` in place of the config, it starts that command. For several machines, see ``scripts/slurm`` and
 ``scripts/k8s``.
 
 Exit codes: 0 success; 2 wrong use or settings, of this command or of ``zerojax train``; 3 the run diverged;
@@ -28,12 +28,15 @@ from zerojax.multihost.peers.handshake import VARIABLE, new_token
 # Per machine, emulated devices included.
 _MOST_DEVICES = 4096
 
+# Commands besides `train` that a job can run.
+_OTHERS = ("doctor", "links")
+
 
 @dataclass(frozen=True)
 class Job:
     """The processes to start, and how to restart them."""
 
-    train: Sequence[str]  # arguments of `zerojax train`; or "doctor" and those of `zerojax doctor`
+    train: Sequence[str]  # arguments of `zerojax train`; or a command of `_OTHERS` and its arguments
     nodes: int
     devices_per_node: int
     platform: Platform = "auto"
@@ -79,7 +82,7 @@ def launch(job: Job) -> int:
 def _tasks(job: Job, nodes: int) -> list[supervisor.Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     first, *options = job.train
-    command = ["doctor"] if first == "doctor" else ["train", first]
+    command = [first] if first in _OTHERS else ["train", first]
     # Given options come later and override these.
     mesh = ["--mesh.nodes", str(nodes), "--mesh.local", str(job.devices_per_node)]
     coordinator = f"127.0.0.1:{free_port()}"
@@ -115,7 +118,12 @@ def parse(arguments: Sequence[str]) -> Job:
     add("--restarts", type=int, default=0, help="most restarts after a failure")
     add("--min-nodes", type=int, help="continue without failed nodes, down to this many")
     add("--grace", type=float, default=15.0, help="seconds for the others to end after one has failed")
-    add("train", nargs=argparse.REMAINDER, metavar="CONFIG ...", help="arguments of zerojax train; or doctor")
+    add(
+        "train",
+        nargs=argparse.REMAINDER,
+        metavar="CONFIG ...",
+        help="arguments of zerojax train; or doctor or links",
+    )
     options = vars(parser.parse_args(arguments))
     if not options["train"]:
         parser.error("name a config: zerojax launch --nodes 2 --devices-per-node 4 CONFIG")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.analysis.gpus import MATMUL_EFFICIENCY, find_gpu
+from zerojax.analysis.link_report import LinkReport
 from zerojax.analysis.plan import plan_state
 from zerojax.analysis.plan.cluster import MEMORY_FRACTION, Cluster
 from zerojax.analysis.plan.outlook import Outlook, foresee
@@ -17,7 +18,7 @@ from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.run.config import MeshSection
-from zerojax.testing.emulated_cluster.network import bytes_per_second
+from zerojax.validation.rates import bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Options(on_config.Options):
         nodes: Number of nodes; by default mesh.nodes.
         gpus_per_node: GPUs of each node; by default mesh.local.
         bandwidth: Of one node's network in each direction, all adapters together, such as 100gbit.
+        links: File of `zerojax links --json`, measured between such nodes, in place of --bandwidth.
         sequences: Sequences per device and micro-batch; by default from train.batch_size, at least 1.
         picture: PNG file to draw the prediction to.
         memory_fraction: Fraction of the GPU's memory that JAX uses (XLA_CLIENT_MEM_FRACTION).
@@ -48,6 +50,7 @@ class Options(on_config.Options):
     nodes: int | None = None
     gpus_per_node: int | None = None
     bandwidth: str | None = None
+    links: Path | None = None
     sequences: int | None = None
     picture: Path | None = None
     memory_fraction: float = MEMORY_FRACTION
@@ -105,6 +108,8 @@ def _cluster(options: Options, name: str) -> Cluster:
         "memory_rate": (options.memory_bandwidth, 1e9),
     }
     corrected = {field: value * unit for field, (value, unit) in scales.items() if value is not None}
+    if options.bandwidth and options.links:
+        raise ConfigurationError("--bandwidth and --links: give one, the links' file has measured rates")
     try:
         bandwidth = bytes_per_second(options.bandwidth) if options.bandwidth else 0
     except ValueError as error:
@@ -117,6 +122,7 @@ def _cluster(options: Options, name: str) -> Cluster:
         local_bandwidth=None if options.local_bandwidth is None else 1e9 * options.local_bandwidth,
         efficiency=options.efficiency,
         memory_fraction=options.memory_fraction,
+        links=None if options.links is None else LinkReport.read(options.links),
     )
 
 

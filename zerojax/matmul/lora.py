@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
@@ -22,6 +23,8 @@ from zerojax.validation.patterns import MATMUL_WEIGHTS, why_not
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""
+SUM = "zerojax: product with a weight and its adapter"
+"""The name under which rematerialisation keeps the sum of two parts alone (``zerojax.schedule.remat``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +210,7 @@ class LowRankOperand:
         narrow = lax.dot_general(dropped, first, (inner, ((), ())), preferred_element_type=x.dtype)
         last = ((narrow.ndim - 1,), (0,))
         wide = lax.dot_general(narrow, second, (last, ((), ())), preferred_element_type=base.dtype)
-        return base + wide
+        return checkpoint_name(base + wide, SUM)
 
     def _with(self, base: Any, a: Array, b: Array, factors: str) -> "LowRankOperand":
         return LowRankOperand(base, a, b, self.seed, factors, self.dropout, self.name)

@@ -39,6 +39,20 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
     return answer["found"]
 
 
+def gather_from_all(value: Any) -> list[Any]:
+    """The values of all processes, in the order of their ranks; all processes call it together.
+
+    Args:
+        value: this process's, which JSON can represent.
+    """
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.asarray([text.size], np.int32)))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: text.size] = text
+    every = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
+
+
 def _answer(find: Callable[[], Any]) -> bytes:
     try:
         return json.dumps({"found": find()}).encode()

@@ -17,6 +17,7 @@ from zerojax.errors import ConfigurationError, JobError, RunError, Stopped, show
 from zerojax.multihost import peers
 from zerojax.multihost.devices import visible_gpus
 from zerojax.multihost.peers.handshake import SHORTEST, VARIABLE
+from zerojax.sharding.network import remember_coordinator
 
 # The environment variable that permits a job without a token on interfaces other than loopback.
 _INSECURE = "ZEROJAX_INSECURE"
@@ -119,6 +120,7 @@ def _join(
         interface, port = _split(bind_address or _own_address(coordinator))
         # "All interfaces" is an address to listen on, not one to connect to.
         host, listen = ("localhost", None) if interface == "::" else (interface, interface)
+    remember_coordinator(_split(coordinator)[0] if listen is None else host)
     token = _token(token, insecure, None if rank == 0 and listen is None else host)
     # Needed until all are connected: JAX's client never reconnects, as its connection never ends.
     with _private_folder() as folder:

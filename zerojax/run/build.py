@@ -36,7 +36,7 @@ from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.trackers import check_trackers
-from zerojax.train.state import initializer
+from zerojax.train.initial import initializer
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
@@ -117,7 +117,7 @@ class RunSetup:
         if base:
             return zerojax.TrainState.create(**self._arguments(), seed=seed)
         state = self.abstract_state()
-        return state.replace(**initializer(state, frozen=False)(np.uint32(seed)))
+        return state.replace(**initializer(state.spec, frozen=False)(np.uint32(seed)))
 
     def _arguments(self) -> dict[str, Any]:
         return {

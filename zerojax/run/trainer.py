@@ -48,6 +48,7 @@ from zerojax.run.metrics import RunLog, draw_loss_curve, read_metrics
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import CHECKPOINTS, WeightReader, new_state, resumed_state
+from zerojax.sharding import nccl
 from zerojax.train.fp8_report import fp8_metrics
 
 _DISK_ERRORS = (
@@ -138,6 +139,7 @@ class Trainer:
             exact_match = ExactMatch.of(config, data, folder.data)
             manifest, notes = choose_checkpoint(config, folder, resume)
             notes += data.notes(config.train.sequence_length)
+            notes += map(str, nccl.applied())
             if unlocked is not None:
                 notes.append(unlocked)
             if manifest is not None and manifest.record.position:

@@ -41,17 +41,9 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, partition, with_float0
+from zerojax.schedule.sharded import Sharded, taken
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
-from zerojax.schedule.unit import (
-    Body,
-    Sharded,
-    as_layer,
-    call_gathered,
-    on_operands,
-    refuse_mapped,
-    take_apart,
-    taken,
-)
+from zerojax.schedule.unit import Body, as_layer, call_gathered, on_operands, refuse_mapped, take_apart
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed

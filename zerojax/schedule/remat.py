@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zerojax.matmul.fp8 import SCALE
+from zerojax.matmul.lora import SUM
 from zerojax.zero_config import Remat
 
 # Operations whose results are kept under "none". All others fuse into their readers: a kept result would be
@@ -47,6 +48,6 @@ def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
-    if primitive.name in _EXPENSIVE or _is_attention(primitive, **params):
+    if primitive.name in _EXPENSIVE or params.get("name") == SUM or _is_attention(primitive, **params):
         return True
     return any(part in primitive.name for part in _KERNELS)

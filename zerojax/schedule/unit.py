@@ -7,26 +7,23 @@ backward pass gathers again, runs the module's own vjp and reduces the gradients
 The ``ShardingStrategy`` decides where its weights come from and where its gradients go.
 """
 
-import contextlib
-import dataclasses
 import functools
-import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Num
+from jaxtyping import Array
 
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA, LowRankOperand
-from zerojax.matmul.operand import Codes, Fp8Operand, Scaled, array_of, with_values
+from zerojax.matmul.operand import Codes, Fp8Operand, Scaled
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
+from zerojax.schedule.sharded import Sharded, taken
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
@@ -34,120 +31,6 @@ from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
 
 Body = Callable[..., Any]
-
-TAKEN = "zerojax: a weight as its unit takes it"
-"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them (see ``taken``)."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sharded:
-    """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
-
-    Attributes:
-        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. Of a frozen
-            one the secondary partition.
-        sink: zeros at the sink's level; their cotangent is the gradient. None if it is frozen.
-        seed: salts stochastic rounding; one per layer, if the leaf is stacked.
-        leaf: its layout.
-        strategy: how it travels.
-        copy: delta's secondary copy, if the unit updates it itself; call ``updated`` with the new one.
-        adapter: its low-rank adapter's A and B, if it has one.
-        lora: the adapter's settings.
-    """
-
-    source: Num[Array, "..."] | Scaled
-    sink: Num[Array, "..."] | None
-    seed: Seed
-    leaf: ParamLayout = dataclasses.field(metadata={"static": True})
-    strategy: ShardingStrategy = dataclasses.field(metadata={"static": True})
-    copy: Num[Array, "..."] | None = None
-    adapter: tuple["Sharded", ...] = ()
-    lora: LoRA | None = dataclasses.field(default=None, metadata={"static": True})
-
-    def updated(self, copies: Mapping[Path, Num[Array, "..."]]) -> "Sharded":
-        """The weight, and its adapter, with their secondary copies as the sources from now on."""
-        adapter = tuple(part.updated(copies) for part in self.adapter)
-        if self.copy is None:
-            return dataclasses.replace(self, adapter=adapter)
-        strategy = dataclasses.replace(self.strategy, source="secondary")
-        source = with_values(self.source, copies[self.leaf.path])
-        return dataclasses.replace(self, source=source, copy=None, strategy=strategy, adapter=adapter)
-
-    def secondary_copies(self) -> dict[Path, Num[Array, "..."]]:
-        """Delta's copies that are sources, by path: of the weight and of its adapter."""
-        own = {} if self.leaf.frozen or self.strategy.source != "secondary" else {self.leaf.path: self.source}
-        found = {path: array_of(source) for path, source in own.items()}
-        for part in self.adapter:
-            found |= part.secondary_copies()
-        return found
-
-    def __jax_array__(self) -> Array:
-        """Refuse use outside a unit's call, where there is no whole weight."""
-        raise ConfigurationError(read_outside(self.leaf.name))
-
-    def __repr__(self) -> str:
-        """The name alone, which ``translated_errors`` looks for in messages."""
-        return f"Sharded({self.leaf.name!r})"
-
-
-# Flax applies the operators of a parameter to its value.
-_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
-_OTHERS = ["getitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
-for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
-    setattr(Sharded, f"__{_operator}__", lambda self, *_: self.__jax_array__())
-
-
-def read_outside(weight: str) -> str:
-    """The error message for a weight that is read outside a call of its unit."""
-    return (
-        f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
-        "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
-        "ZeroConfig.units."
-    )
-
-
-FORWARD_MODE = (
-    "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
-    "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "
-    "derivatives."
-)
-
-# Parts of JAX's messages about transformations that units do not support, and the messages to show instead.
-_TRANSLATIONS = {
-    "can't apply forward-mode differentiation": FORWARD_MODE,
-    "does not support reverse-mode autodiff": (
-        "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
-        'set accumulate_order="depth".'
-    ),
-    "but got uint32": (
-        "a loss took a gradient with respect to unsigned integers. With respect to the model (nnx.grad) it "
-        "can take none: the weights of units are sharded there."
-    ),
-}
-
-
-@contextlib.contextmanager
-def translated_errors() -> Generator[None]:
-    """Replace JAX's errors about units by messages that name the way out.
-
-    Raises:
-        ConfigurationError: for such a TypeError or ValueError.
-    """
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
-            raise ConfigurationError(read_outside(found[1])) from error
-        for text, message in _TRANSLATIONS.items():
-            if text in str(error):
-                raise ConfigurationError(message) from error
-        raise
-
-
-def is_gathered(weight: Any) -> bool:
-    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
-    return isinstance(weight, Sharded) and weight.strategy.keep != "full"
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
@@ -314,11 +197,6 @@ def _flattened(weights: Sequence[Sharded]) -> tuple[list[Sharded], list[Sharded]
     """A unit's trained parameters, adapters included, and the frozen ones: the order of whole weights."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     return [w for w in every if not w.leaf.frozen], [w for w in every if w.leaf.frozen]
-
-
-def taken[T](values: T) -> T:
-    """Mark arrays of ``Sharded`` weights as read by their unit, for ``weight_reads``."""
-    return checkpoint_name(values, TAKEN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

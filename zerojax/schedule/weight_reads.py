@@ -4,7 +4,7 @@ In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are
 seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``, ``module.variables["params"]``, an optax
 norm) would compute with those. The tree itself cannot prevent it, since transformations have to slice, stack
 and pass on the same arrays. So the traced program is checked: only a unit, which marks them by
-``zerojax.schedule.unit.taken``, may use the arrays of a ``Sharded`` value.
+``zerojax.schedule.sharded.taken``, may use the arrays of a ``Sharded`` value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import jax
 from jax.extend import core, source_info_util
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.unit import FORWARD_MODE, TAKEN, Sharded, read_outside
+from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, Sharded, read_outside
 from zerojax.sharding.param_tree import Path
 
 # Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.unit import Sharded
+from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path

@@ -5,7 +5,6 @@ hpZ secondary partition lives within ``local`` (ZeRO++ section 3.2), so choosing
 secondary group's size: it need not be a physical host.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zerojax.errors import ConfigurationError
+from zerojax.sharding import nccl
 
 NODE = "node"
 LOCAL = "local"
@@ -54,8 +54,8 @@ def make_mesh(
 
     Returns:
         A mesh of ``nodes x local`` devices, the first ones if there are more (in one process only: of
-        several, each must own a part of the mesh). With GPUs of several processes, NCCL is told not to
-        share resources between communicators.
+        several, each must own a part of the mesh). With GPUs of several processes, NCCL is told what the
+        network between them needs (``zerojax.sharding.nccl``): make the mesh before the first collective.
 
     Raises:
         ConfigurationError: the extents are not positive, or ask for more devices than there are.
@@ -88,7 +88,7 @@ def make_mesh(
             "Choose extents whose product is the number of devices."
         )
     if processes > 1 and on_gpus(available):
-        _keep_communicators_apart()
+        nccl.apply(nccl.settings_here(processes, len(available), local)[1])
     grid = np.asarray(available[:wanted], dtype=object).reshape(nodes, local)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
 
@@ -103,10 +103,6 @@ def on_cpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInv
     return all(device.platform == "cpu" for device in devices)
 
 
-def _keep_communicators_apart() -> None:
-    """Tell NCCL not to share resources between communicators, before any is created.
-
-    XLA splits the communicator within a node from that of all nodes, and NCCL gives a split communicator no
-    more channels than its parent has: few, on a slow network. A variable that is already set stays.
-    """
-    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")
+def node_leaders(mesh: Mesh) -> list[int]:
+    """The process of each node's first device, by node."""
+    return [int(devices[0].process_index) for devices in mesh.devices]

@@ -12,9 +12,10 @@ from zerojax.matmul import fp8
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train import per_device
-from zerojax.train.per_device import flat_blocks
-from zerojax.train.state import TrainState, check_there, state_specs
+from zerojax.train.blocks import flat_blocks
+from zerojax.train.fields import state_specs
+from zerojax.train.secondary import next_secondary, with_scales
+from zerojax.train.state import TrainState, check_there
 
 
 class Fp8Loss(NamedTuple):
@@ -67,9 +68,9 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
 
     def local(params: Any, secondary: Any, step: Array) -> dict[str, Fp8Loss]:
         masters = flat_blocks(from_tree(params), spec.leaves)
-        masters, copies = per_device.with_scales(spec, masters, from_tree(secondary))
+        masters, copies = with_scales(spec, masters, from_tree(secondary))
         if copies:
-            copies = per_device.next_secondary(spec, masters, copies, step)
+            copies = next_secondary(spec, masters, copies, step)
         return {leaf.name: _loss(leaf, masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
 
     given = ("params", "secondary", "step")

@@ -14,31 +14,30 @@ result is the mean over all tokens, however they are spread.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num
+from jaxtyping import Array
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
-from zerojax.matmul import fp8
-from zerojax.matmul.operand import Scaled, array_of, with_values
+from zerojax.matmul.operand import array_of
 from zerojax.schedule.breadth_first import over_micro_batches
-from zerojax.schedule.stacked import layer_at, put_layer
-from zerojax.schedule.unit import Sharded, materialise, translated_errors
+from zerojax.schedule.sharded import Sharded, translated_errors
+from zerojax.schedule.unit import materialise
 from zerojax.schedule.weight_reads import refuse_reads
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.train.secondary import stored_secondary
 from zerojax.train.spec import ParamGroup, TrainSpec
 
-Blocks = dict[Path, Num[Array, "..."]]
 Sums = dict[str, Array]
 Forward = Callable[..., tuple[Array, Sums, ModelState, Blocks]]
 TOKENS = "tokens"
@@ -72,102 +71,6 @@ class Placed(NamedTuple):
     masters: MasterWeights
 
 
-def flat_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
-    """This device's stored blocks without the trailing ones of their shapes: ``[n]``, or ``[layers, n]``."""
-    return {leaf.path: blocks[leaf.path].reshape(*leaf.stack, -1) for leaf in leaves}
-
-
-def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
-    """Undo ``flat_blocks``: restore the rank of each block's leaf."""
-    return {
-        leaf.path: blocks[leaf.path].reshape(*blocks[leaf.path].shape, *(1,) * (len(leaf.shape) - 1))
-        for leaf in leaves
-    }
-
-
-def with_scales(spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any]) -> tuple[Blocks, Blocks]:
-    """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
-
-    Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
-
-    Args:
-        spec: what to run.
-        params: master weights, flat blocks.
-        secondary: delta's copies as the state has them; or empty.
-
-    Returns:
-        The master weights, some ``Scaled``; and the copies alone, in codes of the same scales.
-    """
-    chosen = [leaf for leaf in spec.leaves if leaf.fp8]
-    codes = {path: array_of(copy) for path, copy in secondary.items()}
-    if not chosen:
-        return params, codes
-    own = [jnp.max(jnp.abs(params[leaf.path]), axis=-1).reshape(-1) for leaf in chosen]
-    with jax.named_scope("scales"):
-        peaks = lax.pmax(jnp.concatenate(own), AXES)
-    ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
-    scaled: dict[Path, Any] = dict(params)
-    for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
-        peak = peak.reshape(leaf.stack)
-        scale = fp8.scale_for(peak, fp8.E4M3)
-        if leaf.path in codes:
-            before = secondary[leaf.path].scale
-            scale = jnp.where((scale >= before) & (scale <= 4 * before), before, scale)
-            codes[leaf.path] = _rescaled(codes[leaf.path], before, scale)
-        scaled[leaf.path] = Scaled(params[leaf.path], scale)
-    return scaled, codes
-
-
-def _rescaled(codes: Array, before: Array, scale: Array) -> Array:
-    """A copy's codes after a change of scale."""
-
-    def change() -> Array:
-        return fp8.encode(fp8.decode(codes, jnp.float32), (scale / before)[..., None])
-
-    return lax.cond(jnp.any(scale != before), change, lambda: codes)
-
-
-def stored_secondary(params: Blocks, secondary: Blocks) -> dict[Path, Any]:
-    """Delta's copies as the state has them: codes with the scales that ``with_scales`` gave the weights."""
-    return {path: with_values(params[path], copy) for path, copy in secondary.items()}
-
-
-def first_secondary(spec: TrainSpec, params: Blocks) -> Blocks:
-    """Delta's secondary copies, sent whole: flat blocks in, flat blocks out."""
-    return _by_group(spec, lambda comm, _, shards: _flat(comm.gather_exact(shards)), params)
-
-
-def next_secondary(
-    spec: TrainSpec, params: Blocks, secondary: Blocks, step: Array, later: Sequence[ParamGroup] = ()
-) -> Blocks:
-    """Delta's secondary copies, updated by the change of the weights, or resynchronised.
-
-    Groups in ``later`` keep theirs.
-    """
-
-    def update() -> Blocks:
-        return secondary | _by_group(spec, _delta, params, secondary, skip=later)
-
-    every = spec.zero.delta_resync
-    if not every:
-        return update()
-    due = (step > 0) & (step % every == 0)
-    return lax.cond(due, lambda: first_secondary(spec, params), update)
-
-
-def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
-    """Delta's secondary copies after a step; ``updated`` are those that units have updated.
-
-    A unit that the model did not call, or whose result was lost in a JAX transformation, has not: its copy is
-    updated now.
-    """
-    missing = [g for g in spec.updating if not all(leaf.path in updated for leaf in g.leaves)]
-    done = [group for group in spec.groups if group not in missing]
-    late = _by_group(spec, _delta, params, secondary, skip=done)
-    flat = {path: copy.reshape(secondary[path].shape) for path, copy in updated.items()}
-    return secondary | flat | late
-
-
 def sources(
     spec: TrainSpec,
     params: Blocks,
@@ -193,7 +96,7 @@ def sources(
             for leaf in spec.leaves
         }
     else:
-        found = _by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
+        found = by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
     rows = {
         leaf.path: jax.tree.map(lambda x, leaf=leaf: _rows(x, leaf), frozen[leaf.path])
         for leaf in spec.frozen
@@ -297,18 +200,18 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
         return _without_padding(spec, grads, OWNED), residual
     if strategy.sink == "secondary":
         if residual:
-            both = _by_group(spec, _feed_back, grads, residual, seed=seed)
+            both = by_group(spec, _feed_back, grads, residual, seed=seed)
             grads = {path: x for path, (x, _) in both.items()}
             residual = {path: r for path, (_, r) in both.items()}
         else:
-            grads = _by_group(spec, lambda comm, own, x: comm.reduce_node(x, own)[0], grads, seed=seed)
+            grads = by_group(spec, lambda comm, own, x: comm.reduce_node(x, own)[0], grads, seed=seed)
         return _without_padding(spec, grads, OWNED), _without_padding(spec, residual, LOCAL)
 
     def reduce(comm: UnitComm, own: Seed, whole: Values) -> Values:
         sums = comm.reduce_gradients(whole, own)
         return comm.all_gather_sum(sums) if spec.zero.stage == 0 else sums
 
-    sums = _by_group(spec, reduce, grads, seed=seed)
+    sums = by_group(spec, reduce, grads, seed=seed)
     if spec.zero.stage == 0:
         stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
         return flat_blocks(stored, spec.leaves), residual
@@ -424,7 +327,7 @@ def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed, *, trai
             for leaf in group.leaves
         }
         for leaf in group.frozen:
-            adapter = tuple(sharded.pop(part.path) for part in spec.adapter_of(leaf))
+            adapter = tuple(sharded.pop(part.path) for part in spec.adapters.get(leaf.path, ()))
             lora = spec.lora if adapter else None
             if lora is not None and not train:
                 lora = dataclasses.replace(lora, dropout=0.0)
@@ -452,53 +355,6 @@ def _is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _by_group(
-    spec: TrainSpec,
-    hop: Callable[..., Sequence[Any]],
-    *values: dict[Path, Any],
-    seed: Seed | None = None,
-    skip: Sequence[ParamGroup] = (),
-) -> dict[Path, Any]:
-    """Run ``hop(comm, seed, *values)`` for each group of leaves, layer by layer for stacked ones."""
-    result: dict[Path, Any] = {}
-    for number, group in enumerate(spec.groups):
-        if group in skip or not group.leaves:
-            continue
-        own = mix(jnp.uint32(0) if seed is None else seed, number)
-        mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
-        comm = UnitComm(spec.strategy, group.leaves)
-        out = _over_layers(group, functools.partial(hop, comm), own, mine)
-        result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
-    return result
-
-
-def _over_layers(
-    group: ParamGroup, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
-) -> Sequence[Any]:
-    """Run a hop for every layer, in place if its results have the shapes of the last of its values.
-
-    Otherwise the compiler would hold the old and the new values of all layers at once.
-    """
-    if not group.stack:
-        return hop(seed, *values)
-    *given, last = values
-
-    def layer(index: Array, own: Any) -> tuple[Any, ...]:
-        return tuple(hop(mix(seed, index), *own))
-
-    def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
-        index, own = xs
-        return put_layer(replaced, layer(index, (*own, layer_at(replaced, index))), index), None
-
-    indices = jnp.arange(group.layers)
-    first = functools.partial(jax.tree.map, lambda x: x[0])
-    one = jax.eval_shape(lambda all_: (layer(indices[0], first(all_)), first(all_[-1])), values)
-    result, replaced = jax.tree.map(lambda x: (x.shape, x.dtype), one)
-    if result == replaced:
-        return lax.scan(in_place, last, (indices, tuple(given)))[0]
-    return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
-
-
 def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
     """Blocks with zeros in the padding behind each leaf.
 
@@ -513,15 +369,6 @@ def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...
         first = lax.axis_index(axes) * block.shape[-1]
         zeroed[leaf.path] = jnp.where(first + jnp.arange(block.shape[-1]) < leaf.size, block, 0)
     return {**blocks, **zeroed}
-
-
-def _flat(rows: Sequence[Array]) -> list[Array]:
-    return [x.reshape(-1) for x in rows]
-
-
-def _delta(comm: UnitComm, _: Seed, shards: Values, copies: Values) -> list[Array]:
-    rows = tuple(x.reshape(comm.world.nodes, leaf.shard) for x, leaf in zip(copies, comm.leaves, strict=True))
-    return _flat(comm.gather_node(shards, rows))
 
 
 def _feed_back(comm: UnitComm, seed: Seed, sums: Values, residuals: Values) -> Sequence[Any]:

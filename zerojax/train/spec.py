@@ -119,10 +119,27 @@ class TrainSpec:
         values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, leaf.spec((LOCAL,)))
         return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
-    def adapter_of(self, leaf: ParamLayout) -> tuple[ParamLayout, ...]:
-        """The layouts of a weight's adapter, A and B; none, if it has no adapter."""
-        mine = {(*leaf.path, name) for name in (A, B)} if self.lora and leaf.frozen else set[Path]()
-        return tuple(own for own in self.leaves if own.path in mine)
+    @property
+    def adapters(self) -> dict[Path, tuple[ParamLayout, ParamLayout]]:
+        """The layouts of each adapter, A and B, by the path of its weight."""
+
+        def find() -> dict[Path, tuple[ParamLayout, ParamLayout]]:
+            by_path = {leaf.path: leaf for leaf in self.leaves}
+            parts = {leaf.path: ((*leaf.path, A), (*leaf.path, B)) for leaf in self.frozen if self.lora}
+            return {path: (by_path[a], by_path[b]) for path, (a, b) in parts.items() if a in by_path}
+
+        return self.once("adapters", find)
+
+    @property
+    def weights(self) -> tuple[ParamLayout, ...]:
+        """The model's own parameters, trained and frozen, in its order; adapters are left out."""
+
+        def find() -> tuple[ParamLayout, ...]:
+            adapters = {part.path for pair in self.adapters.values() for part in pair}
+            every = (leaf for leaf in (*self.leaves, *self.frozen) if leaf.path not in adapters)
+            return tuple(sorted(every, key=lambda leaf: leaf.index))
+
+        return self.once("weights", find)
 
     @property
     def updating(self) -> tuple[ParamGroup, ...]:

@@ -24,9 +24,11 @@ from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
-from zerojax.train.per_device import flat_blocks, means, stored_blocks
+from zerojax.train.blocks import flat_blocks, stored_blocks
+from zerojax.train.fields import abstract_fields, shardings_of, state_specs
+from zerojax.train.secondary import last_secondary, next_secondary, stored_secondary, with_scales
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, abstract_fields, check_there, shardings_of, state_specs
+from zerojax.train.state import TrainState, check_there
 
 Metrics = dict[str, Array]
 NUMBER = (bool, int, float, complex)
@@ -273,20 +275,20 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
             from_tree(shards[name]) for name in ("params", "secondary", "residual")
         )
         step, seed = shards["step"], mix(shards["seed"], shards["step"])
-        masters, secondary = per_device.with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
+        masters, secondary = with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
         if secondary:
-            secondary = per_device.next_secondary(spec, masters, secondary, step, later=spec.updating)
+            secondary = next_secondary(spec, masters, secondary, step, later=spec.updating)
         frozen = from_tree(shards["frozen"])
         weights = per_device.sources(spec, masters, secondary, frozen, spec.updating)
         grads, model_state, sums, updated = per_device.accumulate(
             spec, weights, shards["model_state"], batch, seed
         )
         if secondary:
-            secondary = per_device.last_secondary(spec, masters, secondary, updated)
-            secondary = per_device.stored_secondary(masters, secondary)
+            secondary = last_secondary(spec, masters, secondary, updated)
+            secondary = stored_secondary(masters, secondary)
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
-        metrics, count = means(sums)
+        metrics, count = per_device.means(sums)
         grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
         fields = {"params": grads, "secondary": secondary, "residual": residual}
@@ -301,14 +303,14 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
-        masters, secondary = per_device.with_scales(spec, masters, from_tree(shards["secondary"]))
+        masters, secondary = with_scales(spec, masters, from_tree(shards["secondary"]))
         step = shards["step"]
         if secondary:
             # As the next training step will do: otherwise the loss would be of the weights one update ago.
-            secondary = per_device.next_secondary(spec, masters, secondary, step)
+            secondary = next_secondary(spec, masters, secondary, step)
         weights = per_device.sources(spec, masters, secondary, from_tree(shards["frozen"]))
         sums = per_device.evaluate(spec, weights, shards["model_state"], batch, mix(shards["seed"], step))
-        return {}, means(sums)[0]
+        return {}, per_device.means(sums)[0]
 
     return _on_devices(local, state, batch, out=())[1]
 

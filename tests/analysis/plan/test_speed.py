@@ -10,11 +10,13 @@ from flax import nnx
 
 import zerojax
 from zerojax.analysis.gpus import GPUS
-from zerojax.analysis.plan.cluster import Cluster, on_world
+from zerojax.analysis.link_report import OPS, CollectiveTime, FlowRate, LinkReport
+from zerojax.analysis.plan.cluster import NETWORK_EFFICIENCY, Cluster, on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work
+from zerojax.errors import ConfigurationError
 from zerojax.models import Block, GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
@@ -164,3 +166,48 @@ def test_a_measured_local_rate_takes_the_place_of_the_data_sheet(spec):
     for preset, milliseconds in {"zero3": 3327.6, "zero++": 869.5}.items():
         step, _, _ = predicted(spec, 2, 2, 1, "full", preset, local_bandwidth=21.4e9)
         assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.07)
+
+
+def measured_links(gather, exchange, latency=0.0, local=1, platform="gpu", flows=()):
+    """Links whose collectives carry so many bytes/s a node."""
+    collectives = tuple(
+        CollectiveTime(op, size, latency + local * size / (gather if op == "all-gather" else exchange))
+        for size in (1 << 20, 1 << 26)
+        for op in OPS
+    )
+    rates = tuple(FlowRate(i + 1, rate, 0.5, 0.5) for i, rate in enumerate(flows))
+    return LinkReport(2, local, platform, "eth0", None, rates, collectives, {})
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_links_measured_at_a_links_rate_predict_what_the_rate_does(spec, local):
+    case, rate = (2, 2, 1, "full", "delta"), NETWORK_EFFICIENCY * TEN_GBIT
+    step, _, _ = predicted(spec, *case)
+    again, _, _ = predicted(spec, *case, links=measured_links(rate, rate, local=local))
+    assert again.seconds == pytest.approx(step.seconds)
+
+
+def test_weights_and_gradients_have_rates_and_waits_of_their_own(spec):
+    case, rate = (2, 2, 1, "full", "zero++"), NETWORK_EFFICIENCY * TEN_GBIT
+    node = [
+        predicted(spec, *case, links=measured_links(gather, exchange, latency))[0].node
+        for gather, exchange, latency in (
+            (rate, rate, 0),
+            (rate / 2, rate, 0),
+            (rate, rate / 2, 0),
+            (rate, rate, 1e-3),
+        )
+    ]
+    # A gather slows down weights, an exchange gradients, and both together everything.
+    assert min(node[1], node[2]) > 1.2 * node[0]
+    assert node[1] + node[2] == pytest.approx(3 * node[0])
+    # A collective of each layer's weights and one of its gradients.
+    assert node[3] == pytest.approx(node[0] + 2 * CONFIG.layers * 1e-3)
+
+
+def test_links_of_cpus_tell_what_flows_carry(spec):
+    case, rate = (2, 2, 1, "full", "delta"), NETWORK_EFFICIENCY * TEN_GBIT
+    links = measured_links(1e6, 1e6, platform="cpu", flows=(rate / 2, rate))
+    assert predicted(spec, *case, links=links)[0].seconds == pytest.approx(predicted(spec, *case)[0].seconds)
+    with pytest.raises(ConfigurationError, match="run zerojax links on the nodes"):
+        predicted(spec, *case, links=measured_links(1e6, 1e6, platform="cpu"))

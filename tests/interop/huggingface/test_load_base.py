@@ -17,11 +17,11 @@ from safetensors.numpy import save_file
 import zerojax
 from zerojax import LoRA, TrainState, ZeroError, checkpoints, huggingface
 from zerojax.interop.huggingface import ModelFolder
-from zerojax.interop.huggingface.mapping import tensors_of, weights_of
+from zerojax.interop.huggingface.mapping import tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.state import frozen_values
+from zerojax.train.initial import frozen_values
 
 
 def created(model: GPTConfig, mesh: tuple[int, int], how: str = "abstract", **options: Any) -> TrainState:
@@ -119,7 +119,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts = source.family.parts(model, source.family.prefix)
     spec = created(model, (1, 1), lora=LoRA()).spec
     random = np.random.default_rng(0)
-    every = {t.name: t.shape for leaf in weights_of(spec) for t in tensors_of(leaf, parts)}
+    every = {t.name: t.shape for leaf in spec.weights for t in tensors_of(leaf, parts)}
     save_file(
         {name: random.standard_normal(shape, np.float32).astype(bfloat16) for name, shape in every.items()},
         folder / "model.safetensors",

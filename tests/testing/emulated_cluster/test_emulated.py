@@ -12,7 +12,7 @@ import pytest
 
 from zerojax import cluster
 from zerojax.multihost.devices import share_devices
-from zerojax.testing.emulated_cluster import inside, network
+from zerojax.testing.emulated_cluster import inside
 
 pytestmark = pytest.mark.alone
 
@@ -67,13 +67,14 @@ def test_the_environment_of_a_node(monkeypatch):
     lines, _ = run(
         2,
         "echo $JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID $JAX_NUM_PROCESSES $NCCL_HOSTID "
-        "$NCCL_SOCKET_IFNAME $EXTRA [$https_proxy]; echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
+        "$NCCL_SOCKET_IFNAME $ZEROJAX_LINK_RATE $EXTRA [$https_proxy]; "
+        "echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
         env={"EXTRA": "more"},
     )
     (token,) = {token for _, _, token in lines}
     assert len(token) == 64
     for node, (told, flags, _) in enumerate(lines):
-        assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 more []"
+        assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 1gbit more []"
         assert flags.endswith("--xla_force_host_platform_device_count=2")
 
 
@@ -235,13 +236,6 @@ def test_refuses_without_root(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(cluster.ClusterError, match="root"):
         cluster.EmulatedCluster(2, platform="cpu")
-
-
-@pytest.mark.parametrize(
-    ("rate", "expected"), [("10gbit", 1.25e9), ("2.5 Gbit", 312.5e6), ("400mbit", 5e7), ("8kbit", 1e3)]
-)
-def test_rates(rate, expected):
-    assert network.bytes_per_second(rate) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from zerojax.adapters.adapter import Parameter
 from zerojax.analysis.gpus import FP8_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
+from zerojax.analysis.link_report import LinkReport, Op
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
@@ -39,6 +40,7 @@ class Cluster:
             sheet's rate times ``LINK_EFFICIENCY``.
         efficiency: fraction of the GPU's peak that matmuls and attention reach.
         memory_fraction: fraction of its memory available for arrays.
+        links: measured between such nodes, in place of ``bandwidth``.
     """
 
     nodes: int
@@ -48,6 +50,7 @@ class Cluster:
     local_bandwidth: float | None = None
     efficiency: float = MATMUL_EFFICIENCY
     memory_fraction: float = MEMORY_FRACTION
+    links: LinkReport | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.local < 1:
@@ -58,9 +61,9 @@ class Cluster:
             raise ConfigurationError(
                 f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs"
             )
-        if self.nodes > 1 and self.bandwidth <= 0:
+        if self.nodes > 1 and self.bandwidth <= 0 and self.links is None:
             raise ConfigurationError(
-                "the network between the nodes needs a rate: give --bandwidth, such as 100gbit"
+                "the network between the nodes needs a rate: give --bandwidth, such as 100gbit, or --links"
             )
         figures = (self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate)
         if not 0 < min(figures) <= max(*figures, self.bandwidth) < _ABSURD:
@@ -86,10 +89,20 @@ class Cluster:
         """Bytes/s that one GPU reaches to the others of its node."""
         return self.local_bandwidth or self.gpu.link_rate * LINK_EFFICIENCY
 
-    @property
-    def network_rate(self) -> float:
-        """Bytes/s of payload that a node sends to others."""
-        return self.bandwidth * NETWORK_EFFICIENCY
+    def network_seconds(self, op: Op, sent: float, messages: int) -> float:
+        """Seconds of collectives between nodes.
+
+        Args:
+            op: the collective.
+            sent: bytes that each device sends to other nodes.
+            messages: number of collectives; without measured links they cost nothing beyond their bytes.
+        """
+        if not sent:
+            return 0.0
+        if self.links is None:
+            return sent * self.local / (self.bandwidth * NETWORK_EFFICIENCY)
+        latency, rate = self.links.expected(op)
+        return messages * latency + sent * self.local / rate
 
     @property
     def memory_rate(self) -> float:
@@ -122,11 +135,11 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
-    adapters = {own.path for leaf in spec.frozen for own in spec.adapter_of(leaf)}
+    own = {leaf.path for leaf in spec.weights}
     moved = {
         leaf.path: lay_out(
             Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit), leaf.index, world, zero,
-            adapter=leaf.path in adapters,
+            adapter=leaf.path not in own,
         )
         for group in spec.groups
         for leaf in group.every

@@ -41,6 +41,7 @@ class HopPlan:
         codec_bytes: that one device reads and writes in its own memory per step to encode and decode; 0 for
             raw formats.
         usual: False for the resync, which only some steps have; it is in no total.
+        messages: to other nodes that one device sends per step, a collective for each layer; 0 within a node.
     """
 
     phase: str
@@ -50,6 +51,7 @@ class HopPlan:
     node_bytes: int
     codec_bytes: int = 0
     usual: bool = True
+    messages: int = 0
 
 
 def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
@@ -83,7 +85,9 @@ def _sender(leaf: ParamLayout) -> Send:
         node = {"node": to_nodes, "local": 0, "node+local": to_nodes * world.local}[axis]
         local = {"node": 0, "local": to_local, "node+local": to_local}[axis]
         copied = 0 if codec.raw else round(layers * times) * _copied(phase, axis, leaf, codec, elements)
-        return HopPlan(phase, axis, (codec.fmt,), local * row, node * row, copied, usual), leaf.count
+        messages = round(layers * times) if node else 0
+        hop = HopPlan(phase, axis, (codec.fmt,), local * row, node * row, copied, usual, messages)
+        return hop, leaf.count
 
     return send
 
@@ -186,6 +190,7 @@ def _sum(hops: list[tuple[HopPlan, int]]) -> HopPlan:
         sum(hop.node_bytes for hop, _ in hops),
         sum(hop.codec_bytes for hop, _ in hops),
         first.usual,
+        max(hop.messages for hop, _ in hops),  # the leaves of a layer travel together
     )
 
 

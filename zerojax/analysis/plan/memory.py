@@ -32,8 +32,8 @@ from rich.table import Table
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import size
 from zerojax.sharding.layout import ParamLayout
+from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import abstract_fields
 
 KINDS = {
     "parameters": "fp32 master weights",

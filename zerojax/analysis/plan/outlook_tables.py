@@ -4,6 +4,8 @@ from rich.console import Group as Rows
 from rich.console import RenderableType
 from rich.table import Table
 
+from zerojax.analysis.link_report import OPS, gigabits
+from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import hops_table
 from zerojax.analysis.plan.outlook import Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
@@ -23,7 +25,7 @@ def assumptions(outlook: Outlook) -> list[str]:
     origin = "measured on this GPU" if gpu.measured else "measured on H200, assumed here"
     network = ""
     if cluster.nodes > 1:
-        network = f", {8 * cluster.bandwidth / 1e9:g} Gb/s between nodes"
+        network = f", {_network(cluster)} between nodes"
     lines = [
         "A prediction: nothing was run.",
         f"- {cluster.nodes} x {cluster.local} {gpu.kind}{network}",
@@ -40,6 +42,15 @@ def assumptions(outlook: Outlook) -> list[str]:
     elif outlook.fp8:
         lines.append(f"- {gpu.kind} has no fp8 matmuls: their reference path is slower than predicted here")
     return lines
+
+
+def _network(cluster: Cluster) -> str:
+    links = cluster.links
+    if links is None:
+        return f"{8 * cluster.bandwidth / 1e9:g} Gb/s"
+    rates = ", ".join(f"{op} {gigabits(links.expected(op)[1])}" for op in OPS)
+    source = "TCP flows" if links.platform == "cpu" else "collectives"
+    return f"{rates} Gb/s ({source} measured on {links.nodes} x {links.local} devices)"
 
 
 def _memory(outlook: Outlook) -> Table:

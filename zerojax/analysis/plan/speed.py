@@ -20,7 +20,8 @@ while hops within a node do not count as hidden: they run beside the matmuls, bu
 memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
 of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
 
-Latency, stragglers and input are left out: units should have some megabytes.
+Stragglers and input are left out, and latency unless links were measured (``Cluster.links``): units should
+have some megabytes.
 """
 
 from dataclasses import asdict, dataclass
@@ -66,8 +67,8 @@ class StepTime:
 
 def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a hop within the node, and between nodes."""
-    node = hop.node_bytes * cluster.local / cluster.network_rate if hop.node_bytes else 0.0
-    return hop.local_bytes / cluster.link_rate, node
+    op = "all-to-all" if hop.phase == "gradients" else "all-gather"
+    return hop.local_bytes / cluster.link_rate, cluster.network_seconds(op, hop.node_bytes, hop.messages)
 
 
 def predict_step(

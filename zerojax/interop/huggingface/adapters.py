@@ -18,7 +18,6 @@ from zerojax.interop.huggingface.mapping import (
     layers_of,
     place_of,
     tensors_of,
-    weights_of,
 )
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
@@ -41,8 +40,9 @@ from zerojax.run.checkpoints.canonical import abstract_weight, with_weights
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.gathering import gather_adapters
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, check_there, gather_adapters
+from zerojax.train.state import TrainState, check_there
 from zerojax.validation.dtypes import dtype_name
 
 
@@ -70,9 +70,9 @@ def export_adapter(
     check_there(state)
     family, _ = describe_model(model)
     parts = family.parts(model, family.prefix)
-    adapted = [leaf for leaf in spec.frozen if spec.adapter_of(leaf)]
+    adapted = _adapted(spec)
     tensors = [tensor for leaf in adapted for tensor in tensors_of(leaf, parts)]
-    every = {module_of(tensor.name) for leaf in weights_of(spec) for tensor in tensors_of(leaf, parts)}
+    every = {module_of(tensor.name) for leaf in spec.weights for tensor in tensors_of(leaf, parts)}
     targets = target_modules({module_of(tensor.name) for tensor in tensors}, every)
     specs = {
         name: TensorSpec(kind, shape) for tensor in tensors for name, shape in _shapes(tensor, lora).items()
@@ -83,7 +83,7 @@ def export_adapter(
     params = from_tree(state.params)
     for leaf in adapted:
         for layer in layers_of(leaf):
-            a, b = (gather_layer(spec, part, params[part.path], layer) for part in spec.adapter_of(leaf))
+            a, b = (gather_layer(spec, part, params[part.path], layer) for part in spec.adapters[leaf.path])
             if writer is None:
                 continue
             for tensor in layer_tensors(leaf, layer, parts):
@@ -148,15 +148,14 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
     _check_fits(state.spec, found)
     check_there(state)
     values = from_tree(gather_adapters(state))
-    for leaf in state.spec.frozen:
-        if adapter := state.spec.adapter_of(leaf):
-            a, b = (values[part.path].copy() for part in adapter)
-            for layer in layers_of(leaf):
-                at = () if layer is None else (layer,)
-                _fill(a[at], b[at], found, place_of(leaf, layer))
-            values |= {part.path: x for part, x in zip(adapter, (a, b), strict=True)}
-    layouts = {part.path: part for leaf in state.spec.frozen for part in state.spec.adapter_of(leaf)}
-    placed = {path: _placed(state, layouts[path], x) for path, x in values.items()}
+    placed: dict[tuple[str, ...], jax.Array] = {}
+    for leaf in _adapted(state.spec):
+        adapter = state.spec.adapters[leaf.path]
+        a, b = (values[part.path].copy() for part in adapter)
+        for layer in layers_of(leaf):
+            at = () if layer is None else (layer,)
+            _fill(a[at], b[at], found, place_of(leaf, layer))
+        placed |= {part.path: _placed(state, part, x) for part, x in zip(adapter, (a, b), strict=True)}
     return with_weights(state, {"params": to_tree(placed)})
 
 
@@ -164,7 +163,7 @@ def _only_adapters(spec: TrainSpec) -> LoRA:
     """The settings of a state's adapters, which must be all that is trained."""
     if spec.lora is None:
         raise ConfigurationError("there are no adapters to export: the state was created without lora=")
-    if others := [leaf.name for leaf in weights_of(spec) if not leaf.frozen]:
+    if others := [leaf.name for leaf in spec.weights if not leaf.frozen]:
         raise ConfigurationError(
             f"{others[0]!r} is trained as well as the adapters, and PEFT's files would lack it: export the "
             "whole model, with its adapters merged"
@@ -190,7 +189,7 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
             f"the state's adapters have rank {lora.rank} and scale {lora.scale:g}, and those of "
             f"{found.origin} need rank {wanted.rank} and scale {wanted.scale:g}: {way_out}"
         )
-    for leaf in weights_of(spec):
+    for leaf in spec.weights:
         name, _ = place_of(leaf, None if not leaf.stack else 0)
         if name in found.shapes and leaf.shape != found.shapes[name]:
             raise ConfigurationError(
@@ -204,11 +203,15 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
         )
 
 
+def _adapted(spec: TrainSpec) -> list[ParamLayout]:
+    """The weights that have adapters."""
+    return [leaf for leaf in spec.frozen if leaf.path in spec.adapters]
+
+
 def _places(spec: TrainSpec) -> Iterator[tuple[str, int | None]]:
     """The name in ``TensorParts`` and the block of each weight that has an adapter."""
-    for leaf in spec.frozen:
-        if spec.adapter_of(leaf):
-            yield from (place_of(leaf, layer) for layer in layers_of(leaf))
+    for leaf in _adapted(spec):
+        yield from (place_of(leaf, layer) for layer in layers_of(leaf))
 
 
 def _fill(a: np.ndarray, b: np.ndarray, found: PeftAdapter, place: tuple[Any, Any]) -> None:

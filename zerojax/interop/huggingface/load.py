@@ -18,15 +18,15 @@ from zerojax.interop.huggingface.mapping import (
     layers_of,
     place_of,
     tensors_of,
-    weights_of,
 )
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
 from zerojax.interop.huggingface.source import CONFIG, read_config_json
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.frozen import load_frozen
+from zerojax.train.gathering import with_params
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, check_there, with_params
+from zerojax.train.state import TrainState, check_there
 
 
 class Files(Protocol):
@@ -89,7 +89,7 @@ def load_weights(state: TrainState, folder: Path | str) -> TrainState:
     """
     state = load_base(state, folder)
     check_there(state)
-    if all(leaf.frozen for leaf in weights_of(state.spec)):
+    if all(leaf.frozen for leaf in state.spec.weights):
         return state
     found = from_tree(load_params(state.spec, *_open(state.spec, Path(folder))))
     return with_params(state, to_tree(from_tree(state.params) | found))
@@ -104,7 +104,7 @@ def _open(train_spec: TrainSpec, folder: Path) -> tuple[SafetensorFiles, TensorP
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
     files = SafetensorFiles(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
-    places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in weights_of(train_spec)}
+    places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in train_spec.weights}
     if lacking := [name for name, own in places.items() if not own <= parts.keys()]:
         raise ConfigurationError(f"the model of {folder} has no {lacking[0]!r}: it is not that of the state")
     check_tensors(train_spec, files, family, parts)
@@ -117,7 +117,7 @@ def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family,
     Raises:
         ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
     """
-    needed = {tensor.name: tensor for leaf in weights_of(train_spec) for tensor in tensors_of(leaf, parts)}
+    needed = {tensor.name: tensor for leaf in train_spec.weights for tensor in tensors_of(leaf, parts)}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
@@ -148,7 +148,7 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTr
         ConfigurationError: the second copy of a tied matrix differs from the first.
     """
     placed = {}
-    for leaf in (leaf for leaf in weights_of(train_spec) if not leaf.frozen):
+    for leaf in (leaf for leaf in train_spec.weights if not leaf.frozen):
         sharding = train_spec.sharding(train_spec.param_spec(leaf))
 
         def read(index: Index | None, leaf: ParamLayout = leaf) -> np.ndarray:

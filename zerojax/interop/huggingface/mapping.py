@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerojax.sharding.layout import ParamLayout
-from zerojax.train.spec import TrainSpec
 
 Shape = tuple[int, ...]
 
@@ -100,13 +99,6 @@ class Tensor:
     leaf: ParamLayout
     layer: int | None
     part: TensorPart
-
-
-def weights_of(train_spec: TrainSpec) -> list[ParamLayout]:
-    """The layouts of a model's weights, trained or frozen, in its order; adapters are left out."""
-    adapters = {part.path for leaf in train_spec.frozen for part in train_spec.adapter_of(leaf)}
-    every = (*train_spec.leaves, *train_spec.frozen)
-    return sorted((leaf for leaf in every if leaf.path not in adapters), key=lambda leaf: leaf.index)
 
 
 def layers_of(leaf: ParamLayout) -> Sequence[int | None]:

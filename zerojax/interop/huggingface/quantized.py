@@ -16,7 +16,7 @@ from jaxtyping import Float32, Shaped, UInt8
 
 import pallas_kernels
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of, weights_of
+from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
 from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
 from zerojax.train.spec import TrainSpec
 
@@ -58,7 +58,7 @@ class WeightFormat:
 
     def tensors(self, train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
         """The tensors to quantize: the matrices of the blocks, without embeddings and output projection."""
-        for leaf in weights_of(train_spec):
+        for leaf in train_spec.weights:
             yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)
 
     def check(self, tensor: Tensor) -> None:

@@ -18,7 +18,6 @@ from zerojax.interop.huggingface.mapping import (
     layer_tensors,
     layers_of,
     tensors_of,
-    weights_of,
 )
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.matmul.lora import merged
@@ -43,7 +42,7 @@ def tensor_specs(
     """
     return {
         tensor.name: TensorSpec(dtypes.get(tensor.name, default), tensor.shape)
-        for leaf in weights_of(spec)
+        for leaf in spec.weights
         for tensor in tensors_of(leaf, parts)
         if tensor.part.required or tensor.name in dtypes
     }
@@ -56,8 +55,8 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
     """
     spec = state.spec
     stored = from_tree(state.params) | from_tree(state.frozen)
-    for leaf in weights_of(spec):
-        adapter = spec.adapter_of(leaf)
+    for leaf in spec.weights:
+        adapter = spec.adapters.get(leaf.path, ())
         for layer in layers_of(leaf):
             whole, *factors = (
                 gather_layer(spec, part, stored[part.path], layer) for part in (leaf, *adapter)

@@ -23,8 +23,10 @@ from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.fields import copied, shardings_of
+from zerojax.train.initial import secondary_of
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, copied, secondary_of, shardings_of
+from zerojax.train.state import TrainState
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")

@@ -70,13 +70,13 @@ def restore_weights(path: Path, state: TrainState) -> TrainState:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
             differences.
     """
-    _check_weights(path, state)
-    state = restore_base(path, state)
-    trained = [leaf for leaf in _weights_of(state.spec) if not leaf.frozen]
+    saved = _saved_model(path, state)
+    state = _with_base(path, state)
+    trained = [leaf for leaf in state.spec.weights if not leaf.frozen and leaf.count]
     params = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in trained})
     wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind == "other"}
     with ocp.Context(pytree_options=_PARTIAL):
-        found = _load(path, wanted, _saved(path))
+        found = _load(path, wanted, saved)
         if params:
             found |= _reading(path, lambda: {"params": _load_kind(path, "params", params)})
     return with_weights(state, found)
@@ -95,26 +95,34 @@ def restore_base(path: Path, state: TrainState) -> TrainState:
     Raises:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone.
     """
+    if not state.spec.frozen:
+        return state
+    _saved_model(path, state)
+    return _with_base(path, state)
+
+
+def _saved_model(path: Path, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds, as ``_saved``.
+
+    Raises:
+        ConfigurationError: it does not hold exactly the model's weights, as one of adapters does not.
+    """
+    saved = _saved(path)
+    # Those without elements are in no checkpoint.
+    wanted = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in state.spec.weights if leaf.count})
+    if differences := _differences(wanted, saved.get("params")):
+        raise ConfigurationError(f"{path} does not fit this run: params: {'; '.join(differences[:3])}")
+    return saved
+
+
+def _with_base(path: Path, state: TrainState) -> TrainState:
+    """``restore_base`` from a checkpoint that holds the model's weights."""
     spec = state.spec
     if not spec.frozen:
         return state
-    _check_weights(path, state)
     with ocp.Context(pytree_options=_PARTIAL):
         encoded = ((leaf.path, *_encode(spec, leaf, _load_weight(path, state, leaf))) for leaf in spec.frozen)
         return state.replace(**frozen_fields(spec, encoded))
-
-
-def _weights_of(spec: TrainSpec) -> list[ParamLayout]:
-    """The model's own parameters, trained and frozen, that have elements: others are in no checkpoint."""
-    adapters = {own.path for leaf in spec.frozen for own in spec.adapter_of(leaf)}
-    return [leaf for leaf in (*spec.leaves, *spec.frozen) if leaf.path not in adapters and leaf.count]
-
-
-def _check_weights(path: Path, state: TrainState) -> None:
-    """Refuse a checkpoint that does not hold exactly the model's weights, as one of adapters does not."""
-    wanted = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in _weights_of(state.spec)})
-    if differences := _differences(wanted, _saved(path).get("params")):
-        raise ConfigurationError(f"{path} does not fit this run: params: {'; '.join(differences[:3])}")
 
 
 def _load_weight(path: Path, state: TrainState, leaf: ParamLayout) -> jax.Array:

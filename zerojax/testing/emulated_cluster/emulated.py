@@ -8,6 +8,7 @@ from typing import BinaryIO, Self
 from zerojax.multihost import supervisor
 from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.sharding.network import VARIABLE as LINK_RATE
 from zerojax.testing.emulated_cluster import inside
 from zerojax.testing.emulated_cluster.network import INTERFACE, LinkBytes, Network
 
@@ -29,7 +30,7 @@ class EmulatedCluster:
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
     - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
     - ``NCCL_HOSTID`` and the interface for NCCL and Gloo, so that NCCL uses sockets between the nodes and
-      NVLink within them.
+      NVLink within them; and ``ZEROJAX_LINK_RATE``, as a virtual interface does not know its rate.
 
     Args:
         nodes: number of nodes.
@@ -53,6 +54,7 @@ class EmulatedCluster:
         platform: Platform = "auto",
     ):
         self.nodes = nodes
+        self._rate = rate
         self._devices = share_devices(nodes, devices_per_node, platform)
         self._token = new_token()
         self.network = Network(nodes, rate, latency)
@@ -89,6 +91,8 @@ class EmulatedCluster:
             "NCCL_IB_DISABLE": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        if self._rate:
+            env.setdefault(LINK_RATE, self._rate)
         return env | self._devices[node]
 
     def run(

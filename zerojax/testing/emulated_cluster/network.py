@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerojax.validation.rates import bytes_per_second
+
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
 #: The interface of a node; unlike any name on the host, whose interfaces /sys still shows.
 INTERFACE = "wire0"
-_RATE = re.compile(r"([\d.]+)\s*([kmg])bit", re.IGNORECASE)
 _TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
 
 
@@ -45,18 +46,6 @@ class LinkBytes:
     def __sub__(self, before: "LinkBytes") -> "LinkBytes":
         """The traffic since an earlier reading."""
         return LinkBytes(self.sent - before.sent, self.received - before.received)
-
-
-def bytes_per_second(rate: str) -> int:
-    """``"10gbit"`` -> 1250000000.
-
-    Raises:
-        ValueError: it is not a number with the unit kbit, mbit or gbit.
-    """
-    found = _RATE.fullmatch(rate.strip())
-    if found is None or not 0 < float(found[1]) < 1e9:
-        raise ValueError(f"{rate!r} is not a rate: use for instance 10gbit, 2.5gbit or 400mbit")
-    return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()] / 8)
 
 
 def microseconds(time: str) -> int:

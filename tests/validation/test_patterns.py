@@ -1,0 +1,35 @@
+"""Shell patterns that choose parameters."""
+
+import pytest
+
+from zerojax.errors import ConfigurationError
+from zerojax.validation.patterns import MATMUL_WEIGHTS, matches, refuse_idle, why_not
+
+
+@pytest.mark.parametrize(
+    ("patterns", "reason"),
+    [
+        (("*kernel",), None),
+        (("*Kernel", "!*norm*"), None),
+        (("*kernel", "!*attn*"), "left out by '!*attn*'"),
+        (("!*attn*", "*kernel"), None),  # the last that matches decides
+        (("*bias",), "no pattern of frozen matches"),
+        ((), "no pattern of frozen matches"),
+    ],
+)
+def test_the_last_pattern_decides(patterns: tuple[str, ...], reason: str | None) -> None:
+    assert why_not(patterns, "blocks/attn/kernel", "frozen") == reason
+
+
+def test_defaults_leave_out_what_is_in_no_block() -> None:
+    paths = ("blocks/up/kernel", "embed/kernel", "lm_head/kernel", "norm/scale", "router/kernel")
+    assert [path for path in paths if why_not(MATMUL_WEIGHTS, path, "fp8") is None] == ["blocks/up/kernel"]
+    assert matches("!*KERNEL", "up/kernel")
+
+
+def test_patterns_that_match_nothing_are_refused_unless_they_are_defaults() -> None:
+    refuse_idle("ZeroConfig.fp8", ("*kernel", "!*embed*"), ["up/kernel"], default=MATMUL_WEIGHTS)
+    with pytest.raises(
+        ConfigurationError, match=r"ZeroConfig.fp8: '\*upp\*' matches no parameter; paths are"
+    ):
+        refuse_idle("ZeroConfig.fp8", ("*upp*", "*kernel"), ["up/kernel"], default=MATMUL_WEIGHTS)

@@ -1,0 +1,285 @@
+"""What was measured between a job's nodes, what limits it, and the JSON file that the planner takes."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import dacite
+import numpy as np
+
+from zerojax.errors import ConfigurationError
+from zerojax.sharding.nccl import SOCKETS, THREADS
+from zerojax.validation.untrusted import parse_json, short
+
+Op = Literal["all-gather", "all-to-all"]
+Limit = Literal["network", "flows", "cores", "schedule"]
+
+OPS: tuple[Op, ...] = ("all-gather", "all-to-all")
+
+# Collectives that reach this share of what flows carry are limited by the network, not by themselves.
+_REACHED = 0.85
+# Cores this busy are a limit.
+_BUSY = 0.9
+# So much more is a difference.
+_MORE = 1.25
+# The share of an interface's rate that flows reach after headers, on a link that nothing else uses.
+_PAYLOAD = 0.8
+# Beyond any measurement, and far from the limits of floats.
+_TINY = 1e-18
+
+
+@dataclass(frozen=True)
+class FlowRate:
+    """What some TCP flows carry from each node to the next, all nodes at once.
+
+    Attributes:
+        flows: their number.
+        bytes_per_second: received by a node, all its flows together.
+        busiest_thread: share of a core that the busiest thread of a flow took.
+        host_busy: share of a host's cores that were busy with anything.
+    """
+
+    flows: int
+    bytes_per_second: float
+    busiest_thread: float
+    host_busy: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A collective over ``node``, on all devices at once.
+
+    Attributes:
+        op: "all-gather" (of weights) or "all-to-all" (of gradients).
+        bytes: that each device sends to other nodes.
+        seconds: the shortest of some runs, of the slowest process.
+    """
+
+    op: Op
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """The links between a job's nodes.
+
+    Attributes:
+        nodes: of the mesh.
+        local: devices of a node.
+        platform: of the devices: "gpu", "cpu".
+        interface: that leads to the coordinator.
+        rate: of the interface in bytes/s; None if it is not known.
+        flows: by their number; empty if the nodes are not processes of their own.
+        collectives: by op and size.
+        nccl: NCCL's variables during the measurement.
+        rdma: what carries collectives in place of TCP; "" if nothing does.
+    """
+
+    nodes: int
+    local: int
+    platform: str
+    interface: str
+    rate: float | None
+    flows: tuple[FlowRate, ...]
+    collectives: tuple[CollectiveTime, ...]
+    nccl: dict[str, str]
+    rdma: str = ""
+
+    def sizes(self) -> list[int]:
+        """The sizes of the collectives, in bytes that a device sends."""
+        return sorted({measured.bytes for measured in self.collectives})
+
+    def carried(self, op: Op, size: int) -> float:
+        """Bytes/s that a node sends in a collective of a size that was measured."""
+        (seconds,) = (found.seconds for found in self.collectives if (found.op, found.bytes) == (op, size))
+        return size * self.local / seconds
+
+    def fit(self, op: Op) -> tuple[float, float]:
+        """A collective's time as a straight line over its size, by least squares of the relative errors.
+
+        Returns:
+            Seconds of a message of no bytes, and bytes/s that a node sends beyond that.
+        """
+        found = [measured for measured in self.collectives if measured.op == op]
+        sizes = np.asarray([measured.bytes for measured in found], float)
+        seconds = np.asarray([measured.seconds for measured in found])
+        slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds) if len(set(sizes)) > 1 else (0.0, 0.0)
+        if slope <= 0 or latency < 0:  # noise, or one size: the largest message knows best
+            largest = int(np.argmax(sizes))
+            slope, latency = seconds[largest] / sizes[largest], 0.0
+        return float(latency), float(self.local / slope)
+
+    def expected(self, op: Op) -> tuple[float, float]:
+        """A GPU's collective: seconds of a message of no bytes, and bytes/s that a node sends beyond that.
+
+        From CPUs, whose collectives are gloo's, it is what flows carry: NCCL opens as many as it is told.
+
+        Raises:
+            ConfigurationError: measured on CPUs, and without flows.
+        """
+        if self.platform != "cpu":
+            return self.fit(op)
+        if not self.flows:
+            raise ConfigurationError(
+                "the links were measured on CPUs in one process: run zerojax links on the nodes"
+            )
+        return 0.0, _best(self).bytes_per_second
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON."""
+        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def read(file: Path) -> "LinkReport":
+        """Read what ``write`` wrote.
+
+        Raises:
+            ConfigurationError: the file cannot be read or is none of ours.
+        """
+        try:
+            data = parse_json(file.read_text())
+            report = dacite.from_dict(
+                LinkReport, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number})
+            )
+        except OSError as error:
+            raise ConfigurationError(f"{file}: {error.strerror}") from error
+        except (ValueError, TypeError, AttributeError, dacite.DaciteError) as error:
+            raise ConfigurationError(f"{file} is not what zerojax links writes: {error}") from error
+        if problem := _problem(report):
+            raise ConfigurationError(f"{file} is not what zerojax links writes: {problem}")
+        return report
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What limits the traffic between nodes.
+
+    Attributes:
+        limit: "network", "flows" (too few TCP connections), "cores" of the hosts, or "schedule" (how the
+            collectives, or the steps around them, use the link).
+        why: what was found.
+        change: what to do about it.
+    """
+
+    limit: Limit
+    why: str
+    change: str
+
+
+def diagnose(report: LinkReport) -> Diagnosis:
+    """Tell what limits the collectives, from what flows and collectives carry.
+
+    Args:
+        report: with flows.
+    """
+    one, best = report.flows[0], _best(report)
+    size = report.sizes()[-1]
+    reached = min(report.carried(op, size) for op in OPS)
+    found = (
+        f"collectives carry {gigabits(reached)} Gb/s a node, {best.flows} TCP flows "
+        f"{gigabits(best.bytes_per_second)}, one {gigabits(one.bytes_per_second)}"
+    )
+    if report.rdma:
+        return Diagnosis(
+            "network",
+            f"{report.rdma} carries the collectives, {gigabits(reached)} Gb/s a node, of which TCP says little",
+            "compare with the rate of the node's adapters; nccl-tests shows whether NCCL uses all of them",
+        )
+    if best.host_busy >= _BUSY and not (report.rate and _fills(report, best)):
+        return Diagnosis(
+            "cores",
+            f"{found}; {best.host_busy:.0%} of a host's cores are busy then",
+            "give the processes more cores, or take other work off the hosts; more flows do not help",
+        )
+    if reached >= _REACHED * best.bytes_per_second:
+        return _beyond_collectives(report, found, best)
+    few = best.bytes_per_second > _MORE * one.bytes_per_second and _opened(report) < _enough(report)
+    if few and reached <= _MORE * _opened(report) * one.bytes_per_second:
+        busy = one.busiest_thread >= _BUSY
+        cause = "a core is busy with it" if busy else "the network limits each flow"
+        return Diagnosis("flows", f"{found}: {cause}", _more_flows(report, _enough(report)))
+    why = f"{found}: neither the link nor the number of flows is the limit"
+    if report.platform == "cpu":
+        return Diagnosis("schedule", why, "nothing: this is gloo, which CPUs use; GPUs use NCCL")
+    return Diagnosis(
+        "schedule",
+        why,
+        "look for cores that NCCL's threads lack, a slow node (zerojax doctor), other traffic",
+    )
+
+
+def gigabits(bytes_per_second: float) -> str:
+    """A rate in Gb/s with three digits."""
+    return f"{8 * bytes_per_second / 1e9:.3g}"
+
+
+def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagnosis:
+    """The limit where collectives carry what flows do."""
+    if not _fills(report, best):
+        rates = [rate.bytes_per_second for rate in report.flows]
+        link = f"{found}, of a link of {gigabits(report.rate or 0)}"
+        if len(rates) > 1 and best is report.flows[-1] and rates[-1] > _MORE * rates[-2]:
+            return Diagnosis("flows", link, _more_flows(report, 2 * best.flows))
+        return Diagnosis(
+            "network",
+            link,
+            "something between the nodes is slower than their links, or carries other traffic",
+        )
+    return Diagnosis(
+        "network",
+        found,
+        "only fewer bytes or a faster link help: see zerojax plan --links; where steps take longer than it "
+        "predicts, the schedule is the limit (zerojax overlap)",
+    )
+
+
+def _more_flows(report: LinkReport, flows: int) -> str:
+    threads = min(16, -(-flows // report.local))
+    return (
+        f"NCCL_SOCKET_NTHREADS={threads} gives a node {threads * report.local} flows; zerojax sets it for "
+        "GPUs where it knows the link's rate (ZEROJAX_LINK_RATE)"
+    )
+
+
+def _best(report: LinkReport) -> FlowRate:
+    return max(report.flows, key=lambda rate: rate.bytes_per_second)
+
+
+def _enough(report: LinkReport) -> int:
+    """The fewest flows that carry nearly as much as the best."""
+    least = 0.9 * _best(report).bytes_per_second
+    return min(rate.flows for rate in report.flows if rate.bytes_per_second >= least)
+
+
+def _opened(report: LinkReport) -> int:
+    """The flows that NCCL opens for a node."""
+    threads, sockets = (report.nccl.get(name, "") for name in (THREADS, SOCKETS))
+    each = int(threads) * int(sockets or 1) if threads.isdecimal() and (sockets or "1").isdecimal() else 1
+    return report.local * max(1, each)
+
+
+def _fills(report: LinkReport, best: FlowRate) -> bool:
+    """Whether flows fill the link, as far as its rate is known."""
+    return report.rate is None or best.bytes_per_second >= _PAYLOAD * report.rate
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{short(value)} is not a number")
+    return float(value)
+
+
+def _problem(report: LinkReport) -> str:
+    """What is wrong with the values of a file; "" if nothing is."""
+    if report.nodes < 2 or report.local < 1:
+        return f"{report.nodes} nodes of {report.local} devices"
+    measured = [(found.op, found.bytes) for found in report.collectives]
+    if not report.sizes() or sorted(measured) != sorted((op, size) for op in OPS for size in report.sizes()):
+        return "each collective is measured once with each size"
+    numbers = [rate.bytes_per_second for rate in report.flows]
+    numbers += [number for found in report.collectives for number in (found.bytes, found.seconds)]
+    if not all(_TINY < number < 1 / _TINY for number in numbers):
+        return "sizes, seconds and rates must be above 0"
+    return ""

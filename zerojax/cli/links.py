@@ -1,0 +1,139 @@
+"""``zerojax links``: what TCP flows and collectives carry between a job's nodes, and what limits them.
+
+sudo env PATH="$PATH" zerojax emulate --nodes 2 --rate 10gbit -- zerojax links --json links.json
+zerojax plan gpt-1.3b --gpu h100 --nodes 2 --gpus-per-node 1 --links links.json
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+from rich.console import Group
+from rich.table import Table
+
+from zerojax import make_mesh
+from zerojax.analysis.link_report import OPS, LinkReport, diagnose, gigabits
+from zerojax.analysis.links import time_collectives
+from zerojax.cli.cluster import JobOptions, joined_cluster
+from zerojax.cli.options import read_options
+from zerojax.errors import ConfigurationError
+from zerojax.formatting import plain_text, size
+from zerojax.multihost.flows import measure_flows
+from zerojax.multihost.peers.handshake import VARIABLE
+from zerojax.run.config import ClusterSection, MeshSection
+from zerojax.sharding.mesh import MeshShape
+from zerojax.sharding.nccl import given_settings
+from zerojax.sharding.network import network_facts
+
+COUNTS = (1, 2, 4, 8)
+_MIB = 1 << 20
+_LARGEST = 1 << 10  # in MiB
+
+
+@dataclass(frozen=True)
+class Options(JobOptions):
+    """Measure what TCP flows and collectives carry between the nodes of a job, and say what limits them.
+
+    Run it as training is run: under `zerojax launch`, `zerojax emulate` or a scheduler, or on each host with
+    the same options and variables.
+
+    Attributes:
+        mesh: The mesh to measure; by default processes x devices.
+        seconds: To measure each number of flows for.
+        sizes: MiB that a device sends to other nodes in one collective: messages are about as large as what a
+            layer sends.
+        json: File to write the measurements to, for `zerojax plan --links`.
+    """
+
+    mesh: MeshSection = field(default_factory=MeshSection)
+    seconds: float = 1.0
+    sizes: tuple[int, ...] = (1, 16, 64)
+    json: Path | None = None
+
+
+def run(arguments: list[str]) -> None:
+    """Measure, print and write."""
+    options = read_options(Options, "links", arguments)
+    if not 0.1 <= options.seconds <= 60:
+        raise ConfigurationError(f"--seconds {options.seconds:g}: from 0.1 to 60")
+    if not options.sizes or not all(0 < size <= _LARGEST for size in options.sizes):
+        raise ConfigurationError(f"--sizes: whole numbers from 1 to {_LARGEST}, in MiB")
+    with joined_cluster(options.mesh, ClusterSection(), options):
+        report = _measure(options)
+        if jax.process_index() == 0:
+            print(plain_text(tables(report)))
+            if options.json is not None:
+                report.write(options.json)
+
+
+def _measure(options: Options) -> LinkReport:
+    mesh = make_mesh(options.mesh.nodes or None, options.mesh.local or None)
+    shape, network = MeshShape.of(mesh), network_facts()
+    if shape.nodes == 1:
+        raise ConfigurationError(
+            "one node: there are no links to measure. Run it in a job of several processes, such as "
+            "zerojax launch --nodes 2 --devices-per-node 1 links"
+        )
+    token = os.environ.get(VARIABLE, "").strip()
+    flows = measure_flows(mesh, network.address, token, counts=COUNTS, seconds=options.seconds)
+    return LinkReport(
+        nodes=shape.nodes,
+        local=shape.local,
+        platform=jax.default_backend(),
+        interface=network.interface,
+        rate=network.rate,
+        flows=flows,
+        collectives=time_collectives(mesh, [_MIB * size for size in sorted(set(options.sizes))]),
+        nccl=given_settings(os.environ),
+        rdma=network.rdma,
+    )
+
+
+def tables(report: LinkReport) -> Group:
+    """The measurements as tables, and what limits them."""
+    rate = "of unknown rate" if report.rate is None else f"{gigabits(report.rate)} Gb/s"
+    where = f"{report.nodes} nodes of {report.local} {report.platform} devices, {report.interface}, {rate}"
+    parts = [_flows(report), _collectives(report), *(_latency(report))]
+    if report.flows:
+        found = diagnose(report)
+        parts += [f"limit: {found.limit}. {found.why}", f"change: {found.change}"]
+    return Group(where, *parts)
+
+
+def _flows(report: LinkReport) -> Table | str:
+    if not report.flows:
+        return "TCP flows: not measured, as the nodes are not processes of their own"
+    table = Table(title="TCP flows from each node to the next, all at once")
+    for name in ("flows", "Gb/s a node", "busiest thread, of a core", "busy, of all cores"):
+        table.add_column(name, justify="right")
+    for flow in report.flows:
+        table.add_row(
+            str(flow.flows),
+            gigabits(flow.bytes_per_second),
+            f"{flow.busiest_thread:.0%}",
+            f"{flow.host_busy:.0%}",
+        )
+    return table
+
+
+def _collectives(report: LinkReport) -> Table:
+    table = Table(title="Collectives between the nodes, Gb/s a node, by what a device sends")
+    for name in ("", *(f"{count / _MIB:.3g} MiB" for count in report.sizes())):
+        table.add_column(name, justify="right")
+    for op in OPS:
+        table.add_row(op, *(gigabits(report.carried(op, count)) for count in report.sizes()))
+    return table
+
+
+def _latency(report: LinkReport) -> list[str]:
+    """From which size on a collective sends for longer than it waits."""
+    lines: list[str] = []
+    for op in OPS:
+        latency, rate = report.fit(op)
+        if latency:
+            lines.append(
+                f"{op}: {1e6 * latency:,.0f} us, and {gigabits(rate)} Gb/s beyond: of less than "
+                f"{size(latency * rate / report.local)} a device it waits for longer than it sends"
+            )
+    return lines

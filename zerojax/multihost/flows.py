@@ -1,0 +1,260 @@
+"""What TCP flows carry between a job's nodes: plain sockets, from each node to the next in a ring.
+
+A flow is accepted only from a process that knows the job's token (``peers.handshake``). After that it carries
+zeros. All nodes send and receive at the same time, as in a collective.
+"""
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+from jax.sharding import Mesh
+
+from zerojax.analysis.link_report import FlowRate
+from zerojax.errors import JobError
+from zerojax.multihost.agreement import gather_from_all
+from zerojax.multihost.peers.handshake import admit, introduce
+from zerojax.multihost.peers.messages import Connection
+from zerojax.sharding.mesh import node_leaders
+
+# Seconds for all flows of a measurement to open, for one connection to authenticate, and without any bytes.
+_OPEN, _AUTHENTICATE, _SILENT = 20.0, 5.0, 10.0
+
+# The most connections that have not yet proved that they know the token.
+_PENDING = 64
+
+# Seconds for TCP to reach its rate before bytes count.
+_WARM_UP = 0.5
+
+# A read takes about so many seconds, within so many bytes: few calls, and the window ends on time.
+_READ, _LEAST, _MOST = 0.01, 1 << 16, 1 << 22
+
+
+class Flows:
+    """This node's end of the ring; a context manager, which listens from the start.
+
+    Args:
+        host: this node's address, by which the others reach it.
+        token: of the job; "" where it has none.
+
+    Raises:
+        JobError: this process cannot listen there.
+    """
+
+    def __init__(self, host: str, token: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listening = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise JobError(f"cannot listen at {host} ({error.strerror})") from error
+        self._listening.setblocking(False)
+        self._token = token
+        self.address: tuple[str, int] = (host, self._listening.getsockname()[1])
+
+    def __enter__(self) -> "Flows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+    def measure(self, neighbour: Sequence[Any], count: int, seconds: float) -> FlowRate:
+        """Open flows to the next node and accept as many; send and receive. All nodes call it together.
+
+        Args:
+            neighbour: address and port of the next node.
+            count: of the flows in each direction.
+            seconds: to measure.
+
+        Returns:
+            What this node received.
+
+        Raises:
+            JobError: not all flows could be opened, or one has ended.
+        """
+        with ExitStack() as held:
+            try:
+                accepted, opened = asyncio.run(self._open(str(neighbour[0]), int(neighbour[1]), count, held))
+            except TimeoutError as error:
+                raise JobError(
+                    f"{count} TCP flows from the previous node to {self.address[0]} did not open within "
+                    f"{_OPEN:g} s: does a firewall between the nodes admit all ports?"
+                ) from error
+            return _exchange(accepted, opened, seconds)
+
+    async def _open(
+        self, host: str, port: int, count: int, held: ExitStack
+    ) -> tuple[list[socket.socket], list[socket.socket]]:
+        """The accepted and the opened flows, all authenticated; ``held`` will close them."""
+        opening = asyncio.gather(*(self._connect(host, port, held) for _ in range(count)))
+        async with asyncio.timeout(_OPEN):
+            return await asyncio.gather(self._accept(count, held), opening)
+
+    async def _accept(self, count: int, held: ExitStack) -> list[socket.socket]:
+        admitted = asyncio.Queue[socket.socket]()
+        accepting = asyncio.create_task(self._admit_all(admitted, held))
+        try:
+            return [await admitted.get() for _ in range(count)]
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+
+    async def _admit_all(self, admitted: "asyncio.Queue[socket.socket]", held: ExitStack) -> None:
+        loop, pending = asyncio.get_running_loop(), asyncio.Semaphore(_PENDING)
+
+        async def admit_one(flow: socket.socket) -> None:
+            try:
+                if await _talk(flow, admit, self._token):
+                    admitted.put_nowait(held.enter_context(flow.dup()))
+            finally:
+                flow.close()
+                pending.release()
+
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await pending.acquire()
+                flow, _ = await loop.sock_accept(self._listening)
+                group.create_task(admit_one(flow))
+
+    async def _connect(self, host: str, port: int, held: ExitStack) -> socket.socket:
+        flow = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+        flow.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(flow, (host, port))
+        except OSError as error:
+            raise JobError(f"cannot open a TCP flow to {host}:{port}: {error.strerror or error}") from error
+        if await _talk(flow, introduce, self._token):
+            return flow
+        raise JobError(f"the process at {host}:{port} does not know this job's token")
+
+
+def measure_flows(
+    mesh: Mesh, host: str, token: str, *, counts: Sequence[int], seconds: float
+) -> tuple[FlowRate, ...]:
+    """What flows between the mesh's nodes carry; all processes call it together.
+
+    One process of each node takes part; the others wait.
+
+    Args:
+        mesh: of the job.
+        host: this process's address, by which the others reach it.
+        token: of the job; "" where it has none.
+        counts: of flows, measured one after another.
+        seconds: of each measurement.
+
+    Returns:
+        For each count what the slowest node received, and the busiest cores; nothing if a process has more
+        than one node, or all.
+
+    Raises:
+        JobError: a flow could not be opened.
+    """
+    leaders = node_leaders(mesh)
+    if len(set(leaders)) < max(2, len(leaders)):
+        return ()
+    rank = mesh.local_mesh.devices.flat[0].process_index
+    if rank not in leaders:
+        gather_from_all(None)
+        return tuple(_together(count, None) for count in counts)
+    with Flows(host, token) as flows:
+        addresses = gather_from_all(flows.address)
+        neighbour = addresses[leaders[(leaders.index(rank) + 1) % len(leaders)]]
+        # Each result waits for all: the next measurement begins on all nodes at once.
+        return tuple(_together(count, flows.measure(neighbour, count, seconds)) for count in counts)
+
+
+def _exchange(accepted: list[socket.socket], opened: list[socket.socket], seconds: float) -> FlowRate:
+    """Send and receive over open flows; what was received."""
+    count = len(accepted)
+    with ThreadPoolExecutor(2 * count) as threads:
+        senders = [threads.submit(_send, flow) for flow in opened]
+        readers = [threads.submit(_receive, flow, seconds) for flow in accepted]
+        before = psutil.cpu_times()
+        try:
+            read = [reader.result() for reader in readers]
+        finally:
+            busy = _busy(before, psutil.cpu_times())
+            for flow in accepted:
+                flow.close()  # which ends the previous node's sender
+        sent = [sender.result() for sender in senders]
+    return FlowRate(count, sum(rate for rate, _ in read), max(*sent, *(core for _, core in read)), busy)
+
+
+def _together(count: int, own: FlowRate | None) -> FlowRate:
+    """The slowest node's rate, and the busiest cores."""
+    every = [FlowRate(**found) for found in gather_from_all(own and asdict(own)) if found is not None]
+    return FlowRate(
+        count,
+        min(rate.bytes_per_second for rate in every),
+        max(rate.busiest_thread for rate in every),
+        max(rate.host_busy for rate in every),
+    )
+
+
+async def _talk(flow: socket.socket, say: Callable[[Connection, str], Awaitable[bool]], token: str) -> bool:
+    """Authenticate over a flow, and leave it without a byte; False if the other side has no such token."""
+    connection = Connection(*await asyncio.open_connection(sock=flow.dup()))
+    try:
+        async with asyncio.timeout(_AUTHENTICATE):
+            return await say(connection, token)
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        await connection.close()  # of the duplicate: the flow stays open
+
+
+def _send(flow: socket.socket) -> float:
+    """Send zeros until the other end closes the flow; the share of a core that it took."""
+    _make_blocking(flow)
+    zeros, start, core = bytes(_MOST), time.monotonic(), time.thread_time()
+    with suppress(OSError):
+        while True:
+            flow.sendall(zeros)
+    return (time.thread_time() - core) / (time.monotonic() - start)
+
+
+def _receive(flow: socket.socket, seconds: float) -> tuple[float, float]:
+    """Receive for some seconds; bytes per second, and the share of a core that it took."""
+    _make_blocking(flow)
+    buffer, start = memoryview(bytearray(_MOST)), time.monotonic()
+    rate, warm = _read_until(flow, buffer[:_LEAST], start + _WARM_UP)
+    size = max(_LEAST, min(_MOST, int(rate * _READ)))
+    core = time.thread_time()
+    rate, end = _read_until(flow, buffer[:size], warm + seconds)
+    return rate, (time.thread_time() - core) / (end - warm)
+
+
+def _read_until(flow: socket.socket, buffer: memoryview, end: float) -> tuple[float, float]:
+    """Fill a buffer again and again up to a time; bytes per second, and when the last one was full."""
+    start = now = time.monotonic()
+    received = 0
+    while now < end:
+        try:
+            count = flow.recv_into(buffer, flags=socket.MSG_WAITALL)
+        except OSError as error:
+            raise JobError(f"a TCP flow has ended or carried nothing for {_SILENT:g} s ({error})") from error
+        if count == 0:
+            raise JobError("a TCP flow has ended: the previous node has closed it")
+        received, now = received + count, time.monotonic()
+    return received / (now - start), now
+
+
+def _make_blocking(flow: socket.socket) -> None:
+    """Let calls wait in the kernel, where they hold no lock of Python's, but not forever."""
+    flow.setblocking(True)
+    limit = struct.pack("ll", int(_SILENT), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        flow.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def _busy(before: Any, after: Any) -> float:
+    """The share of this host's cores that was busy between two readings."""
+    idle = after.idle - before.idle + getattr(after, "iowait", 0.0) - getattr(before, "iowait", 0.0)
+    total = sum(after) - sum(before)
+    return 1 - idle / total if total else 0.0

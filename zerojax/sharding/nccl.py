@@ -1,0 +1,192 @@
+"""What NCCL is told before it starts, from what the network is.
+
+NCCL reads its environment when the first communicator is made, which in JAX is the first collective:
+``make_mesh`` is in time. A variable that is set already stays, in the environment or in one of NCCL's files
+(NCCL's documentation, "Environment Variables").
+
+Over sockets NCCL moves the data between two GPUs in one TCP flow, whose work is done by one thread. A flow
+carries about 20 Gb/s where a core copies its bytes, and 5 to 10 on clouds that limit it.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerojax.sharding.network import VARIABLE, Network, network_facts
+
+THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
+SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+
+# NCCL's bounds: threads of a connection, and threads times sockets.
+_MOST_THREADS, _MOST_SOCKETS = 16, 64
+
+# Up to this rate one flow fills a link; above, flows of a node are the rate over `_FLOW`, at least `_FEWEST`:
+# eight raw flows carried 94.6 of 100 Gb/s and four 67; of 25, NCCL was fastest with four.
+_ONE_FLOW, _FLOW, _FEWEST = 10e9 / 8, 12.5e9 / 8, 4
+
+# Adapters for which NCCL chooses threads and sockets by itself, by PCI vendor.
+_CHOSEN_BY_NCCL = {
+    "0x1d0f": "on Amazon's adapters NCCL opens 16 flows by itself",
+    "0x1ae0": "on Google's adapters NCCL opens 4 flows by itself",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of NCCL's variables.
+
+    Attributes:
+        name: of the variable.
+        value: to set it to; None to leave it as it is.
+        reason: in words.
+    """
+
+    name: str
+    value: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name if self.value is None else f'{self.name}={self.value}'}: {self.reason}"
+
+
+# What this process has told NCCL.
+_applied: list[Setting] = []
+
+
+def settings_here(processes: int, devices: int, local: int) -> tuple[Network, list[Setting]]:
+    """The network as this process finds it, and what NCCL should be told.
+
+    Args:
+        processes: of the job.
+        devices: of the job.
+        local: extent of the mesh's fast axis.
+    """
+    own = devices // processes
+    local = max(local, own)
+    # Where a node has a process for each GPU, a scheduler gives each its share of the cores.
+    cores = min(len(os.sched_getaffinity(0)) * local // own, os.cpu_count() or 1)
+    network, given = network_facts(), given_settings(os.environ)
+    return network, settings(network, nodes=processes, local=local, cores=cores, given=given)
+
+
+def settings(
+    network: Network, *, nodes: int, local: int, cores: int, given: Mapping[str, str]
+) -> list[Setting]:
+    """What NCCL should be told, and why; also what it is better not told.
+
+    Args:
+        network: between the nodes.
+        nodes: processes of the job, each of which has a host or a part of one.
+        local: GPUs of a node.
+        cores: that the processes of a node may use.
+        given: NCCL's variables as they are set already, by name; see ``given_settings``.
+    """
+    if nodes == 1:
+        return []
+    return [_split(given), *_flows(network, local, cores, given)]
+
+
+def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's variables as the user has set them: in the environment, or in one of NCCL's files."""
+    own = environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf"
+    found: dict[str, str] = {}
+    for file in ("/etc/nccl.conf", own):
+        found |= _read(Path(file))
+    return found | {name: value for name, value in environ.items() if name.startswith("NCCL_")}
+
+
+def apply(chosen: list[Setting]) -> None:
+    """Set the variables that are to be set; NCCL must not have started yet."""
+    for setting in chosen:
+        if setting.value is not None:
+            os.environ[setting.name] = setting.value
+    # A second mesh finds the variables of the first one set.
+    _applied.extend(setting for setting in chosen if setting.value is not None)
+
+
+def applied() -> list[Setting]:
+    """What this process has told NCCL so far."""
+    return list(_applied)
+
+
+def exports(chosen: list[Setting]) -> list[str]:
+    """The same for other programs: lines of a shell."""
+    return [f"export {setting.name}={setting.value}" for setting in chosen if setting.value is not None]
+
+
+def flows_for(rate: float | None) -> int:
+    """How many TCP flows fill a link.
+
+    Args:
+        rate: in bytes/s; None if it is not known.
+    """
+    if rate is None:
+        return _FEWEST
+    return 1 if rate <= _ONE_FLOW else max(_FEWEST, math.ceil(rate / _FLOW))
+
+
+def _split(given: Mapping[str, str]) -> Setting:
+    if SPLIT in given:
+        return Setting(SPLIT, None, f"set to {given[SPLIT]} already")
+    return Setting(
+        SPLIT, "0", "XLA splits communicators, and a part would have no more channels than the whole"
+    )
+
+
+def _flows(network: Network, local: int, cores: int, given: Mapping[str, str]) -> list[Setting]:
+    """Threads and sockets of a connection."""
+    if reason := _one_flow_suffices(network, local, given):
+        return [Setting(THREADS, None, reason)]
+    wanted = flows_for(network.rate)
+    each = math.ceil(wanted / local)
+    # A connection has threads at both ends, and every GPU one connection each way.
+    threads = min(each, _MOST_THREADS, cores // (2 * local))
+    if threads < 2:
+        return [Setting(THREADS, None, f"{cores} cores are too few for more than one thread a flow")]
+    sockets = min(math.ceil(each / threads), _MOST_SOCKETS // threads) if threads == _MOST_THREADS else 1
+    total = threads * sockets * local
+    found = [
+        Setting(THREADS, str(threads), f"{_rate(network)}: {total} TCP flows a node in place of {local}")
+    ]
+    if sockets > 1:
+        found.append(Setting(SOCKETS, str(sockets), f"NCCL allows {_MOST_THREADS} threads of a connection"))
+    return found
+
+
+def _one_flow_suffices(network: Network, local: int, given: Mapping[str, str]) -> str:
+    """Why threads and sockets are left alone; "" if they are not."""
+    for name in (THREADS, SOCKETS):
+        if name in given:
+            return f"{name} is set to {given[name]} already"
+    if network.loopback:
+        return "all processes share this host"
+    if network.rdma:
+        return f"{network.rdma} carries the data, not TCP"
+    if not network.interface:
+        return "the network is not known before the processes have joined"
+    if network.vendor in _CHOSEN_BY_NCCL:
+        return _CHOSEN_BY_NCCL[network.vendor]
+    wanted = flows_for(network.rate)
+    if wanted == 1:
+        return f"one TCP flow fills {_rate(network)}"
+    if local >= wanted:
+        return f"{_rate(network)}: the {local} GPUs of a node open a flow each"
+    return ""
+
+
+def _rate(network: Network) -> str:
+    if network.rate is None:
+        return f"{network.interface} does not say its rate ({VARIABLE} would)"
+    return f"a link of {8 * network.rate / 1e9:g} Gb/s"
+
+
+def _read(file: Path) -> dict[str, str]:
+    """The variables in one of NCCL's files: lines of NAME=VALUE, and comments after #."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split("#")[0].partition("=") for line in lines)
+    return {name.strip(): value.strip() for name, sign, value in pairs if sign}

@@ -1,0 +1,79 @@
+"""This device's blocks of the parameters, and hops over all of them, group by group."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from zerojax.comm.collectives import UnitComm
+from zerojax.schedule.stacked import layer_at, put_layer
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.param_tree import Path
+from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.spec import ParamGroup, TrainSpec
+
+Blocks = dict[Path, Num[Array, "..."]]
+
+
+def flat_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
+    """This device's stored blocks without the trailing ones of their shapes: ``[n]``, or ``[layers, n]``."""
+    return {leaf.path: blocks[leaf.path].reshape(*leaf.stack, -1) for leaf in leaves}
+
+
+def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
+    """Undo ``flat_blocks``: restore the rank of each block's leaf."""
+    return {
+        leaf.path: blocks[leaf.path].reshape(*blocks[leaf.path].shape, *(1,) * (len(leaf.shape) - 1))
+        for leaf in leaves
+    }
+
+
+def by_group(
+    spec: TrainSpec,
+    hop: Callable[..., Sequence[Any]],
+    *values: dict[Path, Any],
+    seed: Seed | None = None,
+    skip: Sequence[ParamGroup] = (),
+) -> dict[Path, Any]:
+    """Run ``hop(comm, seed, *values)`` for each group of leaves, layer by layer for stacked ones."""
+    result: dict[Path, Any] = {}
+    for number, group in enumerate(spec.groups):
+        if group in skip or not group.leaves:
+            continue
+        own = mix(jnp.uint32(0) if seed is None else seed, number)
+        mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
+        comm = UnitComm(spec.strategy, group.leaves)
+        out = _over_layers(group, functools.partial(hop, comm), own, mine)
+        result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
+    return result
+
+
+def _over_layers(
+    group: ParamGroup, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
+) -> Sequence[Any]:
+    """Run a hop for every layer, in place if its results have the shapes of the last of its values.
+
+    Otherwise the compiler would hold the old and the new values of all layers at once.
+    """
+    if not group.stack:
+        return hop(seed, *values)
+    *given, last = values
+
+    def layer(index: Array, own: Any) -> tuple[Any, ...]:
+        return tuple(hop(mix(seed, index), *own))
+
+    def in_place(replaced: Any, xs: Any) -> tuple[Any, None]:
+        index, own = xs
+        return put_layer(replaced, layer(index, (*own, layer_at(replaced, index))), index), None
+
+    indices = jnp.arange(group.layers)
+    first = functools.partial(jax.tree.map, lambda x: x[0])
+    one = jax.eval_shape(lambda all_: (layer(indices[0], first(all_)), first(all_[-1])), values)
+    result, replaced = jax.tree.map(lambda x: (x.shape, x.dtype), one)
+    if result == replaced:
+        return lax.scan(in_place, last, (indices, tuple(given)))[0]
+    return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))

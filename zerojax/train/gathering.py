@@ -1,0 +1,144 @@
+"""The whole model from a train state, and a train state from whole weights."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import merged
+from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.fields import copied
+from zerojax.train.frozen import decode_frozen
+from zerojax.train.initial import secondary_of
+from zerojax.train.spec import TrainSpec
+from zerojax.train.state import TrainState, check_there
+
+
+def gather_params(state: TrainState) -> dict[str, Any]:
+    """The whole model on every host, in the model's own shapes and dtypes, nested by path.
+
+    Leaves are gathered one at a time, so a device holds at most one whole leaf. All processes must call it.
+    Frozen weights are decoded, and their adapters merged into them (``W + scale A B``).
+
+    Returns:
+        A nested dict of numpy arrays, which share no memory with the state.
+
+    Raises:
+        ConfigurationError: the state was donated, or is abstract.
+    """
+    check_there(state)
+    spec = state.spec
+    params, stored = from_tree(state.params), from_tree(state.frozen)
+    whole = {leaf.path: _gathered(spec, leaf, params[leaf.path]) for leaf in spec.leaves}
+    for leaf in spec.frozen:
+        weight = _gathered(spec, leaf, stored[leaf.path])
+        if adapter := spec.adapters.get(leaf.path):
+            assert spec.lora is not None
+            a, b = (whole.pop(part.path) for part in adapter)
+            weight = merged(weight, a, b, spec.lora)
+        whole[leaf.path] = weight
+    return to_tree(whole)
+
+
+def gather_adapters(state: TrainState) -> dict[str, Any]:
+    """The adapters on every host, fp32, nested by the path of their weight: "lora_a" and "lora_b".
+
+    All processes must call it.
+
+    Raises:
+        ConfigurationError: the state has none, was donated, or is abstract.
+    """
+    check_there(state)
+    spec, params = state.spec, from_tree(state.params)
+    parts = [part for pair in spec.adapters.values() for part in pair]
+    if not parts:
+        raise ConfigurationError("the state has no adapters: create it with lora=.")
+    return to_tree({part.path: _gathered(spec, part, params[part.path]) for part in parts})
+
+
+def gather_model(state: TrainState) -> Any:
+    """An ordinary, unsharded model with the state's weights, for sampling or for use without zerojax.
+
+    Returns:
+        The ``nnx.Module`` in evaluation mode, or for Linen the module's ``apply`` bound to its variables. It
+        shares no memory with the state.
+
+    Raises:
+        ConfigurationError: as ``gather_params``.
+    """
+    spec = state.spec
+    weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
+    model_state = {name: copied(x.addressable_data(0)) for name, x in state.model_state.items()}
+    return spec.adapter.whole(weights, model_state)
+
+
+def put_params(state: TrainState, params: PyTree) -> TrainState:
+    """A state whose master weights are ``params``; the optimizer's state is unchanged.
+
+    It shares all other arrays with ``state``, so a step from either donates those of both.
+
+    Args:
+        state: any.
+        params: on the host, in the model's shapes, nested by path, as ``gather_params`` returns.
+
+    Raises:
+        ConfigurationError: a path is missing, unknown, or of the wrong shape.
+    """
+    spec, given = state.spec, from_tree(params)
+    known = {leaf.path: leaf for leaf in spec.leaves}
+    if given.keys() != known.keys():
+        odd = sorted("/".join(path) for path in given.keys() ^ known.keys())
+        raise ConfigurationError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
+    placed = {}
+    for path, leaf in known.items():
+        if np.shape(given[path]) != leaf.unsharded_shape:
+            raise ConfigurationError(
+                f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.unsharded_shape}."
+            )
+        stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
+        placed[path] = jax.device_put(stored, spec.sharding(spec.param_spec(leaf)))
+    return with_params(state, to_tree(placed))
+
+
+def averaged(state: TrainState) -> TrainState:
+    """A state whose weights are the average, for evaluation or gathering, not for training.
+
+    It shares its arrays with ``state``, and is invalid after a step from that.
+
+    Raises:
+        ConfigurationError: the optimizer keeps no average, or has made no update yet.
+    """
+    check_there(state)
+    params = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
+    if params is None:
+        raise ConfigurationError(
+            "there is no average of the weights: end the optimizer's chain with zerojax.average_weights, or "
+            "set optimizer.ema_decay."
+        )
+    if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
+        raise ConfigurationError("the average of the weights is of no update yet: take a step first.")
+    return with_params(state, params)
+
+
+def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
+    """One whole parameter on this host, in its own dtype."""
+
+    def decode(x: Any) -> Array:
+        return (decode_frozen(x, leaf) if leaf.frozen else from_stored(x, leaf)).astype(leaf.dtype)
+
+    everyone = spec.sharding(PartitionSpec())
+    gather = spec.once(f"gather {leaf.name}", lambda: jax.jit(decode, out_shardings=everyone))
+    return np.asarray(gather(stored))
+
+
+def with_params(state: TrainState, params: PyTree) -> TrainState:
+    """A state whose master weights are ``params``, in stored form and in place; they are not copied."""
+    secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
+    return state.replace(params=params, secondary=secondary)

@@ -1,0 +1,99 @@
+"""The first values of a train state, each computed where it is stored."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from zerojax.adapters import ModelState
+from zerojax.sharding.layout import to_stored
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.blocks import Blocks, flat_blocks
+from zerojax.train.fields import abstract_fields, shardings_of
+from zerojax.train.frozen import encode_frozen
+from zerojax.train.secondary import first_secondary, stored_secondary, with_scales
+from zerojax.train.spec import TrainSpec
+
+
+def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
+    """The compiled function from a seed to a state's first values, each computed where it is stored.
+
+    Args:
+        spec: of the state.
+        frozen: whether the values include the frozen weights.
+    """
+    places = shardings_of(abstract_fields(spec))
+
+    def init(seed: Array) -> dict[str, Any]:
+        key = jax.random.key(seed)
+        weights, model_state = spec.adapter.init(key)
+        weights |= adapter_values(spec, key)
+        stored = to_tree(
+            {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in spec.leaves}
+        )
+        stored = jax.lax.with_sharding_constraint(stored, places["params"])
+        values = {"params": stored, **first_values(spec, seed, stored, model_state)}
+        if frozen:
+            values |= frozen_values(spec, weights)
+        return values
+
+    if not frozen:
+        del places["frozen"], places["base"]
+    return jax.jit(init, out_shardings=places)
+
+
+def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
+    """The first values of all adapters, by path, of unsharded shape."""
+    values: dict[Path, Array] = {}
+    for leaf in spec.frozen:
+        if leaf.path in spec.adapters:
+            assert spec.lora is not None
+            own = spec.lora.init(jax.random.fold_in(key, leaf.index), leaf.shape, leaf.stack)
+            values |= {(*leaf.path, name): value for name, value in own.items()}
+    return values
+
+
+def frozen_values(spec: TrainSpec, weights: Mapping[Path, Array]) -> dict[str, Any]:
+    """The state's fields "frozen" and "base" for a model's weights of unsharded shape."""
+    if not spec.frozen:
+        return {"frozen": {}, "base": {}}
+    encoded = {leaf.path: encode_frozen(spec, leaf, weights[leaf.path]) for leaf in spec.frozen}
+    total = sum((hashed for _, hashed in encoded.values()), jnp.uint32(0))
+    return {
+        "frozen": to_tree({path: stored for path, (stored, _) in encoded.items()}),
+        "base": {"fingerprint": total},
+    }
+
+
+def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: ModelState) -> dict[str, Any]:
+    """Every field at step 0 but the parameters."""
+    residual = abstract_fields(spec)["residual"]
+    return {
+        "step": jnp.int32(0),
+        "skipped_in_row": jnp.int32(0),
+        "seed": seed.astype(jnp.uint32),
+        "opt_state": spec.tx.init(stored),
+        "model_state": model_state,
+        "secondary": secondary_of(spec, stored) if spec.zero.weights_delta else {},
+        "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual),
+        "losses": spec.spikes.start() if spec.spikes else {},
+    }
+
+
+def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
+    """Delta's secondary copies, computed from the master weights: for a new state or a new mesh."""
+    shard_map = functools.partial(jax.shard_map, mesh=spec.mesh, check_vma=False)
+
+    def copies(blocks: Blocks) -> dict[Path, Any]:
+        scaled, _ = with_scales(spec, flat_blocks(blocks, spec.leaves), {})
+        return stored_secondary(scaled, first_secondary(spec, scaled))
+
+    make = shard_map(
+        copies,
+        in_specs=(spec.by_path(spec.param_spec),),
+        out_specs=spec.by_path(spec.secondary_spec),
+    )
+    return to_tree(make(from_tree(params)))

@@ -1,0 +1,17 @@
+"""Rates of links as people write them."""
+
+import re
+
+_RATE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([kmg])bit", re.IGNORECASE)
+
+
+def bytes_per_second(rate: str) -> int:
+    """``"10gbit"`` -> 1250000000.
+
+    Raises:
+        ValueError: it is not a number with the unit kbit, mbit or gbit.
+    """
+    found = _RATE.fullmatch(rate.strip())
+    if found is None or not 0 < float(found[1]) < 1e9:
+        raise ValueError(f"{rate!r} is not a rate: use for instance 10gbit, 2.5gbit or 400mbit")
+    return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()] / 8)
