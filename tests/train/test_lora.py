@@ -126,8 +126,9 @@ def test_several_adapters_share_one_base():
         second, _ = zerojax.train_step(second, batch)
     one, other = (zerojax.eval_step(state, batches[0])["loss"] for state in (first, second))
     assert one != other
-    with pytest.raises(ZeroError, match="does not freeze"):
-        create("stack", 1, 1, base=first)
+    for mesh, options in [((1, 1), {}), ((2, 4), {"frozen_spread": "world"})]:
+        with pytest.raises(ZeroError, match=r"does not freeze .* in the same way"):
+            create("stack", *mesh, base=first, **options)
 
 
 def test_dropout_is_for_training_alone_and_reproducible():

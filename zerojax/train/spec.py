@@ -114,9 +114,13 @@ class TrainSpec:
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 
+    def frozen_spec(self, leaf: ParamLayout) -> PartitionSpec:
+        """The sharding of a frozen weight's values: over each node, or over the world."""
+        return leaf.spec(OWNED if self.strategy.frozen == "primary" else (LOCAL,))
+
     def abstract_frozen(self, leaf: ParamLayout) -> Any:
         """A frozen weight as it is stored; ``Scaled`` codes, if fp8 products read it."""
-        values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, leaf.spec((LOCAL,)))
+        values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, self.frozen_spec(leaf))
         return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
     @property

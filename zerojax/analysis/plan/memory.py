@@ -38,7 +38,7 @@ from zerojax.train.spec import TrainSpec
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
-    "frozen": "weights that are not trained, encoded, of a node",
+    "frozen": "weights that are not trained, encoded",
     "gradients": "sums, at their owners",
     "secondary": "hpZ's or delta's node-local copy",
     "residual": "error feedback",
@@ -144,7 +144,10 @@ def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> d
         "parameters": parameters(there),
         "optimizer": round(held["optimizer"] * parameters(there) / parameters(spec)),
         "frozen": sum(
-            leaf.layers * nodes * leaf.weights.local.row_bytes(leaf.shard) for leaf in there.frozen
+            leaf.layers
+            * (nodes if there.strategy.frozen == "secondary" else 1)
+            * leaf.weights.local.row_bytes(leaf.shard)
+            for leaf in there.frozen
         ),
         "secondary": nodes * copies if zero.weights_delta else 0,
         "residual": residual if zero.error_feedback else 0,
