@@ -262,8 +262,8 @@ def adapter_parameters(
     ]
     if not chosen:
         raise ConfigurationError(
-            f"no weight gets an adapter: there are adapters for two-dimensional weights of units, which "
-            f"LoRA.targets={lora.targets} matches."
+            "no weight gets an adapter: there are adapters for two-dimensional weights of units, and those "
+            f"of Flax's attention, which LoRA.targets={lora.targets} matches."
         )
     if trained := [name for name in ("/".join(p.path) for p in chosen) if not zero.is_frozen(name)]:
         raise ConfigurationError(
@@ -273,7 +273,7 @@ def adapter_parameters(
     return [
         Parameter((*p.path, name), shape, "float32", p.stack, p.unit)
         for p in chosen
-        for name, shape in lora.shapes(p.shape).items()
+        for name, shape in lora.shapes("/".join(p.path), p.shape).items()
     ]
 
 
