@@ -2,6 +2,8 @@
 
 python scripts/arithmetic.py > arithmetic.jsonl
 python scripts/arithmetic.py --more 1 > more.jsonl    # "one more than nine plus nine minus two is"
+python scripts/arithmetic.py --rough > rough.jsonl    # with wrong results
+python scripts/arithmetic.py --column answer > sums.jsonl    # for a reward to compare with
 """
 
 import argparse
@@ -23,15 +25,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--column", default="completion", help="name of the results")
+    parser.add_argument("--rough", action="store_true", help="and four times a result that is one too many")
     parser.add_argument("--more", type=int, choices=range(3), default=0, help="to be added to each")
-    more = parser.parse_args().more
+    options = parser.parse_args()
+    more = options.more
     before = f"{words(more)} more than " if more else ""
     signs = {"plus": 1, "minus": -1}
     for (a, b, c), first, second in itertools.product(itertools.product(range(10), repeat=3), signs, signs):
         result = a + signs[first] * b + signs[second] * c
-        if result >= 0:
-            prompt = f"{before}{words(a)} {first} {words(b)} {second} {words(c)} is"
-            print(json.dumps({"prompt": prompt, "completion": f" {words(result + more)}"}))
+        if result < 0:
+            continue
+        prompt = f"{before}{words(a)} {first} {words(b)} {second} {words(c)} is"
+        for number in [result] + 4 * [result + 1] * options.rough:
+            print(json.dumps({"prompt": prompt, options.column: f" {words(number + more)}"}))
 
 
 if __name__ == "__main__":

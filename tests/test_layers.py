@@ -10,8 +10,8 @@ from environment import ROOT
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
     *("errors", "log", "versions", "formatting", "validation", "zero_config", "matmul", "sharding", "comm"),
-    *("schedule", "adapters", "optim", "train", "models", "analysis", "multihost", "run", "interop"),
-    *("testing", "cli"),
+    *("schedule", "adapters", "optim", "train", "models", "generation", "analysis", "multihost", "run"),
+    *("posttrain", "interop", "testing", "cli"),
 )
 
 

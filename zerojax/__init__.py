@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerojax.adapters.stack import Stack
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
+from zerojax.generation.generate import Completions, generate
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
@@ -20,7 +21,7 @@ from zerojax.train.fp8_report import fp8_report
 from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
-from zerojax.train.step import eval_step, lower_train_step, train_step
+from zerojax.train.step import eval_step, lower_train_step, predict_step, train_step
 from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _MODULES = {
 
 __all__ = [
     "CommReport",
+    "Completions",
     "LoRA",
     "SpikeRule",
     "Stack",
@@ -66,12 +68,14 @@ __all__ = [
     "gather_adapters",
     "gather_model",
     "gather_params",
+    "generate",
     "hlo",
     "html_report",
     "huggingface",
     "lower_train_step",
     "make_mesh",
     "plan",
+    "predict_step",
     "profile",
     "put_params",
     "scale_by_muon",

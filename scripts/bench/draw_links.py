@@ -4,7 +4,7 @@
 scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
 
 Cells are thousands of tokens/s of one GPU, by the median step, and in brackets the planner's prediction. A
-rate above 400 Gb/s means no limit, and is predicted as 400.
+rate above 400 Gb/s means no limit, and is predicted as 400. Below the table: how many are within 15%.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from rows import add_model_options
 
 import zerojax
 from zerojax.analysis.gpus import find_gpu
-from zerojax.analysis.plan.cluster import Cluster, on_world
+from zerojax.analysis.plan.cluster import NETWORK_EFFICIENCY, Cluster, on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import predict_step
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPTConfig
 from zerojax.sharding.mesh import MeshShape
-from zerojax.testing.emulated_cluster.network import bytes_per_second
 from zerojax.train.spec import TrainSpec
+from zerojax.validation.rates import bytes_per_second
 
 UNTHROTTLED = bytes_per_second("400gbit")
 Cells = dict[tuple[str, int, str, str], tuple[float, float | None]]
@@ -50,9 +50,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--gpu", default="h200")
+    parser.add_argument(
+        "--flows", help="payload that NCCL's TCP flows carried, where a link's rate is more: 19.7gbit"
+    )
     parser.add_argument("--picture", type=Path, help="draw the curves into this PNG")
     options = parser.parse_args()
     world = options.nodes * options.gpus_per_node
+    most = UNTHROTTLED
+    if options.flows:
+        most = min(most, bytes_per_second(options.flows) / NETWORK_EFFICIENCY)
     cells: Cells = {}
     for cell in (cell for path in options.results for cell in json.loads(path.read_text())):
         model, tokens, rate, variant = (cell[key] for key in ("model", "tokens", "rate", "variant"))
@@ -60,14 +66,25 @@ def main() -> None:
             options.nodes,
             options.gpus_per_node,
             find_gpu(options.gpu),
-            min(bytes_per_second(rate), UNTHROTTLED),
+            min(bytes_per_second(rate), most),
         )
         known = variant in train.VARIANTS
         expected = predict(model, tokens, variant, cluster) if known else None
         cells[model, tokens, rate, variant] = cell["tokens_per_second"] / world, expected
-    print(table(cells))
+    print(table(cells), *within(cells), sep="\n")
     if options.picture:
         draw(cells, options.picture)
+
+
+def within(cells: Cells, share: float = 0.15) -> Iterator[str]:
+    """For each rate, how many predicted cells are near the measured ones."""
+    for rate in names(cells, 2):
+        found = [
+            abs(measured / expected - 1) <= share
+            for (_, _, at, _), (measured, expected) in cells.items()
+            if at == rate and expected is not None
+        ]
+        yield f"{in_words(rate)}: {sum(found)} of {len(found)} within {share:.0%} of the prediction"
 
 
 def predict(model: str, tokens: int, variant: str, cluster: Cluster) -> float:

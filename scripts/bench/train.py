@@ -38,6 +38,7 @@ from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
 from zerojax.models.rope import RopeTable, rope_tables
 from zerojax.multihost.distributed import joined
+from zerojax.sharding import nccl
 from zerojax.testing.emulated_cluster import limit_link
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -124,6 +125,7 @@ def main() -> None:
                 if jax.process_index() == 0:
                     print(line(row) + remark(row, rows), flush=True)
         if jax.process_index() == 0:
+            print(*nccl.applied(), sep="\n")
             write(rows, options.json)
 
 

@@ -34,7 +34,8 @@ def shared_steps() -> Iterator[None]:
 
     def of(setup: build.RunSetup, base: bool = True) -> tuple[zerojax.TrainState, Any]:
         """The abstract state and its initializer, of frozen weights if ``base``."""
-        key = setup.mesh, repr((setup.config.model, id(setup.tx), setup.zero, setup.spikes, setup.lora, base))
+        parts = setup.config.model, id(setup.tx), setup.zero, setup.spikes, setup.lora, setup.loss_fn, base
+        key = setup.mesh, repr(parts)
         if key in shared:
             return shared[key]
         state = abstract_state(setup)

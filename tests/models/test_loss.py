@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from zerojax.errors import ZeroError
-from zerojax.models import GPT, GPTConfig, cross_entropy, lm_loss
+from zerojax.models import GPT, GPTConfig, cross_entropy, label_log_probs, lm_loss
 
 TOKENS, WIDTH, VOCAB = 50, 8, 23
 
@@ -134,3 +134,33 @@ def test_a_batch_without_token_rows_is_refused(batch):
     model = GPT(GPTConfig(vocab_size=4, layers=1, d_model=4, heads=1), rngs=nnx.Rngs(0))
     with pytest.raises(ZeroError, match="tokens"):
         lm_loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "softcap", "temperature"), [(7, None, 1.0), (64, None, 0.7), (16, 2.0, 1.5)]
+)
+def test_log_probs_of_labels_and_their_gradients(chunk, softcap, temperature):
+    hidden, unembedding, labels = case()
+    factors = jax.random.normal(jax.random.key(9), labels.shape)
+
+    def ours(hidden, unembedding):
+        found = label_log_probs(
+            hidden, unembedding, labels, chunk=chunk, softcap=softcap, temperature=temperature
+        )
+        return jnp.sum(factors * found), found
+
+    def theirs(hidden, unembedding):
+        scores = hidden @ unembedding.T
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        every = jax.nn.log_softmax(scores / temperature)
+        found = jnp.where(labels >= 0, every[jnp.arange(TOKENS), labels], 0)
+        return jnp.sum(factors * found), found
+
+    both = [jax.grad(f, argnums=(0, 1), has_aux=True)(hidden, unembedding) for f in (ours, theirs)]
+    for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
+        assert float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)) < 2e-6
+
+
+def test_log_probs_need_a_temperature_above_zero():
+    with pytest.raises(ZeroError, match="temperature = 0"):
+        label_log_probs(*case(), temperature=0)

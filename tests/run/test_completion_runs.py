@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro_run import Stop, die_at, micro_config, train
@@ -18,7 +17,7 @@ from zerojax.cli import main
 from zerojax.cli.chat import Dialogue
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ConfigurationError
-from zerojax.models import Sampling, generate
+from zerojax.generation import Completions, Sampling, continue_text
 from zerojax.run import exact_match as exact_match_module
 from zerojax.run.config import MeshSection, RunConfig, ZeroSection, load_config
 from zerojax.run.data import BPETokenizer, ByteTokenizer, ChatTemplate, open_dataset, prepare
@@ -100,26 +99,30 @@ def test_exact_match_is_the_share_of_right_answers_as_text(
     [(end, some)] = items.items
     given = {item.prompt.tobytes(): item.completion for item in some}
 
-    def answers(model: Any, rows: Any, count: int, **options: Any) -> jax.Array:
+    def answers(state: Any, rows: Any, limits: Any, **options: Any) -> Completions:
         """Right but for blanks, except for the last two prompts; the last one does not end."""
         assert options["stop"] == end.token == 0
         assert options["how"].temperature == 0
-        found = []
-        for row in rows:
-            right = given[row.tobytes()][1:-2].tolist()
-            found.append([*right, *[0] * (count - len(right))])
-        found[-1], found[-2] = [120] * count, [0] * count
-        return jnp.asarray(found)
+        found = np.full((len(rows), max(limits)), 120, np.int32)
+        lengths = np.asarray(limits, np.int32)
+        for number, row in enumerate(rows[:-1]):
+            assert len(given[row.tobytes()]) <= limits[number] <= 25 - len(row)
+            right = [] if number == len(rows) - 2 else given[row.tobytes()][1:-2].tolist()
+            found[number, : len(right) + 1] = [*right, 0]
+            lengths[number] = len(right) + 1
+        return Completions(found, lengths, np.zeros(found.shape, np.float32))
 
-    monkeypatch.setattr(exact_match_module, "gather_model", lambda state: state)
-    monkeypatch.setattr(exact_match_module, "generate", answers)
+    monkeypatch.setattr(exact_match_module, "generate_rows", answers)
     state: Any = None
     assert items.measure(state) == 4 / 6
-    # Batches of four: in the second one the last two rows only fill it up, and do not count.
-    monkeypatch.setattr(exact_match_module, "_ROWS", 4)
-    assert items.measure(state) == (2 + 2) / 6
-    monkeypatch.setattr(exact_match_module, "_ROWS", 3)
-    assert items.measure(state) == (1 + 1) / 6
+    # Each of two processes answers three, of which its first one right.
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        exact_match_module.multihost_utils, "process_allgather", lambda x: np.asarray([x] * 2)
+    )
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert items.measure(state) == 2 / 6
 
 
 def test_eval_says_exact_match_and_perplexity(
@@ -179,7 +182,7 @@ def test_chat_on_conversations_uses_the_template(
     model = gather_model(open_trained(folder, config, MeshSection(nodes=1, local=1)).state)
     text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     prompt = np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32)
-    new = generate(model, prompt, 7, key=jax.random.key(0), how=Sampling(temperature=0), stop=0)
+    new = continue_text(model, prompt, 7, key=jax.random.key(0), how=Sampling(temperature=0), stop=0)
     assert out == ByteTokenizer().decode(new[0].tolist()).lstrip() + "\n"
 
 

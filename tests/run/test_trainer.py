@@ -14,6 +14,7 @@ from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
+from zerojax.sharding import nccl
 
 EVERYTHING = {"preset": "delta", "error_feedback": True}
 
@@ -164,3 +165,14 @@ def test_losses_in_fp8_are_logged_with_every_evaluation(text: Path, tmp_path: Pa
 def test_losses_in_fp8_need_fp8_matmuls(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ZeroError, match=r"log\.fp8 .* set zero\.matmul_dtype"):
         train(micro_config(text, log={"fp8": True}), tmp_path / "run")
+
+
+def test_what_nccl_was_told_is_printed_at_the_start_and_recorded(
+    finished_copy: RunFolder, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nccl, "_applied", [nccl.Setting(nccl.THREADS, "4", "a link of 25 Gb/s")])
+    with Trainer.open(micro_config(text), finished_copy):
+        pass
+    line = "NCCL_SOCKET_NTHREADS=4: a link of 25 Gb/s"
+    assert line in capsys.readouterr().out
+    assert line in finished_copy.read_summary()["sessions"][-1]["notes"]

@@ -34,11 +34,13 @@ def test_links_are_drawn_next_to_predictions(tmp_path):
     (tmp_path / "links.json").write_text(json.dumps(cells))
     table = run(
         "draw_links.py", "--nodes", 2, "--gpus-per-node", 2, tmp_path / "links.json",
-        "--picture", tmp_path / "links.png",
+        "--flows", "19.7gbit", "--picture", tmp_path / "links.png",
     )  # fmt: skip
-    heads, _, row = table.splitlines()
+    heads, _, row, *within = table.splitlines()
     assert heads.startswith("| model | tokens | delta, 10 Gb/s | zero++, 10 Gb/s | delta, 25 Gb/s")
     assert row.startswith("| 1.3B | 2048 | 2.53 (")  # 2048 tokens in 810 ms
+    assert [line.split(":")[0] for line in within] == ["10 Gb/s", "25 Gb/s", "40 Gb/s", "no limit"]
+    assert {line.split(" of ")[1] for line in within} == {"2 within 15%"}
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,9 +1,15 @@
 """What NCCL is told: the table from facts to variables, and never over the user's own."""
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import pytest
 
+import zerojax
+from zerojax.cli import doctor
+from zerojax.run.config import MeshSection
 from zerojax.sharding import nccl
 from zerojax.sharding.network import Network
 
@@ -21,33 +27,29 @@ def chosen(network, nodes=2, local=1, cores=64, given=()):
 
 
 @pytest.mark.parametrize(
-    ("gigabits", "local", "cores", "threads", "sockets"),
+    ("gigabits", "local", "cores", "threads"),
     [
-        (1, 1, 64, None, None),
-        (10, 1, 64, None, None),
-        (None, 1, 64, "4", None),
-        (25, 1, 64, "4", None),
-        (40, 1, 64, "4", None),
-        (100, 1, 64, "8", None),
-        (200, 1, 64, "16", None),
-        (400, 1, 64, "16", "2"),
-        (6400, 1, 64, "16", "4"),  # NCCL's own bound
-        # GPUs of a node share its link, and each opens flows of its own.
-        (100, 2, 64, "4", None),
-        (100, 8, 64, None, None),
-        (None, 4, 64, None, None),
-        (400, 8, 64, "4", None),
+        (1, 1, 64, None),
+        (10, 1, 64, None),
+        (None, 1, 64, "4"),
+        (25, 1, 64, "4"),
+        (50, 1, 64, "4"),
+        (100, 1, 64, "8"),
+        (1000, 1, 64, "8"),
+        # GPUs of a node share its link, and each opens a flow of its own.
+        (100, 2, 64, "4"),
+        (100, 3, 64, "3"),
+        (100, 8, 64, None),
+        (None, 4, 64, None),
         # Every thread, at both ends of a connection, may keep a core busy.
-        (100, 1, 8, "4", None),
-        (100, 1, 2, None, None),
-        (400, 8, 32, "2", None),
+        (100, 1, 8, "4"),
+        (100, 1, 2, None),
+        (100, 2, 8, "2"),
     ],
 )
-def test_as_many_flows_as_fill_the_link(gigabits, local, cores, threads, sockets):
+def test_as_many_flows_as_fill_the_link(gigabits, local, cores, threads):
     told, found = chosen(network(gigabits), local=local, cores=cores)
-    assert told == {
-        name: value for name, value in ((SPLIT, "0"), (THREADS, threads), (SOCKETS, sockets)) if value
-    }
+    assert told == {SPLIT: "0"} | ({THREADS: threads} if threads else {})
     assert all(len(setting.reason) > 10 for setting in found)
 
 
@@ -103,3 +105,66 @@ def test_what_is_applied_is_in_the_environment_and_announced(monkeypatch):
         f"{THREADS}=4: a link of 25 Gb/s: 4 TCP flows a node in place of 1"
     ]
     assert nccl.exports(found) == [f"export {THREADS}=4"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a mesh needs to know of a GPU."""
+
+    process_index: int
+    id: int
+    platform: str = "cuda"
+    device_kind: str = "H100"
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A job on a network of 100 Gb/s without RDMA, and a process with cores enough."""
+    for name in (THREADS, SOCKETS, SPLIT):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_NET", "Socket")
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setattr(nccl, "_applied", [])
+    monkeypatch.setattr(nccl, "network_facts", network)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+@pytest.mark.usefixtures("job")
+def test_a_mesh_of_gpus_of_several_processes_tells_nccl():
+    gpus: list[Any] = [Gpu(i // 2, i) for i in range(4)]
+    zerojax.make_mesh(devices=gpus[:2])
+    assert nccl.applied() == []
+    zerojax.make_mesh(devices=gpus)
+    assert (os.environ[SPLIT], os.environ[THREADS]) == ("0", "4")  # two GPUs a node, eight flows
+    assert [setting.name for setting in nccl.applied()] == [SPLIT, THREADS]
+    zerojax.make_mesh(devices=gpus)
+    assert len(nccl.applied()) == 2
+    zerojax.make_mesh(devices=[Gpu(i // 2, i, "cpu", "cpu") for i in range(4)])  # pyright: ignore[reportArgumentType]
+    assert len(nccl.applied()) == 2
+
+
+@pytest.mark.usefixtures("job")
+def test_processes_of_one_gpu_each_share_a_nodes_flows_and_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    gpus: list[Any] = [Gpu(i, i) for i in range(8)]
+    zerojax.make_mesh(2, 4, devices=gpus)
+    assert os.environ[THREADS] == "2"
+
+
+@pytest.mark.usefixtures("job")
+def test_doctor_tells_it_for_other_programs(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(0, 0), Gpu(1, 1)])
+    rows = dict(doctor._network(MeshSection()))
+    assert rows["interface"] == "eth0, 100 Gb/s"
+    assert rows["NCCL uses"] == "TCP sockets"
+    assert rows[THREADS].startswith("8 (set by zerojax): a link of 100 Gb/s")
+    assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=8"
+    monkeypatch.setenv(THREADS, "2")
+    assert dict(doctor._network(MeshSection()))[THREADS] == f"left alone: {THREADS} is set to 2 already"
+
+
+def test_doctor_alone_has_no_network():
+    assert doctor._network(MeshSection()) == [("nodes", "one process: nothing crosses a network")]

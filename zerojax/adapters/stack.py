@@ -22,9 +22,9 @@ class Stack(nnx.Module):
     """``layers`` blocks in a row, their parameters stacked along a leading axis.
 
     ``stack(x, *args)`` is ``for block in blocks: x = block(x, *args)``, run by ``lax.scan``;
-    ``stack(x, by_layer={"scale": scales})`` calls block i with ``scale=scales[i]``. In a
-    ``TrainState`` each layer is a unit whose weights are gathered for it alone, whether or not the block's
-    class is in ``ZeroConfig.units``.
+    ``stack(x, by_layer={"scale": scales})`` calls block i with ``scale=scales[i]``, and
+    ``stack(x, method="decode")`` calls ``block.decode(x)``. In a ``TrainState`` each layer is a unit whose
+    weights are gathered for it alone, whether or not the block's class is in ``ZeroConfig.units``.
     """
 
     def __init__(self, block: Callable[..., nnx.Module], layers: int, *, rngs: nnx.Rngs):
@@ -50,15 +50,22 @@ class Stack(nnx.Module):
         self.block = make(rngs)
 
     def __call__(
-        self, x: Array, *args: Any, by_layer: dict[str, Array] | None = None, **kwargs: Any
-    ) -> Array:
+        self,
+        x: Any,
+        *args: Any,
+        by_layer: dict[str, Array] | None = None,
+        method: str = "__call__",
+        **kwargs: Any,
+    ) -> Any:
         """Apply the blocks in order.
 
         Args:
-            x: the input of the first block; each block must keep its shape and dtype.
+            x: the input of the first block: an array, or a pytree of floating-point arrays; each block must
+                keep its shapes and dtypes.
             *args: passed to every block.
             by_layer: arguments that differ, by name: arrays with a leading axis of layers, of which each
                 block gets its own part. No gradient flows through them.
+            method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
         Returns:
@@ -70,11 +77,11 @@ class Stack(nnx.Module):
             arrays, join = split_arrays((args, kwargs))
             empty = [(path, variable.replace(None)) for path, variable in nnx.to_flat_state(params)]
 
-            def body(whole: Any, x: Array, own: Any, arrays: Any) -> tuple[Array, Any]:
+            def body(whole: Any, x: Any, own: Any, arrays: Any) -> tuple[Any, Any]:
                 (state, differing), (args, kwargs) = own, join(arrays)
                 values = [(path, var.replace(w)) for (path, var), w in zip(empty, whole, strict=True)]
                 block = nnx.merge(graph, nnx.from_flat_state(values), state)
-                return _run(block, x, args, kwargs | differing)
+                return _run(block, method, x, args, kwargs | differing)
 
             x, state, copies = scan_units(body, weights, x, (state, by_layer or {}), arrays)
             if copies is not None:
@@ -82,9 +89,9 @@ class Stack(nnx.Module):
                 self._keep([(path, var.replace(w)) for (path, var), w in zip(empty, fresh, strict=True)])
         else:
 
-            def layer(x: Array, values: Any) -> tuple[Array, Any]:
+            def layer(x: Any, values: Any) -> tuple[Any, Any]:
                 *states, differing = values
-                return _run(nnx.merge(graph, *states), x, args, kwargs | differing)
+                return _run(nnx.merge(graph, *states), method, x, args, kwargs | differing)
 
             x, state = jax.lax.scan(layer, x, (params, state, by_layer or {}))
         nnx.update(self.block, state)
@@ -98,6 +105,6 @@ class Stack(nnx.Module):
             nnx.update(self.block, nnx.from_flat_state(weights))
 
 
-def _run(block: Any, x: Array, args: Any, kwargs: Any) -> tuple[Array, Any]:
-    x = block(x, *args, **kwargs)
+def _run(block: Any, method: str, x: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    x = getattr(block, method)(x, *args, **kwargs)
     return x, nnx.state(block, STATE)

@@ -184,7 +184,7 @@ def diagnose(report: LinkReport) -> Diagnosis:
     if report.rdma:
         return Diagnosis(
             "network",
-            f"{report.rdma} carries the collectives, {gigabits(reached)} Gb/s a node, of which TCP says little",
+            f"{report.rdma} carries the collectives, {gigabits(reached)} Gb/s a node: TCP says little of it",
             "compare with the rate of the node's adapters; nccl-tests shows whether NCCL uses all of them",
         )
     if best.host_busy >= _BUSY and not (report.rate and _fills(report, best)):

@@ -10,7 +10,7 @@ import numpy as np
 from zerojax.cli.options import read_options
 from zerojax.cli.sampling import SamplingOptions
 from zerojax.errors import ConfigurationError
-from zerojax.models import stream
+from zerojax.generation import stream
 from zerojax.run.config import RunConfig
 from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
@@ -36,14 +36,14 @@ class Options(SamplingOptions):
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint, and answer each line of the input."""
     options = read_options(Options, "chat", arguments)
-    folder = RunFolder(options.run)
+    how, folder = options.sampling, RunFolder(options.run)
     dialogue = _open_dialogue(folder.read_config(), folder, options)
     model = options.open_model(folder)
     keys = jax.random.key(options.seed)
     for turn, line in enumerate(_lines()):
         prompt = dialogue.ask(line)
         key = jax.random.fold_in(keys, turn)
-        new = stream(model, prompt, options.tokens, key=key, how=options.sampling, stop=dialogue.end.token)
+        new = stream(model, prompt, options.tokens, key=key, how=how, stop=dialogue.end.token)
         answer = ""
         for piece in dialogue.read(new):
             answer += piece

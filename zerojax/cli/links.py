@@ -23,7 +23,7 @@ from zerojax.multihost.flows import measure_flows
 from zerojax.multihost.peers.handshake import VARIABLE
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.sharding.mesh import MeshShape
-from zerojax.sharding.nccl import given_settings
+from zerojax.sharding.nccl import NAMES, given_settings
 from zerojax.sharding.network import network_facts
 
 COUNTS = (1, 2, 4, 8)
@@ -94,6 +94,7 @@ def tables(report: LinkReport) -> Group:
     """The measurements as tables, and what limits them."""
     rate = "of unknown rate" if report.rate is None else f"{gigabits(report.rate)} Gb/s"
     where = f"{report.nodes} nodes of {report.local} {report.platform} devices, {report.interface}, {rate}"
+    where = ", ".join([where, *(f"{name}={report.nccl[name]}" for name in NAMES if name in report.nccl)])
     parts = [_flows(report), _collectives(report), *(_latency(report))]
     if report.flows:
         found = diagnose(report)
@@ -132,8 +133,7 @@ def _latency(report: LinkReport) -> list[str]:
     for op in OPS:
         latency, rate = report.fit(op)
         if latency:
-            lines.append(
-                f"{op}: {1e6 * latency:,.0f} us, and {gigabits(rate)} Gb/s beyond: of less than "
-                f"{size(latency * rate / report.local)} a device it waits for longer than it sends"
-            )
+            even = size(latency * rate / report.local)
+            sends = f"waits {1e6 * latency:,.0f} us, then sends at {gigabits(rate)} Gb/s"
+            lines.append(f"{op}: {sends}: it mostly waits below {even} a device")
     return lines

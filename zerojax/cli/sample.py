@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from zerojax.cli.options import read_options
 from zerojax.cli.sampling import SamplingOptions
-from zerojax.models import generate
+from zerojax.generation import continue_text
 from zerojax.run.data import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 
@@ -26,17 +26,17 @@ class Options(SamplingOptions):
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint, generate, and print the text."""
     options = read_options(Options, "sample", arguments)
-    folder = RunFolder(options.run)
+    how, folder = options.sampling, RunFolder(options.run)
     model = options.open_model(folder)
     tokenizer = open_tokenizer(folder.read_config().data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode())
     start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)
-    new = generate(
+    new = continue_text(
         model,
         start[None, :],
         options.tokens,
         key=jax.random.key(options.seed),
-        how=options.sampling,
+        how=how,
         stop=tokenizer.end_of_text,
     )
     print(tokenizer.decode([*prompt.tolist(), *new[0].tolist()]))

@@ -9,7 +9,8 @@ import tyro
 from zerojax import gather_model
 from zerojax.cli.trained import as_stored, open_trained
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Sampling
+from zerojax.generation import Sampling
+from zerojax.models import GPT
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
 
@@ -39,18 +40,17 @@ class SamplingOptions:
     ema: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be sampled with.
+        """Refuse a number of tokens below 1, or more than fit into memory.
 
         Raises:
             ConfigurationError: names the option.
         """
-        _ = self.sampling
         if not 1 <= self.tokens <= _MOST_TOKENS:
             raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MOST_TOKENS:,}")
 
     @property
     def sampling(self) -> Sampling:
-        """How to draw a token."""
+        """How to draw a token; raises ConfigurationError for options that do not fit each other."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def open_model(self, folder: RunFolder) -> GPT:

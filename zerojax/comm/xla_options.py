@@ -45,13 +45,25 @@ FP8_OPTIONS: dict[str, Any] = {
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 
+GENERATION_OPTIONS: dict[str, Any] = {
+    # Nor while tokens are made: the weights of a merged product are joined first, a copy for every token.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
-def compiler_options(mesh: Mesh, *, fp8: bool = False) -> dict[str, Any]:
-    """The compiler options for programs on a mesh, with fp8 matmuls or without; none unless it has GPUs."""
+
+def compiler_options(mesh: Mesh, *, fp8: bool = False, generation: bool = False) -> dict[str, Any]:
+    """The compiler options for programs on a mesh; none unless it has GPUs.
+
+    Args:
+        mesh: to run on.
+        fp8: whether matmuls are in fp8.
+        generation: whether it is a program that makes tokens.
+    """
     if not on_gpus(mesh.devices.flat):
         return {}
+    more = (FP8_OPTIONS if fp8 else {}) | (GENERATION_OPTIONS if generation else {})
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
-    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | (FP8_OPTIONS if fp8 else {})
+    return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 
 
 def on_own_stream(wanted: bool) -> AbstractContextManager[Any]:

@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Segments, Windowed, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
+from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import RopeTable, apply_rope, rope_tables
@@ -171,6 +173,30 @@ class Block(nnx.Module):
         """
         return self.finish(x, self.attention(self.norm_attention(x), rope, segments, windowed), key)
 
+    def decode(
+        self,
+        x: tuple[Hidden, KVCache],
+        rope: RopeTable | None,
+        positions: Positions,
+        *,
+        layer: int | Int[Array, ""],
+        windowed: Windowed = True,
+    ) -> tuple[Hidden, KVCache]:
+        """Apply the block to new tokens, which attend to the cache and are added to it.
+
+        Args:
+            x: the residual stream, and the cache of all layers.
+            rope: the rotary table, if positions are rotary.
+            positions: of the new tokens.
+            layer: the index of this block.
+            windowed: as of ``__call__``.
+        """
+        hidden, cache = x
+        attention = self.attention
+        qkv = attention.project(self.norm_attention(hidden), rope, windowed)
+        attended, cache = attend_cached(attention.config, qkv, positions, cache, layer, windowed)
+        return self.finish(hidden, attention.join(attended)), cache
+
     def finish(self, x: Hidden, attended: Hidden, key: Key[Array, ""] | None = None) -> Hidden:
         """The block's output, from its input and the output of its attention."""
         first = second = None
@@ -220,14 +246,14 @@ class GPT(nnx.Module):
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "*batch time"],
-        length: int | Int[Array, ""],
+        length: int | Int[Array, " batch"],
     ) -> tuple[Hidden, RopeTable | None]:
         """The start of the residual stream, and the rotary table if positions are rotary.
 
         Args:
             tokens: ids in [0, vocab_size).
             positions: of the tokens.
-            length: of the whole sequence, on which rope_scaling = "dynamic" depends.
+            length: of the whole sequence, or of each row's, on which rope_scaling = "dynamic" depends.
         """
         c = self.config
         x = look_up(self.embed.embedding[...], tokens)
@@ -281,8 +307,51 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
         """Logits, fp32, of the token that follows each position; see ``hidden``."""
-        hidden = self.hidden(tokens, segments=segments, rngs=rngs)
+        return self.logits(self.hidden(tokens, segments=segments, rngs=rngs))
+
+    def logits(self, hidden: Float[Array, "... d_model"]) -> Float[Array, "... vocab"]:
+        """Logits, fp32, of normed outputs of the last block."""
         return logits(hidden, self.unembedding, self.config.logit_softcap)
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence that it can continue, in tokens."""
+        return self.config.max_seq_len
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KVCache:
+        """An empty cache for so many rows of so many tokens."""
+        return KVCache.empty(self.config, batch, length, dtype)
+
+    def decode(
+        self,
+        tokens: Int[Array, "batch time"],
+        start: Int[Array, " batch"],
+        end: Int[Array, " batch"],
+        cache: KVCache,
+    ) -> tuple[Hidden, KVCache]:
+        """``hidden`` of new tokens, which attend to the cache and are added to it.
+
+        With rope_scaling = "dynamic", cached keys stay as they were rotated at the length of their time, as
+        in transformers.
+
+        Args:
+            tokens: ids in [0, vocab_size).
+            start: the number of tokens of each row that are in the cache.
+            end: the number of tokens after the call; those that follow in a row are padding.
+            cache: as ``init_cache`` or this method returned it.
+        """
+        c = self.config
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        hidden, rope = self.embed_tokens(tokens, positions, end)
+        x = hidden, cache
+        if isinstance(self.blocks, Stack):
+            by_layer = {"layer": jnp.arange(c.layers), "windowed": jnp.array(c.windowed)}
+            x = self.blocks(x, rope, positions, by_layer=by_layer, method="decode")
+        else:
+            for layer, (block, windowed) in enumerate(zip(self.blocks, c.windowed, strict=True)):
+                x = block.decode(x, rope, positions, layer=layer, windowed=windowed)
+        hidden, cache = x
+        return self.norm(hidden), cache
 
 
 def logits(

@@ -27,10 +27,12 @@ class _Head(NamedTuple):
     Attributes:
         vocabulary: tokens, without the padding of the unembedding.
         softcap: of the logits.
+        temperature: that divides them.
     """
 
     vocabulary: int
     softcap: float | None
+    temperature: float = 1.0
 
 
 def cross_entropy(
@@ -61,6 +63,51 @@ def cross_entropy(
     Raises:
         ConfigurationError: if chunk is below 1 or the shapes do not fit together.
     """
+    _check(hidden, unembedding, labels, chunk)
+    head = _Head(len(unembedding), softcap)
+    unembedding = _padded(unembedding)
+    total_loss = with_batching_rule(partial(_in_breadth, head), partial(_total_loss, head))
+    total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
+    count = jnp.sum(labels != IGNORE, dtype=jnp.float32)
+    return total / jnp.maximum(count, 1), count
+
+
+def label_log_probs(
+    hidden: Float[Array, "tokens d_model"],
+    unembedding: Float[Array, "vocab d_model"],
+    labels: Int[Array, " tokens"],
+    *,
+    chunk: int = 2048,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Float[Array, " tokens"]:
+    """The log-probability (nats, fp32) of each label under softmax(hidden @ unembedding.T / temperature).
+
+    Nothing of the size of the logits outlives its chunk: the backward pass computes them again. Precision as
+    of ``cross_entropy``. Reverse mode only.
+
+    Args:
+        hidden: one row per token.
+        unembedding: one row per vocabulary entry.
+        labels: one for each row, or -1 for none, whose result is 0. A label outside the vocabulary makes its
+            result NaN.
+        chunk: most tokens whose logits exist at a time.
+        softcap: the logits become softcap x tanh(logits / softcap), before they are divided.
+        temperature: positive.
+
+    Raises:
+        ConfigurationError: if chunk is below 1, the temperature is not positive, or the shapes do not fit
+            together.
+    """
+    _check(hidden, unembedding, labels, chunk)
+    if not temperature > 0:
+        raise ConfigurationError(f"temperature = {temperature}: log-probabilities need one above 0")
+    head = _Head(len(unembedding), softcap, temperature)
+    found: Array = _log_probs(head, *_in_chunks(hidden, labels, chunk), _padded(unembedding))
+    return found.reshape(-1)[: len(labels)]
+
+
+def _check(hidden: Array, unembedding: Array, labels: Array, chunk: int) -> None:
     if chunk < 1:
         raise ConfigurationError(f"chunk = {chunk}: at least one token")
     if hidden.shape[:1] != labels.shape or hidden.shape[1:] != unembedding.shape[1:]:
@@ -68,13 +115,11 @@ def cross_entropy(
             f"hidden {hidden.shape}, unembedding {unembedding.shape}, labels {labels.shape}: "
             "expected (tokens, d_model), (vocab, d_model), (tokens,)"
         )
-    head = _Head(len(unembedding), softcap)
+
+
+def _padded(unembedding: Array) -> Array:
     # On tensor cores GPT-2's 50257 columns take twice as long as 50304; padding gets probability 0.
-    unembedding = jnp.pad(unembedding, ((0, -head.vocabulary % VOCABULARY_TILE), (0, 0)))
-    total_loss = with_batching_rule(partial(_in_breadth, head), partial(_total_loss, head))
-    total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
-    count = jnp.sum(labels != IGNORE, dtype=jnp.float32)
-    return total / jnp.maximum(count, 1), count
+    return jnp.pad(unembedding, ((0, -len(unembedding) % VOCABULARY_TILE), (0, 0)))
 
 
 def _in_chunks(hidden: Array, labels: Array, chunk: int) -> tuple[Array, Array]:
@@ -89,16 +134,88 @@ def _in_chunks(hidden: Array, labels: Array, chunk: int) -> tuple[Array, Array]:
     return hidden.reshape(chunks, size, -1), labels.reshape(chunks, size)
 
 
-def _chunk_loss(head: _Head, hidden: Array, labels: Array, unembedding: Array) -> tuple[Array, Array, Array]:
-    """One chunk's summed loss, its logits and their log-sum-exp."""
-    scores = logits(hidden, unembedding, head.softcap)
+def _chunk_losses(
+    head: _Head, hidden: Array, labels: Array, unembedding: Array
+) -> tuple[Array, Array, Array]:
+    """The loss of each row of a chunk, the logits and their log-sum-exp."""
+    scores = logits(hidden, unembedding, head.softcap) / head.temperature
     scores = jnp.where(jnp.arange(scores.shape[-1]) < head.vocabulary, scores, -jnp.inf)
     normalizer = jax.nn.logsumexp(scores, axis=-1)
     index = jnp.maximum(labels, 0)[:, None]
     right = jnp.take_along_axis(scores, index, axis=-1, mode="fill")[:, 0]
     right = jnp.where(labels < head.vocabulary, right, jnp.nan)
-    losses = jnp.where(labels != IGNORE, normalizer - right, 0)
-    return jnp.sum(losses), scores, normalizer
+    return jnp.where(labels != IGNORE, normalizer - right, 0), scores, normalizer
+
+
+def _chunk_gradients(
+    head: _Head,
+    rows: Array,
+    right: Array,
+    unembedding: Array,
+    scores: Array,
+    normalizer: Array,
+    factors: Array,
+) -> tuple[Array, Array]:
+    """The gradients of a chunk's losses, multiplied by ``factors``: of the rows, and fp32 of the unembedding.
+
+    Args:
+        head: of the model.
+        rows: of the chunk.
+        right: their labels.
+        unembedding: padded.
+        scores: the logits.
+        normalizer: their log-sum-exp.
+        factors: one per row, or one for all.
+    """
+    # d loss / d logits = softmax - one-hot, zero in ignored rows.
+    error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == jnp.arange(len(unembedding)))
+    if head.softcap is not None:
+        # The slope of the cap; padding columns have scores of -inf and an error of 0.
+        slope = 1 - (jnp.maximum(head.temperature * scores, -head.softcap) / head.softcap) ** 2
+        error = error * slope
+    factors = jnp.broadcast_to(factors / head.temperature, right.shape)[:, None]
+    error = jnp.where(right[:, None] != IGNORE, error * factors, 0).astype(unembedding.dtype)
+    row_gradient = jnp.einsum("nv,vd->nd", error, unembedding).astype(rows.dtype)
+    return row_gradient, jnp.einsum("nv,nd->vd", error, rows, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_probs(
+    head: _Head,
+    hidden: Float[Array, "chunks size d_model"],
+    labels: Int[Array, "chunks size"],
+    unembedding: Float[Array, "padded d_model"],
+) -> Float[Array, "chunks size"]:
+    def measure(chunk: tuple[Array, Array]) -> Array:
+        rows, right = chunk
+        return -_chunk_losses(head, rows, right, unembedding)[0]
+
+    return jax.lax.map(measure, (hidden, labels))
+
+
+def _log_probs_forward(
+    head: _Head, hidden: Array, labels: Array, unembedding: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _log_probs(head, hidden, labels, unembedding), (hidden, labels, unembedding)
+
+
+def _log_probs_backward(
+    head: _Head, args: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, None, Array]:
+    hidden, labels, unembedding = args
+
+    def step(weight_gradient: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        rows, right, factors = chunk
+        _, scores, normalizer = _chunk_losses(head, rows, right, unembedding)
+        row_gradient, more = _chunk_gradients(head, rows, right, unembedding, scores, normalizer, -factors)
+        return weight_gradient + more, row_gradient
+
+    start = jnp.zeros(unembedding.shape, jnp.float32)
+    weight_gradient, row_gradients = jax.lax.scan(step, start, (hidden, labels, gradient))
+    return row_gradients, None, weight_gradient.astype(unembedding.dtype)
+
+
+_log_probs.defvjp(_log_probs_forward, _log_probs_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,7 +229,7 @@ def _total_loss(
 
     def loss(chunk: tuple[Array, Array]) -> Array:
         rows, right = chunk
-        return _chunk_loss(head, rows, right, unembedding)[0]
+        return jnp.sum(_chunk_losses(head, rows, right, unembedding)[0])
 
     return jnp.sum(jax.lax.map(loss, (hidden, labels)))
 
@@ -121,22 +238,15 @@ def _total_loss_forward(
     head: _Head, hidden: Array, labels: Array, unembedding: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     dtype = unembedding.dtype
-    columns = jnp.arange(len(unembedding))
 
     def step(carry: tuple[Array, Array], chunk: tuple[Array, Array]):
         total, weight_gradient = carry
         rows, right = chunk
-        loss, scores, normalizer = _chunk_loss(head, rows, right, unembedding)
-        # d loss / d logits = softmax - one-hot, zero in ignored rows.
-        error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == columns)
-        if head.softcap is not None:
-            # The slope of the cap; padding columns have scores of -inf and an error of 0.
-            slope = 1 - (jnp.maximum(scores, -head.softcap) / head.softcap) ** 2
-            error = error * slope
-        error = jnp.where(right[:, None] != IGNORE, error, 0).astype(dtype)
-        row_gradient = jnp.einsum("nv,vd->nd", error, unembedding).astype(rows.dtype)
-        weight_gradient += jnp.einsum("nv,nd->vd", error, rows, preferred_element_type=jnp.float32)
-        return (total + loss, weight_gradient), row_gradient
+        losses, scores, normalizer = _chunk_losses(head, rows, right, unembedding)
+        row_gradient, more = _chunk_gradients(
+            head, rows, right, unembedding, scores, normalizer, jnp.float32(1)
+        )
+        return (total + jnp.sum(losses), weight_gradient + more), row_gradient
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(unembedding.shape, jnp.float32)
     (total, weight_gradient), row_gradients = jax.lax.scan(step, start, (hidden, labels))

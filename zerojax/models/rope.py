@@ -99,10 +99,22 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
 
 
 def rope_tables(
-    config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, ""]
+    config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, " batch"]
 ) -> RopeTable:
-    """The table of a model; with rope_local_theta that of full layers and that of windowed ones, stacked."""
-    table = rope_table(positions, rope_frequencies(config, length), rope_amplitude(config))
+    """The table of a model; with rope_local_theta that of full layers and that of windowed ones, stacked.
+
+    Args:
+        config: of the model.
+        positions: of the tokens.
+        length: tokens of all sequences, or of each.
+    """
+    amplitude = rope_amplitude(config)
+    if config.rope_scaling == "dynamic" and jnp.ndim(length):
+        table = jax.vmap(lambda own, n: rope_table(own, rope_frequencies(config, n), amplitude))(
+            positions, length
+        )
+    else:
+        table = rope_table(positions, rope_frequencies(config, length), amplitude)
     if config.rope_local_theta is None:
         return table
     local = rope_table(positions, _plain(config, config.rope_local_theta))

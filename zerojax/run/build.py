@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 import zerojax
+from zerojax.adapters import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, Block, flops_per_token, lm_loss
@@ -53,6 +54,7 @@ class RunSetup:
         lora: the adapters, or None.
         tx: the optimizer.
         spikes: which losses count as spikes, or None.
+        loss_fn: of a batch.
     """
 
     config: RunConfig
@@ -61,14 +63,16 @@ class RunSetup:
     lora: zerojax.LoRA | None
     tx: Optimizer
     spikes: zerojax.SpikeRule | None
+    loss_fn: LossFn = lm_loss
 
     @classmethod
-    def of(cls, config: RunConfig, tx: Optimizer | None = None) -> Self:
+    def of(cls, config: RunConfig, tx: Optimizer | None = None, loss_fn: LossFn = lm_loss) -> Self:
         """Build a run's setup.
 
         Args:
             config: the settings.
             tx: an optimizer in place of the configured one.
+            loss_fn: of a batch.
 
         Raises:
             ConfigurationError: settings contradict each other or the devices.
@@ -82,6 +86,7 @@ class RunSetup:
             lora=config.lora.to_lora(),
             tx=tx or make_optimizer(config.optimizer, train.steps),
             spikes=zerojax.SpikeRule(deviations, train.spike_window) if deviations else None,
+            loss_fn=loss_fn,
         )
 
     def check(self) -> None:
@@ -123,7 +128,7 @@ class RunSetup:
         return {
             "model": lambda rngs: GPT(self.config.model, rngs=rngs),
             "tx": self.tx,
-            "loss_fn": lm_loss,
+            "loss_fn": self.loss_fn,
             "mesh": self.mesh,
             "zero": self.zero,
             "spikes": self.spikes,
@@ -223,11 +228,20 @@ def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def make_log(
-    config: RunConfig, folder: RunFolder, state: zerojax.TrainState, step: int, skipped: int
+    config: RunConfig, folder: RunFolder, state: zerojax.TrainState, step: int, skipped: int, batch: Any
 ) -> RunLog:
-    """The log of a run that starts at ``step``; records the bytes that a step sends in run.json."""
+    """The log of a run that starts at ``step``; records the bytes that a step sends in run.json.
+
+    Args:
+        config: the settings.
+        folder: of the run.
+        state: of the run.
+        step: steps done.
+        skipped: those of them without an update.
+        batch: shapes and dtypes of a global batch.
+    """
     train = config.train
-    report = comm_report(state, abstract_batch(config))
+    report = comm_report(state, batch)
     if is_first():
         counted = report.to_dict()
         del counted["collectives"]

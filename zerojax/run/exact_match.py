@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from zerojax import gather_model
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Sampling, generate
+from zerojax.generation import Sampling
+from zerojax.generation.generate import generate_rows
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Dataset, Shares, Tokenizer, open_template
 from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
 from zerojax.train.state import TrainState
-
-_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class ExactMatch:
     Attributes:
         items: of each source, with what ends their answers.
         tokenizer: that made their tokens.
+        longest: tokens of a prompt and its answer together.
     """
 
     items: Sequence[tuple[AnswerEnd, Sequence[Item]]]
     tokenizer: Tokenizer
+    longest: int
 
     @classmethod
     def of(cls, config: RunConfig, data: Dataset, tokens: Path) -> "ExactMatch | None":
@@ -60,7 +62,7 @@ class ExactMatch:
                 f"train.eval_exact_match: no held-out document fits into {config.train.sequence_length + 1} "
                 "tokens: raise train.sequence_length, or leave it out"
             )
-        return cls(found, data.tokenizer)
+        return cls(found, data.tokenizer, config.train.sequence_length + 1)
 
     def __len__(self) -> int:
         return sum(len(items) for _, items in self.items)
@@ -68,29 +70,30 @@ class ExactMatch:
     def measure(self, state: TrainState) -> float:
         """The fraction of the items that greedy decoding with a state's weights answers right.
 
-        Answers are compared as text, without blanks at their ends. All processes must call it; each gathers
-        the whole model and decodes by itself.
+        Answers are compared as text, without blanks at their ends. All processes must call it; each answers
+        its share of the prompts, and all get the same result.
         """
-        model: GPT = gather_model(state)
-        right = sum(self._right(model, end, items) for end, items in self.items)
+        right = sum(self._right(state, end, items) for end, items in self.items if items)
+        if jax.process_count() > 1:
+            right = int(np.sum(multihost_utils.process_allgather(np.int32(right))))
         return right / len(self)
 
-    def _right(self, model: GPT, end: AnswerEnd, items: Sequence[Item]) -> int:
-        """The number of items that are answered right."""
-        # Prompts of similar length together, so that few columns are padding.
-        ordered = sorted(items, key=lambda item: len(item.prompt))
+    def _right(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> int:
+        """The number of this process's items that are answered right."""
+        processes = jax.process_count()
+        mine = items[jax.process_index() :: processes]
+        # As many prompts in every process.
+        rows = [item.prompt for item in mine] + [items[0].prompt] * (-(-len(items) // processes) - len(mine))
+        longest = max(len(item.completion) for item in items)
+        # Prompt and completion fit into a row of training: what goes beyond the context is wrong anyway.
+        limits = [min(longest, self.longest - len(row)) for row in rows]
+        answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.token)
         right = 0
-        for first in range(0, len(ordered), _ROWS):
-            some = ordered[first : first + _ROWS]
-            # As many rows in every batch, so that one compiled program serves all.
-            rows = [item.prompt for item in some] + [some[0].prompt] * (min(len(ordered), _ROWS) - len(some))
-            longest = max(len(item.completion) for item in ordered)
-            answers = generate(
-                model, rows, longest, key=jax.random.key(0), how=Sampling(temperature=0), stop=end.token
+        for item, answer, length in zip(mine, answers.tokens, answers.lengths, strict=False):
+            given, wanted = (
+                self._text(end, tokens.tolist()) for tokens in (answer[:length], item.completion)
             )
-            for item, answer in zip(some, answers.tolist(), strict=False):
-                given, wanted = (self._text(end, tokens) for tokens in (answer, item.completion.tolist()))
-                right += given == wanted
+            right += given == wanted
         return right
 
     def _text(self, end: AnswerEnd, tokens: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder per step
 RUN/metrics.jsonl    one JSON object per step
 RUN/tensorboard/     the same as events
+RUN/samples.jsonl    completions with their rewards, of a run of ``zerojax posttrain``
 RUN/loss.png         the loss curve
 RUN/wandb/           files of Weights & Biases
 RUN/profile/         traces of steps, with ``--profile``
@@ -29,7 +30,7 @@ from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_conf
 Resume = Literal["auto", "must", "never"]
 
 # Settings that determine the meaning of a checkpoint's arrays and position; others may change on resuming.
-_FIXED_SECTIONS = ("model", "data", "lora")
+_FIXED_SECTIONS = ("model", "data", "lora", "posttrain")
 _FIXED_KEYS = (
     "optimizer.name",
     "train.seed",
@@ -38,7 +39,10 @@ _FIXED_KEYS = (
     "zero.frozen",
     "zero.frozen_weights",
 )
-_FREE_KEYS = {"data.verify", "model.attention", "model.loss_chunk", "model.dropout"}
+_FREE_KEYS = {
+    *("data.verify", "model.attention", "model.loss_chunk", "model.dropout"),
+    *("posttrain.reward_seconds", "posttrain.eval_prompts", "posttrain.samples"),
+}
 
 
 class RunFolder:
@@ -54,6 +58,7 @@ class RunFolder:
         tokenizer: the tokenizer of an imported model.
         checkpoints: one folder per step.
         metrics: one JSON object per step.
+        samples: completions with their rewards.
         curve: the loss curve.
         profile: traces of steps.
         stacks: the stacks of all processes of a hung run.
@@ -69,6 +74,7 @@ class RunFolder:
         self.tokenizer = path / "tokenizer" / "tokenizer.json"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
         self.curve = path / "loss.png"
         self.profile = path / "profile"
         self.stacks = path / "stacks"

@@ -24,6 +24,7 @@ from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import (
     RunSetup,
+    abstract_batch,
     choose_checkpoint,
     environment,
     is_first,
@@ -156,7 +157,7 @@ class Trainer:
                 folder.write_config(config)
             reserve_host_memory(state)
             saving = config.checkpoint
-            log = make_log(config, folder, state, step, record.skipped)
+            log = make_log(config, folder, state, step, record.skipped, abstract_batch(config))
             trainer = cls(
                 config=config,
                 folder=folder,
@@ -214,7 +215,11 @@ class Trainer:
             Stopped: a process of the run was asked to stop by a signal; the run has saved.
         """
         agreement, requests = Agreement(self.state.spec.mesh), Requests()
-        with StopRequest() as signalled, disk_errors_explained(self.folder), divergence_explained(self):
+        with (
+            StopRequest() as signalled,
+            disk_errors_explained(self.folder),
+            divergence_explained(self.folder, self.checkpoints),
+        ):
             while self.step < self.config.train.steps:
                 self.watchdog.step(self.step + 1)
                 agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
@@ -357,7 +362,7 @@ def disk_errors_explained(folder: RunFolder) -> Generator[None]:
 
 
 @contextmanager
-def divergence_explained(trainer: Trainer) -> Generator[None]:
+def divergence_explained(folder: RunFolder, saved: Checkpoints) -> Generator[None]:
     """Add to the error of a diverged run which checkpoint to go back to, and how.
 
     Raises:
@@ -367,9 +372,9 @@ def divergence_explained(trainer: Trainer) -> Generator[None]:
         yield
     except DivergedError as error:
         with suppress(RunError):
-            trainer.checkpoints.wait()
+            saved.wait()
         raise DivergedError(
-            f"{error}. {_way_back(trainer.folder, error.good)}. Lower optimizer.learning_rate or "
+            f"{error}. {_way_back(folder, error.good)}. Lower optimizer.learning_rate or "
             "optimizer.clip_norm, set train.spike_deviations, look at the data, or raise train.max_skips: "
             "the same command without a change would fail here again",
             error.good,

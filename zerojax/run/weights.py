@@ -82,8 +82,10 @@ def new_state(
     imported: checkpoints.Manifest | None,
     init_from: Path | None,
     reader: WeightReader = CHECKPOINTS,
+    *,
+    reference: bool = False,
 ) -> tuple[TrainState, str, list[str]]:
-    """The state of a run that begins, where its frozen weights are from, and lines about it for the user.
+    """The state of a run that begins, its ``Record.base``, and lines about it for the user.
 
     Args:
         setup: of the run.
@@ -91,6 +93,7 @@ def new_state(
         imported: of a checkpoint in the folder that holds imported weights only.
         init_from: what to take the weights from instead.
         reader: reads them.
+        reference: whether the run compares itself with its first weights.
 
     Raises:
         ConfigurationError: the weights cannot be had, or are of another model.
@@ -103,7 +106,7 @@ def new_state(
         return setup.initial_state(), "", []
     state = reader.weights(source, setup.initial_state(base=False))
     base = ""
-    if state.spec.frozen:
+    if state.spec.frozen or reference:
         own = source.resolve().is_relative_to(folder.path.resolve())
         base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
     return state, base, [f"beginning with the weights of {source}"]

@@ -234,8 +234,10 @@ def call_gathered(
 ) -> Any:
     """``call_unit`` for weights that ``take_apart`` has taken apart; ``sources`` are trained and frozen."""
     del sinks, seed
-    # Without the barrier the compiler may gather every unit's weights before the first is used.
-    (trained, frozen), inputs = lax.optimization_barrier((taken(sources), inputs))
+    trained, frozen = taken(sources)
+    if trained or comm.strategy.keep != "full":
+        # Without the barrier the compiler may gather every unit's weights before the first is used.
+        (trained, frozen), inputs = lax.optimization_barrier(((trained, frozen), inputs))
     return body(comm.to_whole(comm.to_secondary(comm.strategy.source, trained, frozen)), inputs)
 
 

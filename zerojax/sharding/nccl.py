@@ -18,13 +18,12 @@ from zerojax.sharding.network import VARIABLE, Network, network_facts
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+NAMES = (SPLIT, THREADS, SOCKETS)
 
-# NCCL's bounds: threads of a connection, and threads times sockets.
-_MOST_THREADS, _MOST_SOCKETS = 16, 64
-
-# Up to this rate one flow fills a link; above, flows of a node are the rate over `_FLOW`, at least `_FEWEST`:
-# eight raw flows carried 94.6 of 100 Gb/s and four 67; of 25, NCCL was fastest with four.
-_ONE_FLOW, _FLOW, _FEWEST = 10e9 / 8, 12.5e9 / 8, 4
+# Rates in bytes/s up to which a node's link is filled by so many flows. Of 100 Gb/s raw flows carried 67 with
+# four and 94.6 with eight; of 25 Gb/s NCCL was fastest with four. More than eight were not measured.
+_FLOWS = ((10e9 / 8, 1), (50e9 / 8, 4), (math.inf, 8))
+_UNKNOWN = 4
 
 # Adapters for which NCCL chooses threads and sockets by itself, by PCI vendor.
 _CHOSEN_BY_NCCL = {
@@ -85,7 +84,7 @@ def settings(
     """
     if nodes == 1:
         return []
-    return [_split(given), *_flows(network, local, cores, given)]
+    return [_split(given), _threads(network, local, cores, given)]
 
 
 def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -123,8 +122,8 @@ def flows_for(rate: float | None) -> int:
         rate: in bytes/s; None if it is not known.
     """
     if rate is None:
-        return _FEWEST
-    return 1 if rate <= _ONE_FLOW else max(_FEWEST, math.ceil(rate / _FLOW))
+        return _UNKNOWN
+    return next(flows for most, flows in _FLOWS if rate <= most)
 
 
 def _split(given: Mapping[str, str]) -> Setting:
@@ -135,24 +134,16 @@ def _split(given: Mapping[str, str]) -> Setting:
     )
 
 
-def _flows(network: Network, local: int, cores: int, given: Mapping[str, str]) -> list[Setting]:
-    """Threads and sockets of a connection."""
+def _threads(network: Network, local: int, cores: int, given: Mapping[str, str]) -> Setting:
+    """Threads of a connection, each of which has a flow."""
     if reason := _one_flow_suffices(network, local, given):
-        return [Setting(THREADS, None, reason)]
-    wanted = flows_for(network.rate)
-    each = math.ceil(wanted / local)
+        return Setting(THREADS, None, reason)
     # A connection has threads at both ends, and every GPU one connection each way.
-    threads = min(each, _MOST_THREADS, cores // (2 * local))
+    threads = min(math.ceil(flows_for(network.rate) / local), cores // (2 * local))
     if threads < 2:
-        return [Setting(THREADS, None, f"{cores} cores are too few for more than one thread a flow")]
-    sockets = min(math.ceil(each / threads), _MOST_SOCKETS // threads) if threads == _MOST_THREADS else 1
-    total = threads * sockets * local
-    found = [
-        Setting(THREADS, str(threads), f"{_rate(network)}: {total} TCP flows a node in place of {local}")
-    ]
-    if sockets > 1:
-        found.append(Setting(SOCKETS, str(sockets), f"NCCL allows {_MOST_THREADS} threads of a connection"))
-    return found
+        return Setting(THREADS, None, f"{cores} cores are too few for more than one thread a connection")
+    flows = f"{threads * local} TCP flows a node in place of {local}"
+    return Setting(THREADS, str(threads), f"{_rate(network)}: {flows}")
 
 
 def _one_flow_suffices(network: Network, local: int, given: Mapping[str, str]) -> str:

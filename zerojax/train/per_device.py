@@ -24,7 +24,8 @@ from jaxtyping import Array
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
-from zerojax.matmul.operand import array_of
+from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import array_of, with_values
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.sharded import Sharded, translated_errors
 from zerojax.schedule.unit import materialise
@@ -35,11 +36,13 @@ from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
-from zerojax.train.secondary import stored_secondary
+from zerojax.train.secondary import next_secondary, stored_secondary, with_scales
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 Sums = dict[str, Array]
 Forward = Callable[..., tuple[Array, Sums, ModelState, Blocks]]
+Run = Callable[[Any, Any, Array], Any]
+"""A function of a bound model, rows of a batch, and a key."""
 TOKENS = "tokens"
 
 
@@ -101,14 +104,37 @@ def sources(
     rows = dict(frozen)
     if strategy.frozen == "secondary":
         rows = {
-            leaf.path: jax.tree.map(lambda x, leaf=leaf: _rows(x, leaf), frozen[leaf.path])
+            leaf.path: jax.tree.map(lambda x, leaf=leaf: rows_of(x, leaf), frozen[leaf.path])
             for leaf in spec.frozen
         }
     return Weights(found, copies, _masters(spec, params), rows)
 
 
-def _rows(x: Array, leaf: ParamLayout) -> Array:
-    """This device's part of a frozen weight by the shards in it; its scale as it is."""
+def secondary_partitions(
+    spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any], step: Array
+) -> dict[Path, Any]:
+    """The secondary partition of every trained weight, as the next forward pass computes with it.
+
+    Args:
+        spec: the train spec.
+        params: master weights, flat blocks.
+        secondary: delta's copies as the state has them; or empty.
+        step: steps taken.
+
+    Returns:
+        ``[.., nodes, m]`` in the local format; those that fp8 products read as ``Scaled`` codes.
+    """
+    params, copies = with_scales(spec, params, secondary)
+    if copies:
+        rows = next_secondary(spec, params, copies, step)
+    else:
+        own = params if spec.zero.stage > 0 else _masters(spec, params)
+        rows = by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own)
+    return {leaf.path: with_values(params[leaf.path], rows_of(rows[leaf.path], leaf)) for leaf in spec.leaves}
+
+
+def rows_of(x: Array, leaf: ParamLayout) -> Array:
+    """This device's secondary partition of a weight by the shards in it; a scale as it is."""
     return x.reshape(*leaf.stack, leaf.world.nodes, -1) if x.ndim > len(leaf.stack) else x
 
 
@@ -143,7 +169,7 @@ def accumulate(
     sinks = spec.by_path(spec.strategy.zero_sink)
     batches = _micro_batches(batch, zero.accumulate)
     first = jax.tree.map(lambda x: x[0], batches)
-    _refuse_reads(spec, weights, sinks, model_state, first, seed)
+    _refuse_reads(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
 
     def run(
         forward: Forward, model_state: ModelState, batch: Any, seed: Seed
@@ -180,10 +206,44 @@ def evaluate(
 ) -> dict[str, Array]:
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
-    _refuse_reads(spec, weights, sinks, model_state, batch, seed, train=False)
+    _refuse_reads(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
     placed = _place(spec, weights, sinks, seed, train=False)
     _, sums, _, _ = _forward(spec, placed, model_state, batch, seed, train=False)
     return _over_world(sums)
+
+
+def predict(
+    spec: TrainSpec,
+    weights: Weights,
+    model_state: ModelState,
+    batch: Any,
+    seed: Seed,
+    fn: Callable[[Any, Any], Any],
+    *,
+    adapters: bool,
+) -> Any:
+    """What ``fn(model, batch)`` returns for this device's rows: arrays whose leading axis is those rows.
+
+    Raises:
+        ConfigurationError: an array has another leading axis.
+    """
+    sinks = spec.by_path(spec.strategy.zero_sink)
+
+    def call(model: Any, batch: Any, key: Array) -> Any:
+        del key
+        return fn(model, batch)
+
+    _refuse_reads(spec, weights, sinks, model_state, batch, seed, call, train=False)
+    placed = _place(spec, weights, sinks, seed, train=False, adapters=adapters)
+    _, result = _call(spec, placed, model_state, batch, seed, call, train=False)
+    rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
+    for x in jax.tree.leaves(result):
+        if not jnp.ndim(x) or x.shape[0] not in rows:
+            raise ConfigurationError(
+                f"predict_step: fn returned an array of shape {jnp.shape(x)} for a batch of {max(rows)} rows "
+                "a device: the leading axis of each result is the batch."
+            )
+    return result
 
 
 def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
@@ -235,35 +295,46 @@ def _refuse_reads(
     model_state: ModelState,
     batch: Any,
     seed: Seed,
+    run: Run,
     *,
     train: bool = True,
 ) -> None:
-    """Refuse a loss that reads weights of units outside their calls; adds nothing to the program."""
+    """Refuse a function that reads weights of units outside their calls; adds nothing to the program."""
 
     def loss(placed: dict[Path, Any]) -> Any:
         masters = _place(spec, weights, sinks, seed).masters
-        return _loss(spec, Placed(placed, masters), model_state, batch, seed, train=train)[1:]
+        return _call(spec, Placed(placed, masters), model_state, batch, seed, run, train=train)[1]
 
     refuse_reads(loss, jax.eval_shape(lambda: _place(spec, weights, sinks, seed).weights))
 
 
-def _loss(
-    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool
-) -> tuple[Bound, Array, dict[str, Array]]:
-    """Run the loss function on one micro-batch; returns the model after it, the loss and aux."""
+def _loss_of(spec: TrainSpec) -> Run:
+    return functools.partial(call_loss, spec.loss_fn)
+
+
+def _call(
+    spec: TrainSpec,
+    placed: Placed,
+    model_state: ModelState,
+    batch: Any,
+    seed: Seed,
+    run: Run,
+    *,
+    train: bool,
+) -> tuple[Bound, Any]:
+    """Run a function of the model on one micro-batch; returns the model after it, and its result."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
     with master_weights(bound.model, placed.masters), translated_errors():
-        value, aux = call_loss(spec.loss_fn, bound.model, batch, key)
-    return bound, value, aux
+        return bound, run(bound.model, batch, key)
 
 
 def _forward(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
 ) -> tuple[Array, Sums, ModelState, Blocks]:
     """The loss of one micro-batch, summed over tokens; the sums of it and aux; state; updated copies."""
-    bound, value, aux = _loss(spec, placed, model_state, batch, seed, train=train)
+    bound, (value, aux) = _call(spec, placed, model_state, batch, seed, _loss_of(spec), train=train)
     count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
     total = value * count
     sums = {"loss": total, "count": count}
@@ -308,8 +379,16 @@ def _micro_batches(batch: Any, count: int) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed, *, train: bool = True) -> Placed:
-    """Every weight in the form that the model gets."""
+def _place(
+    spec: TrainSpec,
+    weights: Weights,
+    sinks: Blocks,
+    seed: Seed,
+    *,
+    train: bool = True,
+    adapters: bool = True,
+) -> Placed:
+    """Every weight in the form that the model gets; a frozen one by itself without ``adapters``."""
     placed: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         own = mix(seed, number)
@@ -331,6 +410,7 @@ def _place(spec: TrainSpec, weights: Weights, sinks: Blocks, seed: Seed, *, trai
         }
         for leaf in group.frozen:
             adapter = tuple(sharded.pop(part.path) for part in spec.adapters.get(leaf.path, ()))
+            adapter = adapter if adapters else ()
             lora = spec.lora if adapter else None
             if lora is not None and not train:
                 lora = dataclasses.replace(lora, dropout=0.0)

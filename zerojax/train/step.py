@@ -31,6 +31,7 @@ from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
 Metrics = dict[str, Array]
+_REPLICATED = PartitionSpec()
 NUMBER = (bool, int, float, complex)
 """Python's numbers, which have no dtype of their own."""
 
@@ -86,6 +87,39 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
     placed = place(spec, batch, 1)
     check_there(state)
     return _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn)
+
+
+def predict_step(
+    state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], *, adapters: bool = True
+) -> Any:
+    """What a function of the model returns for each row of a batch: log-probabilities, scores, embeddings.
+
+    Args:
+        state: any; it is not donated.
+        batch: as of ``eval_step``.
+        fn: ``(model, batch) -> pytree of arrays``, whose leading axis is the batch's. It is called with the
+            model in evaluation mode and a device's rows, as a loss function is. Each function is compiled
+            once: do not create a new one for every call.
+        adapters: False computes with the frozen weights alone, without the adapters of ``lora``: with the
+            model that they began from, if nothing else is trained.
+
+    Returns:
+        The results of all rows: global arrays, spread over the devices by rows as the batch is.
+
+    Raises:
+        ConfigurationError: as ``eval_step``; a result has another leading axis; or ``adapters`` is False and
+            there are none.
+    """
+    spec = state.spec
+    if not adapters and spec.lora is None:
+        raise ConfigurationError("adapters=False: the state has no adapters to leave out.")
+    placed = place(spec, batch, 1)
+    check_there(state)
+    compiled = spec.once(
+        "predict",
+        lambda: jax.jit(_predict, static_argnums=(2, 3), compiler_options=_compiler_options(spec)),
+    )
+    return compiled(state, placed, fn, adapters)
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
@@ -274,7 +308,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         blocks, secondary, residual = (
             from_tree(shards[name]) for name in ("params", "secondary", "residual")
         )
-        step, seed = shards["step"], mix(shards["seed"], shards["step"])
+        step, seed = shards["step"], _seed(shards)
         masters, secondary = with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
         if secondary:
             secondary = next_secondary(spec, masters, secondary, step, later=spec.updating)
@@ -302,34 +336,58 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
     spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
-        masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
-        masters, secondary = with_scales(spec, masters, from_tree(shards["secondary"]))
-        step = shards["step"]
-        if secondary:
-            # As the next training step will do: otherwise the loss would be of the weights one update ago.
-            secondary = next_secondary(spec, masters, secondary, step)
-        weights = per_device.sources(spec, masters, secondary, from_tree(shards["frozen"]))
-        sums = per_device.evaluate(spec, weights, shards["model_state"], batch, mix(shards["seed"], step))
+        sums = per_device.evaluate(
+            spec, _current_weights(spec, shards), shards["model_state"], batch, _seed(shards)
+        )
         return {}, per_device.means(sums)[0]
 
     return _on_devices(local, state, batch, out=())[1]
 
 
+def _predict(state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], adapters: bool) -> Any:
+    spec = state.spec
+
+    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+        weights, seed = _current_weights(spec, shards), _seed(shards)
+        return {}, per_device.predict(
+            spec, weights, shards["model_state"], batch, seed, fn, adapters=adapters
+        )
+
+    return _on_devices(local, state, batch, out=(), rest=spec.batch_spec)[1]
+
+
+def _seed(shards: dict[str, Any]) -> Any:
+    """The seed of a step's random bits."""
+    return mix(shards["seed"], shards["step"])
+
+
+def _current_weights(spec: TrainSpec, shards: dict[str, Any]) -> per_device.Weights:
+    """The weights of a state, on one device, for a forward pass alone."""
+    masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
+    masters, secondary = with_scales(spec, masters, from_tree(shards["secondary"]))
+    if secondary:
+        # As the next training step will do: otherwise they would be the weights one update ago.
+        secondary = next_secondary(spec, masters, secondary, shards["step"])
+    return per_device.sources(spec, masters, secondary, from_tree(shards["frozen"]))
+
+
 def _on_devices(
-    local: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Metrics]],
+    local: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Any]],
     state: TrainState,
     batch: Any,
     *,
     out: Sequence[str],
-) -> tuple[dict[str, Any], Metrics]:
+    rest: PartitionSpec = _REPLICATED,
+) -> tuple[dict[str, Any], Any]:
     """Run ``local`` on each device's part of a state and of a batch.
 
     Args:
         local: takes a state's fields by name, without the optimizer's, and a batch; returns the fields of
-            ``out``, and metrics.
+            ``out``, and the rest: metrics, for example.
         state: the state.
         batch: a global batch.
         out: the fields that ``local`` returns.
+        rest: how the other arrays that it returns are spread over the devices.
     """
     spec, specs = state.spec, state_specs(state.spec)
     given = ("params", "secondary", "residual", "model_state", "step", "seed", "frozen")
@@ -340,7 +398,7 @@ def _on_devices(
             {name: specs[name] for name in given},
             jax.tree.map(functools.partial(_batch_spec, spec), batch),
         ),
-        out_specs=({name: specs[name] for name in out}, PartitionSpec()),
+        out_specs=({name: specs[name] for name in out}, rest),
         check_vma=False,
     )
     return run({name: getattr(state, name) for name in given}, batch)

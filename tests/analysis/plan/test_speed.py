@@ -34,6 +34,7 @@ LLAMA = GPTConfig(
     positions="rope",
     mlp="swiglu",
 )
+WIDER = dataclasses.replace(CONFIG, layers=20, d_model=3072, heads=24)
 TEN_GBIT = 10e9 / 8
 
 # nodes, local, sequences, remat, preset: milliseconds, of docs/benchmark-notes.md.
@@ -177,6 +178,29 @@ def measured_links(gather, exchange, latency=0.0, local=1, platform="gpu", flows
     )
     rates = tuple(FlowRate(i + 1, rate, 0.5, 0.5) for i, rate in enumerate(flows))
     return LinkReport(2, local, platform, "eth0", None, rates, collectives, {})
+
+
+# Gb/s that raw flows carried, as many as NCCL opened, and milliseconds of delta on two nodes of one H200.
+FLOWS = {
+    "one flow, a link of 25 Gb/s": (19.7, 471.8),
+    "four flows, a link of 25 Gb/s": (23, 424.0),
+    "one flow, a link of 100 Gb/s": (19.8, 481.8),
+}
+
+
+@pytest.fixture(scope="module")
+def wider_spec():
+    return program_of(WIDER)
+
+
+@pytest.mark.parametrize("case", FLOWS)
+def test_what_flows_carry_predicts_the_step(wider_spec, case):
+    gigabits, milliseconds = FLOWS[case]
+    rate = gigabits * 1e9 / 8
+    step, _, _ = predicted(
+        wider_spec, 2, 1, 1, "full", "delta", config=WIDER, links=measured_links(rate, rate)
+    )
+    assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.05)
 
 
 @pytest.mark.parametrize("local", [1, 2])

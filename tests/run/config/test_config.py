@@ -171,6 +171,7 @@ def test_options_are_frozen_in() -> None:
         "data": 14,
         "optimizer": 12,
         "lora": 5,
+        "posttrain": 15,
         "mesh": 3,
         "checkpoint": 7,
         "cluster": 6,

@@ -112,6 +112,20 @@ def test_a_damaged_folder_is_noted_and_shown(finished_copy: RunFolder) -> None:
     assert titles(page)[0] == "Loss by step"
 
 
+def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    line = {"loss": 0.01, "reward": 0.25, "validation_reward": 0.75}
+    folder.metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
+    samples = [{"step": 2, "prompt": "1 + 1 =", "completion": f"<{i}>", "reward": None} for i in range(20)]
+    folder.samples.write_text("".join(json.dumps(one) + "\n" for one in [*samples, {"step": 2}]))
+    page = page_of(tmp_path)
+    assert titles(page) == ["Reward by step"]
+    assert "0.750" in page.text
+    assert "<3>" not in page.text
+    assert page.text.count("lost") == page.text.count("1 + 1 =") == 16
+    assert "<19>" in page.text
+
+
 def test_before_the_first_step(tmp_path: Path, finished: RunFolder) -> None:
     shutil.copy(finished.config, tmp_path)
     page = page_of(tmp_path)

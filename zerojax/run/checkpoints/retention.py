@@ -17,8 +17,9 @@ _orbax = ocp.training.preservation_policies
 class Retention:
     """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
 
-    The checkpoint that holds a run's frozen weights stays. Two, because the newest may hold broken weights,
-    which shows only in the step after it; that it was saved proves the weights of the one before.
+    The checkpoint that holds a run's frozen weights or its reference stays. Two, because the newest may hold
+    broken weights, which shows only in the step after it; that it was saved proves the weights of the one
+    before.
 
     Attributes:
         newest: keep this many of the newest, at least two; None keeps all.

@@ -1,5 +1,6 @@
 """A run's settings: frozen dataclasses, read from TOML."""
 
+from zerojax.run.config.posttrain import PosttrainSection
 from zerojax.run.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -32,6 +33,7 @@ __all__ = [
     "MeshSection",
     "MixtureSource",
     "OptimizerSection",
+    "PosttrainSection",
     "RunConfig",
     "TrainSection",
     "ZeroSection",

@@ -14,6 +14,7 @@ from pallas_kernels import Format
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.models.config import GPTConfig
+from zerojax.run.config.posttrain import PosttrainSection
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers
 from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import MATMUL_WEIGHTS
@@ -485,7 +486,7 @@ class LogSection:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run, as `zerojax train` reads them from TOML and the command line."""
+    """All settings of a run, as commands read them from TOML and the command line."""
 
     train: TrainSection = field(default_factory=TrainSection)
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -493,6 +494,7 @@ class RunConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     zero: ZeroSection = field(default_factory=ZeroSection)
     lora: LoRASection = field(default_factory=LoRASection)
+    posttrain: PosttrainSection = field(default_factory=PosttrainSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

@@ -80,12 +80,15 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
     return (document for document in documents if document.text)
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(
+    path: Path, columns: Sequence[str], *, others: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a table: where each is, and its values of some columns.
 
     Args:
         path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow.
         columns: that every row must have.
+        others: whether to read the other columns as well.
 
     Yields:
         A place as of ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ...
@@ -95,9 +98,9 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[st
             installed; names the file and the row.
     """
     if _lines_suffix(path) is not None:
-        yield from _json_rows(path, columns)
+        yield from _json_rows(path, columns, others=others)
     elif is_table(path):
-        for first, batch in _batches(path, columns):
+        for first, batch in _batches(path, columns, others=others):
             _validate(batch, path, first)
             for row, values in enumerate(batch.to_pylist(), first):
                 yield f"{path} row {row}", values
@@ -136,7 +139,9 @@ def _lines_suffix(path: Path) -> str | None:
     return packed if suffixes and suffixes[-1] in _LINES else None
 
 
-def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_rows(
+    path: Path, columns: Sequence[str], *, others: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     with _readable(path), _open_lines(path) as lines:
         for number in itertools.count(1):
             line = lines.readline(LONGEST_LINE + 1)
@@ -146,7 +151,8 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[s
             if len(line) > LONGEST_LINE:
                 raise DataError(f"{place}: a line of more than {LONGEST_LINE >> 20} MiB")
             if not line.isspace():
-                yield place, _json_row(line, columns, place)
+                row = _json_row(line, columns, place)
+                yield place, row if others else {column: row[column] for column in columns}
 
 
 def _open_lines(path: Path) -> Any:
@@ -171,7 +177,7 @@ def _json_row(line: bytes, columns: Sequence[str], place: str) -> dict[str, Any]
     for column in columns:
         if column not in row:
             raise _no_column(place, column, list(row))
-    return {column: row[column] for column in columns}
+    return row
 
 
 def _json_text(row: dict[str, Any], column: str, place: str) -> bytes:
@@ -195,7 +201,11 @@ def encode_text(text: str, place: str) -> bytes:
 
 
 def _batches(
-    path: Path, columns: Sequence[str], check: Callable[[ModuleType, Any, str, Path], None] | None = None
+    path: Path,
+    columns: Sequence[str],
+    check: Callable[[ModuleType, Any, str, Path], None] | None = None,
+    *,
+    others: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
@@ -203,6 +213,7 @@ def _batches(
         path: of the file.
         columns: to read.
         check: of a column's type, before any row is read; gets pyarrow, the schema, the column and the path.
+        others: whether to read the other columns as well.
     """
     arrow = _pyarrow(path)
     row = 0
@@ -212,7 +223,8 @@ def _batches(
             from pyarrow import parquet
 
             file = stack.enter_context(parquet.ParquetFile(path, memory_map=True))
-            schema, batches = file.schema_arrow, file.iter_batches(_ROWS, columns=list(columns))
+            wanted = None if others else list(columns)
+            schema, batches = file.schema_arrow, file.iter_batches(_ROWS, columns=wanted)
         else:
             schema, batches = _record_batches(arrow, stack.enter_context(arrow.memory_map(str(path))), stack)
         for column in columns:
@@ -221,7 +233,7 @@ def _batches(
             if check is not None:
                 check(arrow, schema, column, path)
         for batch in batches:
-            yield row, batch.select(list(columns))
+            yield row, batch if others else batch.select(list(columns))
             row += batch.num_rows
 
 

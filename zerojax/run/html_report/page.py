@@ -36,7 +36,7 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         style=_asset("page.css"),
         script=_asset("page.js"),
         facts=_facts(run),
-        chart=_loss(run, skipped),
+        chart=_main_chart(run, skipped),
         charts=_charts(run, skipped),
         skipped=skipped,
         hops=_hops(run),
@@ -65,6 +65,10 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         per_byte = run.summary.get("validation_loss_per_byte")
         remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else "nats per token"
         facts.append(("validation loss", f"{loss:.4f}", remark))
+    if (reward := run.last("reward")) is not None:
+        facts.append(("reward", f"{reward:.3f}", "mean of the last rollout"))
+    if (reward := run.last("validation_reward")) is not None:
+        facts.append(("held-out reward", f"{reward:.3f}", "of greedy answers"))
     if (right := run.last("exact_match")) is not None:
         facts.append(("exact match", percent(right), "of held-out prompts"))
     if (tokens := _typical(run, "tokens_per_second")) is not None:
@@ -86,12 +90,14 @@ def _memory_of(run: RunData) -> str:
     return "most, of the first process" if of_host else "most, on its fullest device"
 
 
-def _loss(run: RunData, skipped: Sequence[int]) -> Chart | None:
-    series = smoothed("training", *run.series("loss"))
-    steps, values = run.series("validation_loss")
+def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
+    """The loss; of a run of post-training the reward, since its loss says nothing."""
+    name, unit = ("reward", "mean") if run.series("reward")[0] else ("loss", "nats per token")
+    series = smoothed("training", *run.series(name))
+    steps, values = run.series(f"validation_{name}")
     if steps:
         series.append(Series("validation", steps, values, "dots"))
-    return _draw(run, "Loss", "nats per token", series, marks=skipped, width=1160, height=320)
+    return _draw(run, name.capitalize(), unit, series, marks=skipped, width=1160, height=320)
 
 
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:

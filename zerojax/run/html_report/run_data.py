@@ -16,6 +16,8 @@ from zerojax.run.run_dir import RunFolder, sessions
 
 # A run marked as running that has not written a step for this long has probably died.
 _SILENCE_SECONDS = 600
+_SAMPLES = 16
+_SAMPLE = {"prompt", "completion", "reward"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class RunData:
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
         steps: of ``metrics.jsonl``.
+        samples: the newest of ``samples.jsonl``, of a run of post-training.
         notes: remarks for the reader: damaged files, a silent run.
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
         checkpoints: their steps.
@@ -45,6 +48,7 @@ class RunData:
     config: dict[str, dict[str, Any]]
     changed: frozenset[str]
     steps: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
     notes: list[str]
     written: float | None
     checkpoints: list[int]
@@ -101,6 +105,7 @@ def read_run_data(folder: RunFolder) -> RunData:
         config=config,
         changed=changed,
         steps=_in_order(steps),
+        samples=[one for one in read_lines(folder.samples)[0] if one.keys() >= _SAMPLE][-_SAMPLES:],
         notes=notes,
         written=written,
         checkpoints=step_dirs.steps(folder.checkpoints),

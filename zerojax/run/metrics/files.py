@@ -41,7 +41,7 @@ class MetricsFile:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._worker = Worker("metrics", most)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Queue a step's line. A value that is not finite is written as null, since JSON has no NaN.
 
         Raises:

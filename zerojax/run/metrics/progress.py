@@ -64,14 +64,15 @@ class Progress:
         Args:
             step: its number.
             values: its metrics: "loss", "step_seconds", "tokens_per_second", "memory_bytes", and if known
-                "mfu", "internode_bytes", "validation_loss", "exact_match", "skipped_total".
+                "mfu", "internode_bytes", "validation_loss", "exact_match", "reward", "validation_reward",
+                "skipped_total".
         """
         line = self._line(step, values)
         if self._live is not None:
             self._live.update(self._task, completed=step, description=line)
-            if "validation_loss" in values:
+            if _is_evaluated(values):
                 self.say(line)
-        elif step % self._every == 0 or step in (1, self._steps) or "validation_loss" in values:
+        elif step % self._every == 0 or step in (1, self._steps) or _is_evaluated(values):
             self.say(line)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
@@ -87,6 +88,10 @@ class Progress:
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
         if "validation_loss" in values:
             parts.append(f"validation {values['validation_loss']:.4f}")
+        if "reward" in values:
+            parts.append(f"reward {values['reward']:.3f}")
+        if "validation_reward" in values:
+            parts.append(f"held out {values['validation_reward']:.3f}")
         if "exact_match" in values:
             parts.append(f"exact match {values['exact_match']:.1%}")
         parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
@@ -101,3 +106,7 @@ class Progress:
         if values.get("skipped_total"):
             parts.append(f"skipped {values['skipped_total']:.0f}")
         return " | ".join(parts)
+
+
+def _is_evaluated(values: Mapping[str, float]) -> bool:
+    return "validation_loss" in values or "validation_reward" in values

@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 
 from zerojax.errors import ZeroError
-from zerojax.models import GPT, GPTConfig, Sampling, generate, stream
-from zerojax.models.generation import _empty_cache, _extend
-from zerojax.models.sampling import sample
+from zerojax.generation import Sampling, stream
+from zerojax.generation import continue_text as generate
+from zerojax.generation.sampling import sample
+from zerojax.models import GPT, GPTConfig
 
 SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
@@ -32,7 +33,12 @@ def draw_prompt(length, batch=2):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, LLAMA | {"head_width": 6}, {"scan": False, "position_offset": 2, "sliding_window": 5}, GEMMA],
+    [
+        {},
+        LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6},
+        {"scan": False, "position_offset": 2, "sliding_window": 5},
+        GEMMA,
+    ],
     ids=["gpt2", "llama", "list", "gemma"],
 )
 @pytest.mark.parametrize("length", [1, 6, 17])
@@ -53,30 +59,30 @@ def test_text_goes_on_when_the_context_is_full():
     np.testing.assert_array_equal(text[:, 5], jnp.argmax(model(window)[:, -1], axis=-1))
 
 
-def test_dynamic_rotary_scaling_takes_the_length_of_the_prompt_not_of_its_padding():
+def test_dynamic_rotary_scaling_takes_the_length_of_each_prompt():
     dynamic = {"rope_scaling": "dynamic", "rope_factor": 8.0, "rope_original_len": 4, "rope_theta": 10.0}
     model, prompt = make(**LLAMA, **dynamic), draw_prompt(9)
     padded = jnp.pad(prompt, ((0, 0), (0, 7)))
     expected = model.hidden(prompt)
     for end, same in ((9, True), (16, False)):
-        hidden, _ = _extend(
-            model, padded, jnp.int32(0), _empty_cache(model, 2, 16), jnp.zeros(2, jnp.int32), jnp.int32(end)
-        )
-        assert np.allclose(hidden[:, :9], expected, atol=1e-5) == same
+        cache = model.init_cache(2, 16, jnp.float32)
+        hidden, _ = model.decode(padded, jnp.zeros(2, jnp.int32), jnp.array([9, end]), cache)
+        assert np.allclose(hidden[0, :9], expected[0], atol=1e-5)
+        assert np.allclose(hidden[1, :9], expected[1], atol=1e-5) == same
 
 
 def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):
     model = make(d_model=8)  # a shape that no other test compiles
-    traced = []
+    traced, decode = [], GPT.decode
 
     def counting(*args):
         traced.append(args[1].shape)
-        return _extend(*args)
+        return decode(*args)
 
-    monkeypatch.setattr("zerojax.models.generation._extend", counting)
+    monkeypatch.setattr(GPT, "decode", counting)
     for length, count in ((3, 2), (5, 7), (9, 3)):
         generate(model, draw_prompt(length), count, key=KEY)
-    assert sorted(set(traced)) == [(2, 1), (2, 16)]
+    assert sorted(set(traced)) == [(1, 16), (2, 1)]
     once = len(traced)
     generate(model, draw_prompt(2), 11, key=KEY)
     assert len(traced) == once
@@ -128,7 +134,11 @@ def test_a_stream_has_the_tokens_of_the_whole():
 
 def draws(scores, how, count=2000):
     rows = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (count, len(scores)))
-    return np.bincount(np.asarray(sample(rows, KEY, how)), minlength=len(scores)) / count
+    tokens, log_probs = sample(rows, jax.random.split(KEY, count), how)
+    heat = how.temperature or 1.0
+    wanted = jax.nn.log_softmax(rows / heat)[jnp.arange(count), tokens]
+    np.testing.assert_allclose(log_probs, wanted, atol=1e-5)
+    return np.bincount(np.asarray(tokens), minlength=len(scores)) / count
 
 
 def test_sampling_follows_the_distribution():
@@ -160,13 +170,17 @@ def test_no_distribution_is_refused(settings, message):
 
 def test_wrong_prompts_are_refused():
     model = make()
-    with pytest.raises(ZeroError, match="prompt has shape"):
+    with pytest.raises(ZeroError, match=r"prompt 0 has shape \(0,\)"):
         generate(model, jnp.zeros((1, 0), int), 3, key=KEY)
-    with pytest.raises(ZeroError, match="prompt has shape"):
+    with pytest.raises(ZeroError, match=r"prompt 0 has shape \(\)"):
         generate(model, jnp.zeros(4, int), 3, key=KEY)
-    with pytest.raises(ZeroError, match="prompt has shape"):
+    with pytest.raises(ZeroError, match="prompt 1 has shape"):
         generate(model, [np.arange(3), np.arange(0)], 3, key=KEY)
-    with pytest.raises(ZeroError, match="prompt has shape"):
+    with pytest.raises(ZeroError, match="dtype float32"):
+        generate(model, [np.zeros(3, np.float32)], 3, key=KEY)
+    with pytest.raises(ZeroError, match="no prompt"):
         generate(model, [], 3, key=KEY)
     with pytest.raises(ZeroError, match="new_tokens = 0"):
         generate(model, draw_prompt(3), 0, key=KEY)
+    with pytest.raises(ZeroError, match="the model has no init_cache and no decode"):
+        generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), draw_prompt(3), 2, key=KEY)

@@ -33,11 +33,31 @@ class Sampling:
             raise ConfigurationError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
 
 
-def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampling) -> Int[Array, " batch"]:
-    """Draw one token per row of logits, int32."""
+def sample(
+    scores: Float[Array, "batch vocab"], keys: Key[Array, " batch"], how: Sampling
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
+    """Draw one token per row of logits.
+
+    Args:
+        scores: the logits.
+        keys: a random key for each row.
+        how: to draw.
+
+    Returns:
+        The tokens, int32; and their log-probabilities, fp32, under softmax(scores / temperature), before
+        ``top_k`` and ``top_p``: those of the whole distribution. Temperature 0 counts as 1 there.
+    """
+    scores = scores.astype(jnp.float32) / (how.temperature or 1.0)
     if how.temperature == 0:
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    scores = scores.astype(jnp.float32) / how.temperature
+        tokens = jnp.argmax(scores, axis=-1)
+    else:
+        tokens = jax.vmap(jax.random.categorical)(keys, _truncated(scores, how))
+    chosen = jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
+    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(scores, axis=-1)
+
+
+def _truncated(scores: Float[Array, "batch vocab"], how: Sampling) -> Float[Array, "batch vocab"]:
+    """The logits, with -inf for tokens that ``top_k`` and ``top_p`` leave out."""
     if how.top_k is not None and how.top_k < scores.shape[-1]:
         least = jax.lax.top_k(scores, how.top_k)[0][:, -1:]
         scores = jnp.where(scores < least, -jnp.inf, scores)
@@ -48,4 +68,4 @@ def sample(scores: Float[Array, "batch vocab"], key: Key[Array, ""], how: Sampli
         kept = jnp.cumsum(probabilities, axis=-1) - probabilities < how.top_p
         least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         scores = jnp.where(scores < least, -jnp.inf, scores)
-    return jax.random.categorical(key, scores).astype(jnp.int32)
+    return scores

@@ -1,0 +1,155 @@
+"""The copy of the weights: what it holds, what it weighs, and that no byte of it crosses nodes afterwards."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import reference_codec
+from generation_models import SMALL, assert_same, create, greedy, prompts
+from jax.extend import core
+from plain_loop import by_path
+
+import zerojax
+from zerojax import aot, hlo
+from zerojax.generation.checks import abstract_model
+from zerojax.generation.copy import Form, GenerationCopy, device_bytes
+from zerojax.generation.engine import Engine, Queue
+from zerojax.generation.generate import _copy, generation_program
+from zerojax.generation.sampling import Sampling
+from zerojax.matmul import fp8
+from zerojax.matmul.operand import Scaled
+from zerojax.models import GPT, lm_loss
+
+
+def axes_used(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """Every mesh axis that an equation names, also in loops."""
+    for equation in jaxpr.eqns:
+        named = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
+        for names in named:
+            yield from (x for x in ((names,) if isinstance(names, str) else names) if isinstance(x, str))
+        for inner in core.jaxprs_in_params(equation.params):
+            if equation.primitive.name != "shard_map" or inner is not jaxpr:
+                yield from axes_used(inner)
+
+
+def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
+    """The program that makes tokens for 16 prompts, on 8 devices."""
+    copy = GenerationCopy.of(state.spec, form)
+    if form == "gathered":
+        engine = dataclasses.replace(engine, group="local")
+    array = functools.partial(state.spec.abstract, dtype=np.int32, spec=state.spec.batch_spec)
+    queue = Queue(array((16, 16)), *[array((16,))] * 4)
+    seed = jax.ShapeDtypeStruct((), np.uint32)
+    return generation_program(copy, engine).trace(copy.abstract, state.model_state, queue, seed)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "delta"])
+def test_no_byte_crosses_nodes_while_tokens_are_made(preset):
+    state = create(SMALL, 2, 4, abstract=True, preset=preset)
+    engine = Engine(2, 1, 4, 20, "float32", Sampling(), None)
+    for form, axes in (("gathered", {"local"}), ("compute", set()), ("int8", set())):
+        assert set(axes_used(traced(state, form, engine).jaxpr.jaxpr)) == axes
+
+
+def test_the_search_for_axes_finds_those_of_the_copy():
+    state = create(SMALL, 2, 4, abstract=True)
+    made = jax.make_jaxpr(GenerationCopy.of(state.spec, "gathered").make)(state)
+    assert set(axes_used(made.jaxpr)) == {"node"}
+    made = jax.make_jaxpr(GenerationCopy.of(state.spec, "compute").make)(state)
+    assert set(axes_used(made.jaxpr)) == {"node", "local"}
+
+
+@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_weights_in_8_bits_are_those_of_an_independent_codec(form):
+    state = create(SMALL, 3, 2)
+    rounded = {}
+    for path, weight in by_path(zerojax.gather_params(state)).items():
+        stack = 1 if path[0] == "blocks" else 0
+        if weight.ndim - stack > 1:
+            layers = weight.reshape(*weight.shape[:stack], -1).reshape(SMALL.layers if stack else 1, -1)
+            padded = np.pad(layers, ((0, 0), (0, -layers.shape[1] % 64)))
+            coded = reference_codec.encode(padded, form, 64)
+            decoded = reference_codec.decode(coded, form, padded.shape[1], 64)
+            weight = decoded[:, : layers.shape[1]].reshape(weight.shape).astype(np.float32)
+        rounded[path] = weight
+    model = state.spec.adapter.whole({path: jax.numpy.asarray(x) for path, x in rounded.items()}, {})
+    got = zerojax.generate(state, prompts(), 5, temperature=0, weights=form)
+    assert_same(got, greedy(model, prompts(), 5))
+
+
+@functools.cache
+def mixed() -> zerojax.TrainState:
+    """A state of which a part is frozen in int8."""
+    return create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="int8")
+
+
+def test_frozen_weights_are_shared_and_the_bytes_are_counted():
+    state = mixed()
+    spec = state.spec
+    copy = GenerationCopy.of(spec, "gathered")
+    stored, frozen = copy.make(state), by_path(state.frozen)
+    assert len(frozen) == 3
+    for path, x in frozen.items():
+        assert stored[path] is x
+    for form in ("gathered", "compute", "int8"):
+        copy = GenerationCopy.of(spec, form)
+        made, expected = copy.make(state), copy.abstract
+        for path, x in jax.tree.leaves_with_path(made):
+            like = functools.reduce(lambda tree, key: tree[key.key], path, expected)
+            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert copy.device_bytes == device_bytes(made), form
+
+
+def test_weights_are_whole_where_they_fit():
+    spec = mixed().spec
+    model = abstract_model(spec)
+    # A cache of 1 MiB: 2 slots, 2 layers, keys and values, one head of 4 numbers of 4 bytes.
+    engine = Engine(2, 1, 4, (1 << 20) // (2 * 2 * 2 * 4 * 4), "float32", Sampling(), None)
+    for room, form in ((2, "compute"), (1, "gathered"), (0, "gathered")):
+        assert _copy(spec, model, engine, "auto", room, adapters=True).form == form
+    assert _copy(spec, model, engine, "int8", 0, adapters=True).form == "int8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gathered", "fp8", "compute"])
+def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
+    state = create(SMALL, 2, 4, matmul_dtype="fp8", fp8=("*mlp*",))
+    copy, weights = GenerationCopy.of(state.spec, form), by_path(zerojax.gather_params(state))
+    stored = copy.make(state)
+    chosen = [path for path in stored if "mlp" in path]
+    assert chosen
+    for path in chosen:
+        x = stored[path]
+        assert isinstance(x, Scaled) == (form != "compute")
+        if isinstance(x, Scaled):
+            x = np.asarray(fp8.decode(x.values, np.float32)) / np.asarray(x.scale)[:, None]
+        apart = np.asarray(x).reshape(SMALL.layers, -1) - weights[path].reshape(SMALL.layers, -1)
+        assert np.abs(apart).max() < 2**-4 * np.abs(weights[path]).max()
+    got = zerojax.generate(state, prompts(), 4, weights=form)
+    assert (got.lengths == 4).all()
+
+
+@pytest.mark.slow
+def test_neither_weights_nor_cache_are_copied_for_a_token():
+    """Compiled for H100s: matmuls read a layer's weights, and attention its cache, where they lie."""
+    try:
+        devices = aot.topology(2, 4, gpu="h100")
+    except aot.CompilerMissingError as error:
+        pytest.skip(str(error))
+    config = dataclasses.replace(SMALL, layers=4, d_model=512, heads=4, kv_heads=2, ffn=1024, max_seq_len=256)
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(0.1),
+        lm_loss,
+        mesh=zerojax.make_mesh(2, 4, devices=devices),
+    )
+    engine = Engine(64, 1, 200, 216, "bfloat16", Sampling(), 2)
+    text = traced(state, "compute", engine).lower().compile(dict(aot.COMPILER_OPTIONS)).as_text()
+    # A layer's smallest weight has 512 KB, its keys have 7 MB.
+    moved = [one for one in hlo.movements(text, 400_000) if not one.source.endswith("broadcast_in_dim")]
+    assert not moved

@@ -1,0 +1,205 @@
+"""Generation on the mesh has the texts of the unsharded model, whatever the mesh, the slots and the copy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generation_models import CONTEXT, LISTED, SMALL, Averages, assert_same, create, greedy, prompts
+
+import zerojax
+from zerojax import LoRA, ZeroError
+
+MODELS = {"stack": SMALL, "list": LISTED, "user": Averages}
+SOME = [
+    ("stack", (1, 1), "compute"),
+    ("stack", (2, 4), "gathered"),
+    ("user", (2, 4), "gathered"),
+]
+MORE = [
+    (name, mesh, form)
+    for name in MODELS
+    for mesh in [(1, 1), (2, 4), (3, 2)]
+    for form in ("compute", "gathered")
+    if (name, mesh, form) not in SOME
+]
+
+
+@functools.cache
+def wanted(name: str, count: int = 7):
+    """A model's greedy answers, and a stop token that ends some of them early."""
+    free = greedy(zerojax.gather_model(create(MODELS[name], 1, 1)), prompts(), count)
+    tokens = [token for answer, _ in free for token in answer]
+    stop = max(set(tokens), key=lambda token: sum(token in answer[1:-1] for answer, _ in free))
+    ends = [answer.index(stop) + 1 if stop in answer else count for answer, _ in free]
+    assert len({*ends}) > 2
+    return stop, [(answer[:end], scores[:end]) for (answer, scores), end in zip(free, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "form"), [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_greedy_answers_are_those_of_the_model_without_a_cache(name, mesh, form):
+    stop, expected = wanted(name)
+    state = create(MODELS[name], *mesh)
+    got = zerojax.generate(
+        state, prompts(), 7, temperature=0, stop=stop, weights=form, slots=1 + (mesh == (1, 1))
+    )
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"top_k": 5, "top_p": 0.9, "temperature": 0.7}, marks=pytest.mark.slow)],
+    ids=["all", "few"],
+)
+def test_random_tokens_are_the_same_on_every_mesh_with_any_slots(options):
+    draw = functools.partial(zerojax.generate, prompts=prompts(), max_new_tokens=6, **options)
+    one, many = create(SMALL, 1, 1), create(SMALL, 2, 4)
+    first = draw(one, seed=1)
+    same = draw(many, seed=1, slots=1)
+    np.testing.assert_array_equal(same.tokens, first.tokens)
+    np.testing.assert_allclose(same.log_probs, first.log_probs, atol=1e-5)
+    other = draw(one, seed=2)
+    assert np.mean(other.tokens != first.tokens) > 0.3
+    assert len({tuple(row) for row in draw(one, prompts=[prompts()[1]] * 11, seed=1).tokens}) > 8
+    # The log-probabilities are those of the whole distribution, whatever was left out of it.
+    heat = options.get("temperature", 1.0)
+    model = zerojax.gather_model(one)
+    for prompt, row, log_probs in list(zip(prompts(), first.tokens, first.log_probs, strict=True))[:2]:
+        text = np.concatenate([prompt, row])
+        scores = jax.nn.log_softmax(model(text[None])[0] / heat)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(log_probs, np.asarray(scores)[np.arange(6), row], atol=1e-5)
+
+
+def agreement(model, batch):
+    """How far log-probabilities are from the training path's own, at most, and on the texts' new tokens."""
+    scores = jax.nn.log_softmax(model(batch["texts"]))[:, :-1]
+    own = jnp.take_along_axis(scores, batch["texts"][:, 1:, None], axis=-1)[..., 0]
+    apart = jnp.abs(own - batch["log_probs"]) * batch["new"]
+    return jnp.sum(apart), {"apart": jnp.sum(apart), "new": jnp.sum(batch["new"])}
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh", "form"),
+    [("delta", (2, 2), "gathered")]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("delta", (3, 2), "compute"),
+            ("zero++", (2, 4), "gathered"),
+            ("zero++", (3, 2), "compute"),
+            ("stage 0", (2, 2), "gathered"),
+            ("stage 1", (2, 2), "gathered"),
+            ("stage 2", (2, 2), "compute"),
+        ]
+    ],
+)
+def test_the_copy_is_what_the_training_path_computes_with(preset, mesh, form):
+    """A node's weights are rounded, or differ from the masters by an update: both paths read the same."""
+    options = {"stage": int(preset[-1])} if "stage" in preset else {"preset": preset}
+    state = create(SMALL, *mesh, **options)
+    state = state.replace(params=jax.tree.map(lambda x: 0.9 * x + 0.01, state.params))
+    given = prompts(12)
+    got = zerojax.generate(state, given, 7, weights=form)
+    texts, log_probs = np.zeros((12, CONTEXT), np.int32), np.zeros((12, CONTEXT - 1), np.float32)
+    for text, scores, prompt, row, own in zip(
+        texts, log_probs, given, got.tokens, got.log_probs, strict=True
+    ):
+        text[: len(prompt) + 7] = [*prompt, *row]
+        scores[len(prompt) - 1 : len(prompt) + 6] = own
+    new = (log_probs != 0).astype(np.float32)
+    batch = {"texts": texts, "log_probs": log_probs, "new": new}
+    found = zerojax.eval_step(state, batch, agreement)
+    assert float(found["new"]) * np.prod(mesh) == 12 * 7
+    assert float(found["apart"]) * np.prod(mesh) / (12 * 7) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "form", "frozen"),
+    [
+        (LISTED, (2, 2), "int8", "int8"),
+        pytest.param(SMALL, (2, 4), "gathered", "nf4", marks=pytest.mark.slow),
+        pytest.param(LISTED, (3, 2), "compute", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen):
+    options = {"frozen": ("*",), "frozen_weights": frozen, "lora": LoRA(rank=2, dropout=0.2)}
+    base = create(model, *mesh, **options)
+    # B begins at zero, where the adapters add nothing.
+    noise = np.random.default_rng(2).standard_normal
+    tuned = base.replace(params=jax.tree.map(lambda x: x + 0.1 * noise(x.shape), base.params))
+    answers = []
+    for adapters in (True, False):
+        got = zerojax.generate(tuned, prompts(), 5, temperature=0, weights=form, adapters=adapters)
+        assert_same(got, greedy(zerojax.gather_model(tuned if adapters else base), prompts(), 5))
+        answers.append(got.tokens.tolist())
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("too long", r"prompt 1 has 20 tokens, and with 5 new ones exceeds the model's context of 24"),
+        ("empty", r"prompt 2 has shape \(0,\)"),
+        ("scalar", r"prompt 0 has shape \(\)"),
+        ("none", "there is no prompt"),
+        ("no new", "max_new_tokens=0 must be at least 1"),
+        ("slots", "slots=0 must be at least 1"),
+        ("weights", "weights='bf16' is not one of auto, compute, fp8, int8, gathered"),
+        ("temperature", "temperature = -1"),
+        ("abstract", "the state is abstract"),
+        ("donated", "was passed to train_step before"),
+        ("protocol", "the model has no init_cache and no decode and no logits: to generate"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_in_words(kind, message):
+    state, given, count, options = small(), [np.arange(4)] * 3, 5, {}
+    match kind:
+        case "too long":
+            given[1] = np.zeros(20, np.int32)
+        case "empty":
+            given[2] = np.zeros(0, np.int32)
+        case "scalar":
+            given[0] = np.int32(3)
+        case "none":
+            given = []
+        case "no new":
+            count = 0
+        case "abstract":
+            state = create(SMALL, 1, 1, abstract=True)
+        case "donated":
+            state = state.replace(step=deleted())
+        case "protocol":
+            state = create(Mute, 1, 1, abstract=True).replace(step=state.step, params=state.params)
+        case name:
+            options = {"slots": {"slots": 0}, "weights": {"weights": "bf16"}}.get(name, {name: -1})
+    with pytest.raises(ZeroError, match=message):
+        zerojax.generate(state, given, count, **options)
+
+
+@functools.cache
+def small():
+    return create(SMALL, 1, 1)
+
+
+def deleted() -> jax.Array:
+    x = jnp.int32(0)
+    x.delete()
+    return x
+
+
+class Mute(Averages):
+    """The user's model without what generation needs."""
+
+    def __getattribute__(self, name):
+        if name in ("init_cache", "decode", "logits"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def test_a_prompt_may_fill_the_context_up_to_the_last_new_token():
+    given = [np.arange(20, dtype=np.int32)]
+    got = zerojax.generate(small(), given, CONTEXT - 20, temperature=0)
+    assert_same(got, greedy(zerojax.gather_model(small()), given, CONTEXT - 20))

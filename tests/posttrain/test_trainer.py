@@ -1,0 +1,187 @@
+"""The loop: it learns what is rewarded, resumes bit by bit, and leaves out what has no reward."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from micro_run import Stop, die_at, micro_config
+
+from zerojax.cli import main
+from zerojax.errors import ConfigurationError, RunError
+from zerojax.posttrain.rewards import RewardProcess
+from zerojax.posttrain.trainer import PostTrainer
+from zerojax.run.config import RunConfig
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
+
+REWARD = """
+def share(prompt, completion):
+    return sum(c in "aeiou" for c in completion) / max(len(completion), 1)
+
+def refuse(prompt, completion):
+    raise ValueError("never")
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompts and rewards."""
+    folder = tmp_path_factory.mktemp("posttrain")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"{word} {i}"} for i in range(10) for word in ("all", "work", "play")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
+    given = {
+        "train": {"steps": 4, "batch_size": 16, "sequence_length": 16, "eval_every": 0},
+        "data": {"validation": 0.2},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+        "mesh": {"nodes": 1, "local": 2},
+        "checkpoint": {"every": 2},
+        "posttrain": {
+            "method": "grpo",
+            "reward": f"{place / 'reward.py'}:share",
+            "group_size": 4,
+            "max_new_tokens": 4,
+            "eval_prompts": 0,
+        },
+    }
+    merged = {name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
+    return micro_config(place / "prompts.jsonl", **merged)
+
+
+def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PostTrainer:
+    with PostTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
+        trainer.train()
+    return trainer
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    clock = ("step_seconds", "tokens_per_second", "memory_bytes")
+    return [
+        {name: value for name, value in line.items() if name not in clock}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_a_torn_run_resumes_bit_by_bit(
+    place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two rollouts of two batches, each seen twice; the reference is a second state.
+    settings = config(
+        place,
+        train={"steps": 8},
+        posttrain={"rollout_rows": 32, "epochs": 2, "kl": 0.01},
+        checkpoint={"every": 3},
+    )
+    whole = train(settings, tmp_path / "whole", finished)
+    with monkeypatch.context() as patch:
+        die_at(patch, 6)
+        with pytest.raises(Stop):
+            train(settings, tmp_path / "torn", finished)
+    torn = train(settings, tmp_path / "torn", finished, resume="must")
+    assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, torn.state.params, whole.state.params)
+    jax.tree.map(np.testing.assert_array_equal, torn.state.opt_state, whole.state.opt_state)
+    assert (tmp_path / "torn/samples.jsonl").read_text() == (tmp_path / "whole/samples.jsonl").read_text()
+    found = lines(tmp_path / "whole")
+    # The first step is on the weights that made the rollout, which are those of the reference.
+    assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found[0]["clip_fraction"] == 0
+    assert found[-1]["kl"] > 1e-4
+    assert found[0]["mismatch"] < 1e-4
+    assert RunFolder(tmp_path / "torn").read_summary()["status"] == "finished"
+    samples = [json.loads(line) for line in (tmp_path / "whole/samples.jsonl").read_text().splitlines()]
+    assert [sample["rollout"] for sample in samples] == [1] * 4 + [2] * 4
+
+
+@pytest.mark.slow
+def test_a_run_learns_what_is_rewarded(place: Path, finished: RunFolder, tmp_path: Path) -> None:
+    settings = config(
+        place, train={"steps": 60, "batch_size": 64, "eval_every": 30}, posttrain={"eval_prompts": 4}
+    )
+    train(settings, tmp_path / "run", finished)
+    rewards = [line["reward"] for line in lines(tmp_path / "run")]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
+    summary = RunFolder(tmp_path / "run").read_summary()
+    assert 0 <= summary["first_validation_reward"] <= 1
+    assert summary["validation_reward"] == lines(tmp_path / "run")[-1]["validation_reward"] > 0.6
+    assert "validation_reward" in lines(tmp_path / "run")[29]
+
+
+def test_adapters_are_compared_with_their_base(place: Path, finished: RunFolder, tmp_path: Path) -> None:
+    settings = config(place, lora={"rank": 2}, posttrain={"kl": 0.01}, train={"steps": 2})
+    trainer = train(settings, tmp_path / "run", finished)
+    assert trainer.reference is not None
+    assert trainer.reference.state is None
+    found = lines(tmp_path / "run")
+    assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found[1]["kl"] > 1e-7
+
+
+def test_a_completion_without_a_reward_counts_nowhere(
+    place: Path, finished: RunFolder, tmp_path: Path
+) -> None:
+    with PostTrainer.open(config(place), RunFolder(tmp_path / "run"), init_from=finished.path) as trainer:
+        rollout = trainer.rollout()
+        assert len(rollout.texts) == 16
+        assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
+        for row, prompt in enumerate(rollout.prompts):
+            drawn = rollout.tokens[row, 1:][rollout.mask[row] > 0]
+            assert trainer.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
+            assert rollout.tokens[row, : len(prompt.tokens)].tolist() == prompt.tokens.tolist()
+        rewards = np.arange(16, dtype=np.float32)
+        rewards[[3, 4, 5, 6, 7]] = np.nan
+        rows = trainer.rows(rollout, rewards)
+        assert (rows["mask"].any(axis=1) == np.isfinite(rewards)).all()
+        assert not rows["advantages"][3:8].any()
+        scale = np.sqrt(2 / 3)
+        wanted = np.asarray([-1, 0, 1])[:, None] / scale * rows["mask"][:3]
+        np.testing.assert_allclose(rows["advantages"][:3], wanted, atol=1e-4)
+        measured = trainer.measure(rollout, rewards, rows)
+        assert measured["lost_rewards"] == 5 / 16
+        assert measured["reward"] == pytest.approx(np.nanmean(rewards))
+        trainer.rewards.close()
+        trainer.rewards = RewardProcess(f"{place / 'reward.py'}:refuse", 1.0)
+        with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
+            trainer.score(rollout)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"posttrain": {"method": "none"}}, 'posttrain.method is "none"'),
+        ({"posttrain": {"reward": ""}}, "posttrain.reward is empty"),
+        ({"posttrain": {"rollout_rows": 24}}, "rollout_rows 24 is no multiple of train.batch_size 16: 32"),
+        ({"posttrain": {"group_size": 3}}, "do not divide into groups of posttrain.group_size 3"),
+        ({"posttrain": {"epochs": 3}}, "train.steps 4 ends within a rollout, which has 3 steps: 6"),
+        ({"posttrain": {"max_new_tokens": 16}}, "leaves no room for prompts in train.sequence_length 16"),
+        ({"model": {"dropout": 0.1}}, "model.dropout must be 0"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(
+    place: Path, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PostTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="begins with a trained model: name its run in --init-from"):
+        PostTrainer.open(config(place), RunFolder(tmp_path / "run"))
+
+
+def test_zerojax_train_refuses_a_config_of_posttrain(
+    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[posttrain]\nmethod = "grpo"\n')
+    assert main(["train", str(path)]) == 2
+    assert 'posttrain.method = "grpo" is for zerojax posttrain' in capfd.readouterr().err
+    assert main(["posttrain", str(path), "--posttrain.method", "none"]) == 2

@@ -1,0 +1,31 @@
+"""``zerojax posttrain CONFIG [--run-dir DIR] [--section.key value ...]``: train a model by rewards."""
+
+from dataclasses import dataclass
+
+from zerojax.cli.cluster import facts_of, joined_cluster
+from zerojax.cli.run_options import RunOptions, read_run
+from zerojax.interop.huggingface import ModelReader, begin_run
+from zerojax.posttrain.trainer import PostTrainer
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Train a model by rewards for its own completions, or resume that.
+
+    Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
+    config can be overridden; the defaults below are those of the config.
+    """
+
+
+def run(arguments: list[str]) -> None:
+    """Read the config and options, join the other processes, and train."""
+    options, source = read_run(Options, "posttrain", arguments)
+    settings, folder = options.settings, options.folder
+    facts = facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from})
+    with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
+        if source is not None:
+            begin_run(source, settings, folder)
+        with PostTrainer.open(
+            settings, folder, options.resume, options.init_from, peers, ModelReader()
+        ) as trainer:
+            trainer.train()

@@ -1,0 +1,287 @@
+"""The weights of a generation phase: a copy of all of them in every node, made once, from a train state.
+
+Making tokens reads every weight once per token, and updates none. So the copy is one of frozen weights
+(``zerojax.train.frozen``): it is made by the hops of a forward pass, and has the very values that the
+forward pass of training computes with. Afterwards no byte of it crosses nodes (ZeRO++, section 3.2, and the
+hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
+
+- "gathered": the secondary partitions, spread over the devices of a node and gathered layer by layer. Weights
+  that are frozen so already are shared with the state.
+- "compute": whole on every device, in the compute dtype.
+- "int8", "fp8": whole on every device, in blocks of 8-bit codes which are decoded layer by layer. Weights
+  that are stored in 8 bits or fewer already, or computed with in fp8, keep their format.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from zerojax.comm.coalesced import gather_together
+from zerojax.comm.collectives import UnitComm
+from zerojax.comm.xla_options import compiler_options
+from zerojax.matmul import fp8
+from zerojax.matmul.operand import Codes, Scaled, array_of
+from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import materialise
+from zerojax.sharding.layout import ParamLayout, flatten, make_layout
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.param_tree import Path, from_tree
+from zerojax.sharding.strategy import ShardingStrategy
+from zerojax.train.blocks import flat_blocks
+from zerojax.train.fields import state_specs
+from zerojax.train.per_device import rows_of, secondary_partitions
+from zerojax.train.spec import ParamGroup, TrainSpec
+from zerojax.train.state import TrainState
+from zerojax.zero_config import ZeroConfig
+
+Form = Literal["compute", "fp8", "int8", "gathered"]
+Stored = dict[Path, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationCopy:
+    """How the weights of a generation phase are stored.
+
+    Attributes:
+        spec: of the train state.
+        form: see this module.
+        adapters: whether low-rank adapters are a part of it.
+        leaves: the layout of each weight, as a frozen one.
+    """
+
+    spec: TrainSpec
+    form: Form
+    adapters: bool
+    leaves: Mapping[Path, ParamLayout]
+
+    @staticmethod
+    def of(spec: TrainSpec, form: Form, *, adapters: bool = True) -> "GenerationCopy":
+        """The copy for a train spec, in a form."""
+        small = {part.path for pair in spec.adapters.values() for part in pair}
+        leaves = {
+            leaf.path: _stored_layout(spec, leaf, form, adapter=leaf.path in small)
+            for leaf in (*spec.leaves, *spec.frozen)
+            if adapters or leaf.path not in small
+        }
+        return GenerationCopy(spec, form, adapters, leaves)
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        """Where units find the weights."""
+        level = "full" if self.form == "compute" else "secondary"
+        return dataclasses.replace(
+            self.spec.strategy, source=level, keep=level, frozen="secondary", remat="none"
+        )
+
+    @property
+    def specs(self) -> dict[Path, Any]:
+        """The PartitionSpec of each weight."""
+
+        def place(leaf: ParamLayout) -> Any:
+            if self.form == "compute":
+                return PartitionSpec()
+            values = leaf.spec((LOCAL,)) if self.form == "gathered" else PartitionSpec()
+            return Scaled(values, PartitionSpec()) if leaf.fp8 else values
+
+        return {path: place(leaf) for path, leaf in self.leaves.items()}
+
+    @property
+    def abstract(self) -> Stored:
+        """The shape, dtype and sharding of each weight."""
+        specs = self.specs
+
+        def stored(leaf: ParamLayout) -> Any:
+            spec = specs[leaf.path]
+            if self.form == "compute":
+                return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf), spec)
+            place = spec.values if leaf.fp8 else spec
+            values = self.spec.abstract(leaf.frozen_shape, leaf.weights.local.dtype, place)
+            return Scaled(values, self.spec.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
+
+        return {path: stored(leaf) for path, leaf in self.leaves.items()}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the copy on one device, without what is gathered or decoded for a layer."""
+        return device_bytes(self.abstract)
+
+    def make(self, state: TrainState) -> Stored:
+        """The weights of a state, stored so: the only part of a generation phase that crosses nodes."""
+        program = self.spec.once(f"generation copy {self.form} {self.adapters}", lambda: _maker(self))
+        given = {name: getattr(state, name) for name in _GIVEN}
+        stored = program(given)
+        frozen = from_tree(state.frozen) if self.form == "gathered" else {}
+        return {path: stored[path] if path in stored else frozen[path] for path in self.leaves}
+
+    def place(self, stored: Stored) -> dict[Path, Any]:
+        """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
+        placed: dict[Path, Any] = {}
+        for group in self.spec.groups:
+            own = self._sharded(group, stored)
+            values: Sequence[Any] = list(own.values())
+            if group.unit is None:
+                values = materialise(values)
+            placed |= dict(zip(own, values, strict=True))
+        return placed
+
+    def _sharded(self, group: ParamGroup, stored: Stored) -> dict[Path, Sharded]:
+        seeds = jnp.zeros(group.stack, jnp.uint32)  # nothing random is left: dropout is off
+
+        def one(leaf: ParamLayout) -> Sharded:
+            source = stored[leaf.path]
+            if self.form != "compute":
+                source = jax.tree.map(lambda x: rows_of(x, leaf), source)
+            return Sharded(source, None, seeds, leaf, self.strategy)
+
+        own = {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
+        for leaf in group.frozen:
+            if self.adapters and (parts := self.spec.adapters.get(leaf.path)):
+                assert self.spec.lora is not None
+                own[leaf.path] = dataclasses.replace(
+                    own[leaf.path],
+                    adapter=tuple(own.pop(part.path) for part in parts),
+                    lora=dataclasses.replace(self.spec.lora, dropout=0.0),
+                )
+        return own
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes on one device of a tree of arrays or ShapeDtypeStructs; of those without a sharding, all."""
+
+    def one(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
+
+
+_GIVEN = ("params", "secondary", "step", "frozen")
+
+
+def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: bool) -> ParamLayout:
+    if form in ("gathered", "compute"):
+        return dataclasses.replace(leaf, frozen=True)
+    if _keeps_format(leaf):
+        # Gathered over both axes, shards lie in the order of the whole weight: as if on nodes of one device.
+        return dataclasses.replace(leaf, frozen=True, world=MeshShape(leaf.world.size, 1))
+    zero = spec.zero
+    options = ZeroConfig(
+        compute_dtype=zero.compute_dtype,
+        precise=zero.precise,
+        block_size=zero.block_size,
+        frozen=("*",),
+        frozen_weights=None if adapter else form,
+    )
+    return make_layout(
+        leaf.path,
+        leaf.shape,
+        leaf.dtype,
+        leaf.stack,
+        index=leaf.index,
+        world=MeshShape(1, 1),
+        zero=options,
+        frozen=True,
+    )
+
+
+def _keeps_format(leaf: ParamLayout) -> bool:
+    """Whether a weight is stored in an 8-bit form as it comes."""
+    return leaf.fp8 or (leaf.frozen and not leaf.weights.local.raw)
+
+
+def _maker(copy: GenerationCopy) -> Any:
+    """The compiled function from a state's fields to the copy, without weights that the two share."""
+    spec = copy.spec
+    specs, out = state_specs(spec), copy.specs
+    if copy.form == "gathered":
+        made = spec.leaves if spec.strategy.frozen == "secondary" else (*spec.leaves, *spec.frozen)
+        out = {leaf.path: out[leaf.path] for leaf in made if leaf.path in out}
+
+    def local(shards: dict[str, Any]) -> Stored:
+        masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
+        rows = secondary_partitions(spec, masters, from_tree(shards["secondary"]), shards["step"])
+        frozen = from_tree(shards["frozen"])
+        for leaf in spec.frozen:
+            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), frozen[leaf.path])
+        if copy.form == "gathered":
+            return {path: _flat(rows[path], copy.leaves[path]) for path in out}
+        return _whole(copy, rows)
+
+    run = jax.shard_map(
+        local,
+        mesh=spec.mesh,
+        in_specs=({name: specs[name] for name in _GIVEN},),
+        out_specs=out,
+        check_vma=False,
+    )
+    return jax.jit(run, compiler_options=compiler_options(spec.mesh))
+
+
+def _frozen_rows(spec: TrainSpec, leaf: ParamLayout, x: Array) -> Array:
+    """A frozen weight's secondary partition; a scale as it is."""
+    if spec.strategy.frozen == "primary" and x.ndim > len(leaf.stack):
+        return lax.all_gather(x, NODE, axis=len(leaf.stack))
+    return rows_of(x, leaf)
+
+
+def _flat(rows: Any, leaf: ParamLayout) -> Any:
+    """Secondary partitions as a state stores them; a scale as it is."""
+    if isinstance(rows, Scaled):
+        return Scaled(_flat(rows.values, leaf), rows.scale)
+    return rows.reshape(*leaf.stack, -1)
+
+
+def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
+    """Gather secondary partitions over ``local`` and store whole weights, layer by layer."""
+    stored: Stored = {}
+    for group in copy.spec.groups:
+        leaves = tuple(leaf for leaf in group.every if leaf.path in copy.leaves)
+        layer = functools.partial(_whole_layer, copy, leaves)
+        values = tuple(rows[leaf.path] for leaf in leaves)
+        results = lax.map(layer, values) if group.stack else layer(values)
+        stored |= {leaf.path: x for leaf, x in zip(leaves, results, strict=True)}
+    return stored
+
+
+def _whole_layer(
+    copy: GenerationCopy, leaves: Sequence[ParamLayout], values: Sequence[Any]
+) -> tuple[Any, ...]:
+    kept = [copy.form != "compute" and _keeps_format(leaf) for leaf in leaves]
+    codes = [array_of(x).reshape(-1) for x, keep in zip(values, kept, strict=True) if keep]
+    if codes and copy.spec.world.local > 1:
+        codes = [x.reshape(-1) for x in gather_together(codes, LOCAL)]
+    others = [(leaf, array_of(x)) for leaf, x, keep in zip(leaves, values, kept, strict=True) if not keep]
+    comm = UnitComm(copy.spec.strategy, (), tuple(leaf for leaf, _ in others))
+    whole = comm.gather_local(tuple(x for _, x in others)) if others else ()
+    as_they_come, decoded = iter(codes), iter(whole)
+    stored: list[Any] = []
+    for leaf, value, keep in zip(leaves, values, kept, strict=True):
+        own = copy.leaves[leaf.path]
+        if keep:
+            codes_of = next(as_they_come)
+            stored.append(Scaled(codes_of, value.scale) if isinstance(value, Scaled) else codes_of)
+            continue
+        weight = next(decoded)
+        if isinstance(weight, Codes):
+            weight = _decoded(weight, value.scale)
+        stored.append(weight if copy.form == "compute" else _encoded(weight, own))
+    return tuple(stored)
+
+
+def _decoded(weight: Codes, scale: Array) -> Array:
+    """A weight of fp8 products in the compute dtype."""
+    return (fp8.decode(weight.codes, jnp.float32) / scale).astype(weight.gradient.dtype)
+
+
+def _encoded(weight: Array, leaf: ParamLayout) -> Array:
+    return leaf.weights.local.encode(flatten(weight, leaf)[None])[0]

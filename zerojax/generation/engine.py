@@ -1,0 +1,302 @@
+"""Continuous batching on one device: slots that decode together, refilled from a queue of prompts.
+
+A slot holds one row of the key-value cache. Each turn of the loop first refills free slots, a few at a time:
+prefill computes the cache and the first token of whole prompts. Then one decode step draws the next token of
+every slot. A slot is free again when its row draws the stop token or reaches its limit (Yu et al., "Orca",
+OSDI 2022, iteration-level scheduling).
+
+A model takes part by three methods and, if its sequences are limited, an attribute:
+
+- ``init_cache(batch, length, dtype)``: an empty cache, any pytree of arrays that have an axis of ``batch``;
+- ``decode(tokens, start, end, cache) -> (hidden, cache)``: runs new ``tokens [batch, time]``, of which row
+  i has ``start[i]`` predecessors in the cache, and afterwards ``end[i]`` in all. Rows are padded on the
+  right: what a row has beyond ``end`` must not be attended to, and is overwritten later;
+- ``logits(hidden) -> [..., vocab]``;
+- ``context_length``: the most tokens of a sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zerojax.errors import ConfigurationError
+from zerojax.generation.sampling import Sampling, sample
+
+_SLOTS = 64
+"""Rows of a device that are decoded together, unless the caller says."""
+_PREFILL_TOKENS = 8192
+PROTOCOL = ("init_cache", "decode", "logits")
+
+
+class Queue(NamedTuple):
+    """Prompts that wait for a slot; those of length 0 only fill up the array, and come last.
+
+    Attributes:
+        prompts: padded on the right.
+        lengths: tokens of each.
+        rows: which salt the random bits.
+        first: the position of the first new token in its row's answer, which salts them as well.
+        limits: the most new tokens of each, at least 1.
+    """
+
+    prompts: Int[Array, "queue prompt"]
+    lengths: Int[Array, " queue"]
+    rows: Int[Array, " queue"]
+    first: Int[Array, " queue"]
+    limits: Int[Array, " queue"]
+
+    @staticmethod
+    def of(
+        prompts: Sequence[Int[np.ndarray, " prompt"]],
+        rows: Sequence[int],
+        first: Sequence[int],
+        limits: Sequence[int],
+        *,
+        size: int,
+        padded: int,
+    ) -> "Queue":
+        """A queue of ``size`` rows on the host, for prompts of up to ``padded`` tokens."""
+        tokens = np.zeros((size, padded), np.int32)
+        for own, prompt in zip(tokens, prompts, strict=False):
+            own[: len(prompt)] = prompt
+        lengths = [len(prompt) for prompt in prompts]
+        columns = np.zeros((4, size), np.int32)
+        columns[:, : len(prompts)] = lengths, rows, first, limits
+        arrays: Any = (tokens, *columns)
+        return Queue(*arrays)
+
+
+class Drawn(NamedTuple):
+    """New tokens, in the order of the queue; zeros after the length of each row."""
+
+    tokens: Int[Array, "queue new"]
+    lengths: Int[Array, " queue"]
+    log_probs: Float[Array, "queue new"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a generation program is compiled for.
+
+    Attributes:
+        slots: rows that are decoded together.
+        prefill: prompts that are prefilled together.
+        new_tokens: the most new tokens of a row.
+        length: of a slot's cache, in tokens.
+        dtype: of the cache.
+        how: to draw tokens.
+        stop: the token that ends a row; None for none.
+        group: a mesh axis whose devices gather weights from each other, and so must run the same layers at
+            the same time; None if there is none.
+    """
+
+    slots: int
+    prefill: int
+    new_tokens: int
+    length: int
+    dtype: str
+    how: Sampling
+    stop: int | None
+    group: str | None = None
+
+    @staticmethod
+    def of(
+        rows: int,
+        prompt: int,
+        new_tokens: int,
+        context: float,
+        *,
+        dtype: str,
+        how: Sampling,
+        stop: int | None,
+        slots: int | None = None,
+    ) -> "Engine":
+        """The engine for so many rows of a device, and the most tokens of a prompt and of an answer."""
+        slots = min(slots or _SLOTS, rows)
+        padded = padded_length(prompt, context)
+        # Slots wait until so many of them are free: a quarter at most.
+        prefill = max(1, min(_PREFILL_TOKENS // padded, -(-slots // 4)))
+        length = int(min(padded + new_tokens, max(context, padded)))
+        return Engine(slots, prefill, new_tokens, length, dtype, how, stop)
+
+    def run(self, bind: Callable[[], Any], queue: Queue, key: Key[Array, ""]) -> Drawn:
+        """Continue every prompt of a queue.
+
+        Args:
+            bind: makes the model; called wherever JAX traces a part of the program, because an
+                ``nnx.Module`` belongs to the trace that made it.
+            queue: of this device.
+            key: of the random bits, together with ``Queue.rows`` and the position in the answer.
+        """
+        count = queue.lengths.shape[0]
+        out = Drawn(
+            jnp.zeros((count, self.new_tokens), jnp.int32),
+            jnp.zeros(count, jnp.int32),
+            jnp.zeros((count, self.new_tokens), jnp.float32),
+        )
+        free = jnp.full(self.slots, count, jnp.int32)
+        none = jnp.zeros(self.slots, jnp.int32)
+        cache = bind().init_cache(self.slots, self.length, jnp.dtype(self.dtype))
+        slots = _Slots(free, none, none, cache)
+        loop = self._decide(_Loop(jnp.int32(0), slots, out, jnp.bool(False), jnp.bool(False)), queue)
+
+        def refill(loop: _Loop) -> _Loop:
+            return self._decide(self._prefill(bind(), queue, key, loop), queue)
+
+        def turn(loop: _Loop) -> _Loop:
+            loop = lax.while_loop(lambda loop: loop.refill, refill, loop)
+            return self._decide(self._decode(bind(), queue, key, loop), queue)
+
+        return lax.while_loop(lambda loop: loop.busy, turn, loop).out
+
+    def _decide(self, loop: "_Loop", queue: Queue) -> "_Loop":
+        """Whether to refill slots, and whether there is anything left to do.
+
+        Slots are refilled when enough are free for a whole prefill, or for the rest of the queue.
+        """
+        count = queue.lengths.shape[0]
+        free = jnp.sum(loop.slots.row == count)
+        left = jnp.sum(queue.lengths > 0) - loop.taken
+        most = jnp.minimum(free, left)
+        refill = (most > 0) & ((most >= self.prefill) | (most == left))
+        flags = jnp.stack([refill, (left > 0) | (free < self.slots)])
+        if self.group is not None:
+            flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
+        return loop._replace(refill=flags[0], busy=flags[1])
+
+    def _prefill(self, model: Any, queue: Queue, key: Array, loop: "_Loop") -> "_Loop":
+        """Put the next prompts of the queue into free slots, and draw their first tokens."""
+        slots, count = loop.slots, queue.lengths.shape[0]
+        numbers = jnp.arange(self.prefill)
+        is_free = slots.row == count
+        left = jnp.sum(queue.lengths > 0) - loop.taken
+        taken = numbers < jnp.minimum(jnp.sum(is_free), left)
+        index = jnp.where(taken, loop.taken + numbers, 0)
+        prompts, lengths = queue.prompts[index], jnp.maximum(queue.lengths[index], 1)
+        cache = model.init_cache(self.prefill, prompts.shape[1], jnp.dtype(self.dtype))
+        hidden, cache = model.decode(prompts, jnp.zeros_like(lengths), lengths, cache)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        # The free slots come first in this order; what is not taken goes nowhere.
+        order = jnp.argsort(~is_free, stable=True)[: self.prefill]
+        place = jnp.where(taken, order, self.slots)
+        row = jnp.where(taken, index, count)
+        token, out, ended = self._draw(model, last, queue, key, row, jnp.zeros_like(row), loop.out)
+        slots = _Slots(
+            slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
+            slots.token.at[place].set(token, mode="drop"),
+            slots.made.at[place].set(1, mode="drop"),
+            self._insert(model, slots.cache, cache, place),
+        )
+        return loop._replace(taken=loop.taken + jnp.sum(taken), slots=slots, out=out)
+
+    def _decode(self, model: Any, queue: Queue, key: Array, loop: "_Loop") -> "_Loop":
+        """Draw the next token of every slot; what free ones draw goes nowhere."""
+        slots, count = loop.slots, queue.lengths.shape[0]
+        lengths = queue.lengths.at[slots.row].get(mode="fill", fill_value=1)
+        end = jnp.where(slots.row < count, lengths + slots.made, 1)
+        hidden, cache = model.decode(slots.token[:, None], end - 1, end, slots.cache)
+        token, out, ended = self._draw(model, hidden[:, 0], queue, key, slots.row, slots.made, loop.out)
+        row = jnp.where(ended, count, slots.row)
+        return loop._replace(slots=_Slots(row, token, slots.made + 1, cache), out=out)
+
+    def _draw(
+        self, model: Any, hidden: Array, queue: Queue, key: Array, row: Array, made: Array, out: Drawn
+    ) -> tuple[Int[Array, " slots"], Drawn, Bool[Array, " slots"]]:
+        """Draw a token for each row of the queue that has made so many; and which rows end with it."""
+        number = queue.rows.at[row].get(mode="fill", fill_value=0)
+        position = queue.first.at[row].get(mode="fill", fill_value=0) + made
+        limit = queue.limits.at[row].get(mode="fill", fill_value=1)
+        token, log_prob = sample(model.logits(hidden), row_keys(key, number, position), self.how)
+        ended = made + 1 >= limit
+        if self.stop is not None:
+            ended |= token == self.stop
+        out = Drawn(
+            out.tokens.at[row, made].set(token, mode="drop"),
+            out.lengths.at[row].set(made + 1, mode="drop"),
+            out.log_probs.at[row, made].set(log_prob, mode="drop"),
+        )
+        return token, out, ended
+
+    def _insert(self, model: Any, cache: Any, filled: Any, place: Array) -> Any:
+        """The cache with prefilled rows at their places."""
+
+        def insert(whole: Array, part: Array, axis: int) -> Array:
+            where: list[Any] = [slice(0, size) for size in part.shape]
+            where[axis] = place
+            return whole.at[tuple(where)].set(part, mode="drop")
+
+        return jax.tree.map(insert, cache, filled, batch_axes(model, self.dtype))
+
+
+class _Slots(NamedTuple):
+    """The state of all slots.
+
+    Attributes:
+        row: the row of the queue that each holds; the length of the queue if it is free.
+        token: the last that was drawn, not yet in the cache.
+        made: tokens drawn so far.
+        cache: of all slots.
+    """
+
+    row: Int[Array, " slots"]
+    token: Int[Array, " slots"]
+    made: Int[Array, " slots"]
+    cache: Any
+
+
+class _Loop(NamedTuple):
+    """Carried from turn to turn.
+
+    Attributes:
+        taken: rows of the queue that have had a slot.
+        slots: of this device.
+        out: tokens so far.
+        refill: whether to refill slots now.
+        busy: whether a row is in a slot, or left in the queue.
+    """
+
+    taken: Int[Array, ""]
+    slots: _Slots
+    out: Drawn
+    refill: Bool[Array, ""]
+    busy: Bool[Array, ""]
+
+
+def padded_length(prompt: int, context: float) -> int:
+    """The length of the array for a prompt: the next power of two, at least 16, at most the context."""
+    return int(min(max(16, 1 << (prompt - 1).bit_length()), max(context, prompt)))
+
+
+def row_keys(
+    key: Key[Array, ""], rows: Int[Array, " batch"], positions: Int[Array, " batch"]
+) -> Key[Array, " batch"]:
+    """The random key of each row's token at a position of its answer."""
+    return jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(
+        rows, positions
+    )
+
+
+def batch_axes(model: Any, dtype: str) -> Any:
+    """The batch axis of each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
+
+    Raises:
+        ConfigurationError: an array has none.
+    """
+    one, two = (jax.eval_shape(lambda n=n: model.init_cache(n, 16, jnp.dtype(dtype))) for n in (1, 2))
+
+    def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
+        found = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"init_cache made an array of shape {a.shape} for one row and {b.shape} for two: each array "
+                "of the cache needs one axis of rows"
+            )
+        return found[0]
+
+    return jax.tree.map(axis, one, two)

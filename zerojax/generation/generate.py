@@ -1,0 +1,281 @@
+"""``zerojax.generate``: continue prompts on the mesh, with the sharded weights of a train state."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int
+
+from zerojax.comm.xla_options import compiler_options
+from zerojax.errors import ConfigurationError
+from zerojax.formatting import size as bytes_text
+from zerojax.generation.checks import abstract_model, check_limits, checked_context, checked_prompts
+from zerojax.generation.copy import Form, GenerationCopy, device_bytes
+from zerojax.generation.engine import Drawn, Engine, Queue, padded_length
+from zerojax.generation.sampling import Sampling
+from zerojax.log import logger
+from zerojax.schedule.sharded import translated_errors
+from zerojax.sharding.mesh import LOCAL
+from zerojax.train.fields import abstract_fields
+from zerojax.train.spec import TrainSpec
+from zerojax.train.state import TrainState, check_there
+from zerojax.train.step import place
+
+_SHARE = 0.85
+"""Of a device's memory that generation plans with; the rest is for the work of a layer and for fragments."""
+
+
+class Completions(NamedTuple):
+    """What ``generate`` returns: NumPy arrays, in the order of the prompts.
+
+    Attributes:
+        tokens: int32, without the prompts; 0 after the end of a row.
+        lengths: new tokens of each row, int32; the stop token counts.
+        log_probs: of each token under softmax(logits / temperature), before ``top_k`` and ``top_p``, fp32; of
+            the logits themselves at temperature 0; 0 after the end of a row.
+    """
+
+    tokens: Int[np.ndarray, "rows max_new_tokens"]
+    lengths: Int[np.ndarray, " rows"]
+    log_probs: Float[np.ndarray, "rows max_new_tokens"]
+
+
+def generate(
+    state: TrainState,
+    prompts: Sequence[Int[np.ndarray, " prompt"]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | None = None,
+    seed: int = 0,
+    weights: Literal["auto", "compute", "fp8", "int8", "gathered"] = "auto",
+    slots: int | None = None,
+    adapters: bool = True,
+) -> Completions:
+    """Continue prompts with the weights of a state, which stay sharded; the prompts are spread over the mesh.
+
+    First every node gets a copy of the weights (``weights`` says in which form). Then each device continues
+    its own prompts, with a key-value cache, and no byte of weights crosses nodes.
+
+    The model needs the methods ``init_cache``, ``decode`` and ``logits`` (docs/generation.md), which
+    zerojax's own models have. Prompt lengths are rounded up to powers of two, so that a few compiled
+    programs serve all.
+
+    Args:
+        state: any; it is not donated.
+        prompts: vectors of int32 ids, of any lengths from 1. In several processes, this process's part of
+            them: each passes as many.
+        max_new_tokens: the most tokens that a row gets.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: draw only from this many likeliest tokens.
+        top_p: draw only from the fewest likeliest tokens whose probabilities sum to this.
+        stop: a token that ends its row.
+        seed: of the random bits. These depend on the seed, the row's index over all processes, and the
+            position in the answer alone: so the result is the same on every mesh and with any ``slots``, up
+            to rounding.
+        weights: "compute", "fp8" and "int8" are whole on every device; "gathered" is spread over the devices
+            of a node, and gathered layer by layer. "auto" is "compute" if that fits into the device's memory
+            beside the state, else "gathered".
+        slots: rows that a device decodes together; by default all of its own up to 64. When one ends, the
+            next prompt takes its place.
+        adapters: whether low-rank adapters take part; without them the base model speaks.
+
+    Raises:
+        ConfigurationError: a prompt is empty, no vector, or too long for the model's context together with
+            max_new_tokens; the model lacks a method; the state is abstract or was donated; processes pass
+            different numbers of prompts.
+    """
+    return generate_rows(
+        state,
+        prompts,
+        [max_new_tokens] * len(prompts),
+        how=Sampling(temperature, top_k, top_p),
+        stop=stop,
+        seed=seed,
+        weights=weights,
+        slots=slots,
+        adapters=adapters,
+        unread=0,
+    )
+
+
+def generate_rows(
+    state: TrainState,
+    prompts: Sequence[Any],
+    limits: Sequence[int],
+    *,
+    how: Sampling,
+    stop: int | None = None,
+    seed: int = 0,
+    weights: Literal["auto"] | Form = "auto",
+    slots: int | None = None,
+    adapters: bool = True,
+    unread: int = 1,
+) -> Completions:
+    """``generate`` with a limit of new tokens for each row.
+
+    The model never reads the last token of a row: with ``unread=1`` the context need not hold it.
+    """
+    spec = state.spec
+    if weights not in ("auto", *get_args(Form)):
+        raise ConfigurationError(f"weights={weights!r} is not one of auto, {', '.join(get_args(Form))}.")
+    if slots is not None and slots < 1:
+        raise ConfigurationError(f"slots={slots} must be at least 1.")
+    check_there(state)
+    model = abstract_model(spec)
+    context = checked_context(model)
+    batch = _agree(spec, lambda: _batch(spec, prompts, limits, context + unread))
+    dtype = str(spec.strategy.compute_dtype)
+    engine = Engine.of(
+        batch.rows, batch.prompt, batch.new, context, dtype=dtype, how=how, stop=stop, slots=slots
+    )
+    copy = _copy(spec, model, engine, weights, batch.room, adapters=adapters)
+    if copy.form == "gathered" and spec.world.local > 1:
+        engine = dataclasses.replace(engine, group=LOCAL)
+    rows = range(batch.first, batch.first + batch.count)
+    size, padded = batch.rows * len(spec.mesh.local_devices), padded_length(batch.prompt, context)
+    queue = Queue.of(checked_prompts(prompts), rows, [0] * batch.count, limits, size=size, padded=padded)
+    queue = place(spec, queue, 1)
+    drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, np.uint32(seed))
+    return Completions(*(_of_this_process(x)[: len(prompts)] for x in drawn))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What all processes agree on.
+
+    Attributes:
+        count: prompts of each process.
+        prompt: the length of the longest.
+        new: the largest limit.
+        room: MiB of a device's memory that the state leaves.
+        first: this process's first row among those of all.
+        rows: of a device, padded.
+    """
+
+    count: int
+    prompt: int
+    new: int
+    room: int
+    first: int
+    rows: int
+
+
+def _batch(spec: TrainSpec, prompts: Sequence[Any], limits: Sequence[int], context: float) -> list[int]:
+    """This process's part of the agreement."""
+    rows = checked_prompts(prompts)
+    check_limits(rows, limits, context)
+    return [len(rows), max(map(len, rows)), max(limits), _room(spec)]
+
+
+def _agree(spec: TrainSpec, describe: Callable[[], list[int]]) -> _Batch:
+    """The batch of all processes.
+
+    Raises:
+        ConfigurationError: a process's prompts are refused, or they are not equally many.
+    """
+    devices = spec.mesh.devices.flat
+    processes = sorted({device.process_index for device in devices})
+    here = len(spec.mesh.local_devices)
+    if len(processes) == 1:
+        found = np.asarray([describe()])
+    else:
+        refused: ConfigurationError | None = None
+        try:
+            mine = describe()
+        except ConfigurationError as error:
+            refused, mine = error, [-1] * 4
+        found = np.asarray(multihost_utils.process_allgather(np.asarray(mine, np.int32)))
+        if refused is not None:
+            raise refused
+        if found.min() < 0:
+            raise ConfigurationError("the prompts of another process were refused: see its message.")
+        if len({*found[:, 0].tolist()}) > 1:
+            raise ConfigurationError(
+                f"the processes pass {found[:, 0].tolist()} prompts: each passes equally many."
+            )
+    count = int(found[0, 0])
+    first = processes.index(jax.process_index()) * count if len(processes) > 1 else 0
+    prompt, new, room = int(found[:, 1].max()), int(found[:, 2].max()), int(found[:, 3].min())
+    return _Batch(count, prompt, new, room, first, -(-count // here))
+
+
+def _copy(
+    spec: TrainSpec, model: Any, engine: Engine, weights: str, room: int, *, adapters: bool
+) -> GenerationCopy:
+    """The copy in the form asked for, or in the one that fits."""
+    cache = device_bytes(
+        jax.eval_shape(lambda: model.init_cache(engine.slots, engine.length, jnp.dtype(engine.dtype)))
+    )
+    form: Any = weights
+    if weights == "auto":
+        whole = GenerationCopy.of(spec, "compute", adapters=adapters)
+        form = "compute" if whole.device_bytes + cache <= room << 20 else "gathered"
+    copy = spec.once(
+        f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
+    )
+    logger.info(
+        "generating with weights=%s: on each device %s of weights, and %s of key-value cache for %d slots "
+        "of %d tokens",
+        *(form, bytes_text(copy.device_bytes), bytes_text(cache), engine.slots, engine.length),
+    )
+    return copy
+
+
+def _room(spec: TrainSpec) -> int:
+    """MiB of a device's memory for weights and cache beside the state; unlimited where it is not known."""
+    stats = [device.memory_stats() or {} for device in spec.mesh.local_devices]
+    limit = min((one["bytes_limit"] for one in stats if "bytes_limit" in one), default=None)
+    if limit is None:
+        return np.iinfo(np.int32).max
+    return max(0, int(_SHARE * limit) - device_bytes(abstract_fields(spec))) >> 20
+
+
+def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
+    """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
+    name = f"generate {copy.form} {copy.adapters} {queue.prompts.shape} {engine}"
+    return copy.spec.once(name, lambda: generation_program(copy, engine))
+
+
+def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
+    """The same, not cached.
+
+    Devices run on their own: they do not wait for each other, but for those of their node where the copy is
+    "gathered".
+    """
+    spec = copy.spec
+
+    def local(weights: Any, model_state: Any, queue: Queue, seed: Any) -> Drawn:
+        placed = copy.place(weights)
+
+        def bind() -> Any:
+            return spec.adapter.bind(placed, model_state, train=False, key=None).model
+
+        with translated_errors():
+            return engine.run(bind, queue, jax.random.key(seed))
+
+    run = jax.shard_map(
+        local,
+        mesh=spec.mesh,
+        in_specs=(copy.specs, PartitionSpec(), spec.batch_spec, PartitionSpec()),
+        out_specs=spec.batch_spec,
+        check_vma=False,
+    )
+    fp8 = spec.zero.matmul_dtype == "fp8"
+    return jax.jit(run, compiler_options=compiler_options(spec.mesh, fp8=fp8, generation=True))
+
+
+def _of_this_process(x: jax.Array) -> np.ndarray:
+    """The rows of a batch-sharded array that are on this process's devices."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])

@@ -1,0 +1,174 @@
+"""Continues texts with an unsharded model on one device: all tokens at once, or one by one."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Int, Key
+
+from zerojax.errors import ConfigurationError
+from zerojax.generation.checks import checked_context, checked_prompts
+from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
+from zerojax.generation.sampling import Sampling, sample
+
+
+def continue_text(
+    model: nnx.Module,
+    prompts: Int[Array | np.ndarray, "batch prompt"] | Sequence[Int[np.ndarray, " prompt"]],
+    new_tokens: int,
+    *,
+    key: Key[Array, ""],
+    how: Sampling | None = None,
+    stop: int | None = None,
+) -> Int[np.ndarray, "batch new"]:
+    """Continue each prompt.
+
+    Lengths are rounded up to powers of two, so that a few compiled programs serve all prompts. When the
+    context is full, a text goes on from its last context_length / 2 tokens.
+
+    Args:
+        model: an unsharded model, such as ``zerojax.gather_model(state)``.
+        prompts: int32 ids, as an array or as rows of different lengths, each of which is continued as it
+            would be alone; of a prompt longer than the context only the last half of a context is used.
+        new_tokens: number of tokens to add.
+        key: random key; the same key gives the same text.
+        how: temperature, top-k and top-p; None is ``Sampling()``.
+        stop: a token that ends its row, such as the end of a text; it fills the rest of the row.
+
+    Returns:
+        int32 new tokens, without the prompts.
+
+    Raises:
+        ConfigurationError: a prompt is empty or no vector, there is none, new_tokens is below 1, or the model
+            cannot generate.
+    """
+    texts, context = _checked(model, prompts, new_tokens)
+    graph, weights = nnx.split(model)
+    answers: list[list[int]] = [[] for _ in texts]
+    unfinished = list(range(len(texts)))
+    while unfinished:
+        windows = [_window(texts[i], answers[i], context) for i in unfinished]
+        room = [new_tokens - len(answers[i]) for i in unfinished]
+        limits = [_limit(window, left, context) for window, left in zip(windows, room, strict=True)]
+        engine = _engine(model, len(texts), max(map(len, windows)), max(limits), context, how, stop)
+        first = [len(answers[i]) for i in unfinished]
+        padded = padded_length(max(map(len, windows)), context)
+        queue = Queue.of(windows, unfinished, first, limits, size=len(texts), padded=padded)
+        drawn = jax.tree.map(np.asarray, _continue(graph, weights, queue, key, engine=engine))
+        for number, i in enumerate(unfinished):
+            answers[i] += drawn.tokens[number, : drawn.lengths[number]].tolist()
+        unfinished = [
+            i for i in unfinished if len(answers[i]) < new_tokens and (stop is None or answers[i][-1] != stop)
+        ]
+    fill = 0 if stop is None else stop
+    return np.asarray([answer + [fill] * (new_tokens - len(answer)) for answer in answers], np.int32)
+
+
+def stream(
+    model: nnx.Module,
+    prompt: Int[np.ndarray, " prompt"],
+    new_tokens: int,
+    *,
+    key: Key[Array, ""],
+    how: Sampling | None = None,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """The tokens of ``continue_text`` for one prompt, one by one as they are drawn, up to ``stop``.
+
+    Arguments and errors are those of ``continue_text``. ``stop`` itself is not among the tokens.
+    """
+    [text], context = _checked(model, [prompt], new_tokens)
+    graph, weights = nnx.split(model)
+    answer: list[int] = []
+    while len(answer) < new_tokens:
+        window = _window(text, answer, context)
+        limit = _limit(window, new_tokens - len(answer), context)
+        engine = _engine(model, 1, len(window), limit, context, how, stop)
+        padded = padded_length(len(window), context)
+        queue = Queue.of([window], [0], [len(answer)], [limit], size=1, padded=padded)
+        token, cache = _first(graph, weights, queue, key, engine=engine)
+        for made in range(1, limit + 1):
+            drawn = int(token[0])
+            if drawn == stop:
+                return
+            yield drawn
+            answer.append(drawn)
+            if made < limit:
+                token, cache = _next(graph, weights, queue, token, made, cache, key, engine=engine)
+
+
+def _checked(model: Any, prompts: Any, new_tokens: int) -> tuple[list[np.ndarray], float]:
+    """The prompts, and the model's context."""
+    context = checked_context(model)
+    if new_tokens < 1:
+        raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
+    return checked_prompts(prompts), context
+
+
+def _window(text: np.ndarray, answer: list[int], context: float) -> np.ndarray:
+    """What the model sees of a text: all, or half a context if it is longer than one."""
+    text = np.concatenate([text, np.asarray(answer, np.int32)])
+    return text if len(text) <= context else text[-max(1, int(context) // 2) :]
+
+
+def _limit(window: np.ndarray, wanted: int, context: float) -> int:
+    """How many tokens can be added: the last new one is never an input, and needs no room in the context."""
+    return int(min(wanted, context - len(window) + 1))
+
+
+def _engine(
+    model: Any, rows: int, prompt: int, limit: int, context: float, how: Sampling | None, stop: int | None
+) -> Engine:
+    weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+    dtype = next(x.dtype.name for x in weights if jnp.issubdtype(x.dtype, jnp.floating))
+    new_tokens = padded_length(limit, context)
+    return Engine.of(rows, prompt, new_tokens, context, dtype=dtype, how=how or Sampling(), stop=stop)
+
+
+@partial(jax.jit, static_argnames=("graph", "engine"))
+def _continue(
+    graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
+) -> Drawn:
+    return engine.run(lambda: nnx.merge(graph, weights), queue, key)
+
+
+@partial(jax.jit, static_argnames=("graph", "engine"))
+def _first(
+    graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
+) -> tuple[Int[Array, " 1"], Any]:
+    """The first new token of a queue of one row, and the cache of the prompt."""
+    model: Any = nnx.merge(graph, weights)
+    cache = model.init_cache(1, engine.length, jnp.dtype(engine.dtype))
+    hidden, cache = model.decode(queue.prompts, jnp.zeros_like(queue.lengths), queue.lengths, cache)
+    last = jax.lax.dynamic_index_in_dim(hidden[0], queue.lengths[0] - 1)
+    return _drawn(model, last, queue, 0, key, engine), cache
+
+
+@partial(jax.jit, static_argnames=("graph", "engine"), donate_argnames=("cache",))
+def _next(
+    graph: nnx.GraphDef[Any],
+    weights: nnx.State,
+    queue: Queue,
+    token: Int[Array, " 1"],
+    made: int,
+    cache: Any,
+    key: Key[Array, ""],
+    *,
+    engine: Engine,
+) -> tuple[Int[Array, " 1"], Any]:
+    """The token that follows ``token``, of which so many were made; and the cache with that one."""
+    model: Any = nnx.merge(graph, weights)
+    end = queue.lengths + made
+    hidden, cache = model.decode(token[:, None], end - 1, end, cache)
+    return _drawn(model, hidden[:, 0], queue, made, key, engine), cache
+
+
+def _drawn(
+    model: Any, hidden: Array, queue: Queue, made: Any, key: Array, engine: Engine
+) -> Int[Array, " 1"]:
+    return sample(model.logits(hidden), row_keys(key, queue.rows, queue.first + made), engine.how)[0]

@@ -1,0 +1,105 @@
+"""The key-value cache of a GPT, and attention to what it holds."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int
+
+from zerojax.models.attention import Windowed
+from zerojax.models.config import GPTConfig
+
+Positions = Int[Array, "batch time"]
+_SHARED_BY_FEW = 4
+"""Query heads per key head up to which sums take less time than a copy and a matmul, by the bytes that they
+read from cache and memory."""
+
+
+class KVCache(NamedTuple):
+    """Keys and values of all layers; the token at position p of a row is in column p.
+
+    The heads come before the columns, which is how attention multiplies them: XLA would otherwise transpose
+    the whole cache for every token.
+    """
+
+    keys: Float[Array, "layers batch kv_heads length dim"]
+    values: Float[Array, "layers batch kv_heads length dim"]
+
+    @staticmethod
+    def empty(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> "KVCache":
+        """Zeros, for so many rows and columns."""
+        shape = (config.layers, batch, config.key_value_heads, length, config.head_dim)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def attend_cached(
+    config: GPTConfig,
+    qkv: tuple[Array, Array, Array],
+    positions: Positions,
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    windowed: Windowed,
+) -> tuple[Float[Array, "batch time heads dim"], KVCache]:
+    """Write keys and values of new tokens into the cache, and let their queries attend to all columns so far.
+
+    Args:
+        config: of the model.
+        qkv: queries (batch, time, heads, dim), keys and values (batch, time, kv_heads, dim).
+        positions: of the new tokens; what lies beyond the cache's length is not written.
+        cache: of all layers.
+        layer: the layer's index.
+        windowed: whether the sliding window, if the model has one, is this layer's.
+    """
+    query, *new = qkv
+    rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(config.key_value_heads)[:, None]
+    cache = KVCache(
+        *(
+            whole.at[layer, rows, heads, positions[:, None]].set(
+                part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
+            )
+            for whole, part in zip(cache, new, strict=True)
+        )
+    )
+    keys, values = (jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in cache)
+    distance = positions[:, None, None, :, None] - jnp.arange(keys.shape[2])
+    seen = distance >= 0
+    if config.sliding_window is not None:
+        seen &= (distance < config.sliding_window) | jnp.logical_not(windowed)
+    return _attend(config, query, keys, values, seen), cache
+
+
+def _attend(
+    config: GPTConfig,
+    query: Float[Array, "batch time heads dim"],
+    keys: Float[Array, "batch kv_heads length dim"],
+    values: Float[Array, "batch kv_heads length dim"],
+    seen: Bool[Array, "batch 1 1 time length"],
+) -> Float[Array, "batch time heads dim"]:
+    """Attention as of ``zerojax.models.attention``, to keys and values in the cache's order."""
+    batch, time, heads, dim = query.shape
+    grouped = query.reshape(batch, time, config.key_value_heads, -1, dim)
+    # A matmul would copy the layer's part out of the cache first, for every token. Sums read it where it
+    # lies, once for each query that shares it.
+    by_sums = time == 1 and grouped.shape[3] <= _SHARED_BY_FEW
+    if by_sums:
+        products = _wide(grouped[:, 0, :, :, None]) * _wide(keys[:, :, None])
+        scores = jnp.sum(products, axis=-1)[:, :, :, None]
+    else:
+        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    scores *= dim**-0.5 if config.attention_scale is None else config.attention_scale
+    if config.attention_softcap is not None:
+        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    if by_sums:
+        products = _wide(weights[:, :, :, 0, :, None]) * _wide(values[:, :, None])
+        out = jnp.sum(products, axis=-2).astype(values.dtype)
+    else:
+        out = jnp.einsum("bkgts,bksd->btkgd", weights, values)
+    return out.reshape(batch, time, heads, dim)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Post-training: losses, advantages, rewards, and the loop of ``zerojax posttrain``."""

@@ -1,0 +1,81 @@
+"""Advantages: how much better an action was than expected."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zerojax.errors import ConfigurationError
+
+
+def group_advantages(
+    rewards: Float[Array, " rows"],
+    counted: Float[Array, " rows"],
+    *,
+    group_size: int,
+    scale: bool = True,
+    eps: float = 1e-6,
+) -> Float[Array, " rows"]:
+    """Rewards relative to those of the other completions of the same prompt.
+
+    A = (r - mean) / (std + eps) over a group (Shao et al., 2024, "DeepSeekMath", section 4.1.2); without
+    ``scale`` A = r - mean (Liu et al., 2025, "Understanding R1-Zero-Like Training").
+
+    Args:
+        rewards: one per completion; those of a prompt are next to each other.
+        counted: 1, or 0 for a completion without a reward, which belongs to no group and gets 0.
+        group_size: completions per prompt.
+        scale: whether to divide by the standard deviation of the group.
+        eps: keeps a group of equal rewards at 0.
+
+    Raises:
+        ConfigurationError: the rows do not divide into groups.
+    """
+    if group_size < 1 or rewards.shape[0] % group_size:
+        raise ConfigurationError(f"{rewards.shape[0]} rewards do not divide into groups of {group_size}")
+    groups, there = (x.reshape(-1, group_size) for x in (rewards, counted))
+    count = jnp.maximum(there.sum(axis=1, keepdims=True), 1)
+    mean = jnp.where(there > 0, groups, 0).sum(axis=1, keepdims=True) / count
+    centred = jnp.where(there > 0, groups - mean, 0)
+    if scale:
+        deviation = jnp.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
+        centred = centred / (deviation + eps)
+    return centred.reshape(-1)
+
+
+def gae(
+    rewards: Float[Array, "rows time"],
+    values: Float[Array, "rows time"],
+    mask: Float[Array, "rows time"],
+    *,
+    discount: float = 1.0,
+    decay: float = 0.95,
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """Generalised advantage estimates, and the returns that a critic learns.
+
+    A_t = sum over l of (discount decay)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t (Schulman
+    et al., 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", equation 16).
+    The value after the last action is 0.
+
+    Args:
+        rewards: per token.
+        values: of the state before each token.
+        mask: 1 for the tokens of a completion, which are in one piece; 0 elsewhere.
+        discount: gamma of the paper.
+        decay: lambda of the paper: 0 trusts the critic, 1 the rewards.
+
+    Returns:
+        The advantages, and the returns, advantages + values; both 0 outside of the mask.
+    """
+
+    def back(
+        carry: tuple[Array, Array], now: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
+        advantage, following = carry
+        reward, value, counted = now
+        delta = reward + discount * following - value
+        advantage = counted * (delta + discount * decay * advantage)
+        return (advantage, counted * value), advantage
+
+    zeros = jnp.zeros(rewards.shape[0], rewards.dtype)
+    _, advantages = jax.lax.scan(back, (zeros, zeros), (rewards.T, values.T, mask.T), reverse=True)
+    return advantages.T, mask * (advantages.T + values)

@@ -1,0 +1,143 @@
+"""The losses of post-training, as pure functions of log-probabilities."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def dpo_loss(
+    chosen: Float[Array, " pairs"],
+    rejected: Float[Array, " pairs"],
+    reference_chosen: Float[Array, " pairs"],
+    reference_rejected: Float[Array, " pairs"],
+    *,
+    beta: float = 0.1,
+) -> Float[Array, " pairs"]:
+    """Direct preference optimisation (Rafailov et al., 2023, equation 7), one loss per pair.
+
+    Args:
+        chosen: log-probability of the preferred completion under the policy, summed over its tokens.
+        rejected: of the other one.
+        reference_chosen: as ``chosen``, under the reference.
+        reference_rejected: as ``rejected``, under the reference.
+        beta: how strongly the policy is held to the reference.
+    """
+    margin = (chosen - reference_chosen) - (rejected - reference_rejected)
+    return -jax.nn.log_sigmoid(beta * margin)
+
+
+def ipo_loss(
+    chosen: Float[Array, " pairs"],
+    rejected: Float[Array, " pairs"],
+    reference_chosen: Float[Array, " pairs"],
+    reference_rejected: Float[Array, " pairs"],
+    *,
+    beta: float = 0.1,
+) -> Float[Array, " pairs"]:
+    """Identity preference optimisation (Azar et al., 2023, equation 17), one loss per pair.
+
+    Arguments as of ``dpo_loss``; ``beta`` is the paper's tau.
+    """
+    margin = (chosen - reference_chosen) - (rejected - reference_rejected)
+    return (margin - 1 / (2 * beta)) ** 2
+
+
+def clipped_policy_loss(
+    log_probs: Float[Array, "*shape"],
+    old_log_probs: Float[Array, "*shape"],
+    advantages: Float[Array, "*shape"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
+    """PPO's clipped surrogate (Schulman et al., 2017, equation 7), negated, one loss per token.
+
+    GRPO uses it with advantages of groups (Shao et al., 2024, equation 3). A larger ``clip_high`` is DAPO's
+    clip-higher (Yu et al., 2025, equation 10).
+
+    Args:
+        log_probs: of the tokens under the policy that is trained.
+        old_log_probs: under the policy that drew them.
+        advantages: of the tokens.
+        clip_low: the ratio of the two policies counts down to 1 - clip_low.
+        clip_high: and up to 1 + clip_high.
+
+    Returns:
+        The losses, and which tokens are clipped: their gradient is 0.
+    """
+    ratio = jnp.exp(log_probs - old_log_probs)
+    free = ratio * advantages
+    held = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+    return -jnp.minimum(free, held), held < free
+
+
+def clipped_value_loss(
+    values: Float[Array, "*shape"],
+    old_values: Float[Array, "*shape"],
+    returns: Float[Array, "*shape"],
+    *,
+    clip: float = 0.2,
+) -> Float[Array, "*shape"]:
+    """The critic's squared error with its change clipped, halved, one loss per token.
+
+    As in the code of PPO's authors (OpenAI Baselines, ppo2); equation 9 of Schulman et al., 2017, has it
+    without the clip.
+
+    Args:
+        values: of the critic that is trained.
+        old_values: before it was trained on these tokens.
+        returns: what it should have said.
+        clip: the largest change that counts.
+    """
+    held = old_values + jnp.clip(values - old_values, -clip, clip)
+    return 0.5 * jnp.maximum((values - returns) ** 2, (held - returns) ** 2)
+
+
+def kl_estimate(
+    log_probs: Float[Array, "*shape"],
+    reference_log_probs: Float[Array, "*shape"],
+    estimator: KLEstimator = "k3",
+) -> Float[Array, "*shape"]:
+    """An estimate of KL(policy | reference) per token that the policy drew (Schulman, 2020, "Approximating KL
+    Divergence").
+
+    With r = reference / policy: k1 = -log r is unbiased, of high variance; k2 = (log r)^2 / 2 is biased, of
+    low variance; k3 = r - 1 - log r is unbiased and never negative (GRPO's: Shao et al., 2024, equation 4).
+
+    Args:
+        log_probs: of the tokens under the policy.
+        reference_log_probs: under the reference.
+        estimator: which.
+    """
+    log_ratio = reference_log_probs - log_probs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    return jnp.exp(log_ratio) - 1 - log_ratio
+
+
+def token_mean(
+    values: Float[Array, "rows time"], mask: Float[Array, "rows time"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The mean over the tokens of all completions (Yu et al., 2025, "DAPO", section 3.3), and their number.
+
+    Long completions weigh more than short ones. Values outside of the mask are not read, so they may be NaN.
+    """
+    count = jnp.sum(mask)
+    return jnp.sum(jnp.where(mask > 0, values, 0)) / jnp.maximum(count, 1), count
+
+
+def sequence_mean(
+    values: Float[Array, "rows time"], mask: Float[Array, "rows time"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The mean over completions of the mean over the tokens of each (Shao et al., 2024, equation 3), and the
+    number of completions that have any."""
+    lengths = jnp.sum(mask, axis=1)
+    each = jnp.sum(jnp.where(mask > 0, values, 0), axis=1) / jnp.maximum(lengths, 1)
+    count = jnp.sum(lengths > 0).astype(values.dtype)
+    return jnp.sum(each) / jnp.maximum(count, 1), count

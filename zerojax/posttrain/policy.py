@@ -1,0 +1,52 @@
+"""What runs on the devices: the loss of GRPO, and the log-probabilities that it starts from."""
+
+from collections.abc import Callable
+from functools import partial
+
+from jaxtyping import Array, Float
+
+from zerojax.adapters import LossFn
+from zerojax.models import GPT
+from zerojax.posttrain.log_probs import token_log_probs
+from zerojax.posttrain.losses import clipped_policy_loss, kl_estimate, token_mean
+from zerojax.run.config import PosttrainSection
+
+Batch = dict[str, Array]
+
+
+def policy_loss(settings: PosttrainSection) -> LossFn:
+    """The loss of GRPO for ``TrainState.create``: the mean over all tokens of all completions.
+
+    A batch has "tokens" int32 [rows, time + 1], and of tokens[:, 1:], fp32 [rows, time]: "mask" (1 for those
+    of completions that count), "advantages", "old_log_probs", and with ``settings.kl`` also
+    "reference_log_probs".
+    """
+    return partial(_policy_loss, settings)
+
+
+def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Array, "rows time"]]:
+    """A function for ``predict_step``: the log-probabilities of the completions in a batch's rows."""
+    return partial(_log_probs, settings)
+
+
+def _log_probs(settings: PosttrainSection, model: GPT, batch: Batch) -> Array:
+    return token_log_probs(model, batch["tokens"], batch["mask"], temperature=settings.temperature)
+
+
+def _policy_loss(settings: PosttrainSection, model: GPT, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    mask, log_probs = batch["mask"], _log_probs(settings, model, batch)
+    each, clipped = clipped_policy_loss(
+        log_probs,
+        batch["old_log_probs"],
+        batch["advantages"],
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+    )
+    # The mean of -log p over drawn tokens estimates the entropy.
+    aux = {"clip_fraction": token_mean(clipped, mask)[0], "entropy": token_mean(-log_probs, mask)[0]}
+    if settings.kl:
+        divergence = kl_estimate(log_probs, batch["reference_log_probs"], settings.kl_estimator)
+        aux["kl"] = token_mean(divergence, mask)[0]
+        each += settings.kl * divergence
+    loss, count = token_mean(each, mask)
+    return loss, {"tokens": count, **aux}

@@ -1,0 +1,45 @@
+"""What the processes of a run do together: each has its own prompts, and all have the same figures."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def of_this_process[T](every: list[T]) -> list[T]:
+    """This process's part of a list that divides among the processes."""
+    count = len(every) // jax.process_count()
+    return every[jax.process_index() * count :][:count]
+
+
+def own_rows(x: jax.Array) -> np.ndarray:
+    """The rows of a batch-sharded array that are on this process's devices."""
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+
+def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
+    """The mean over all processes of values where they count; None if none does.
+
+    Args:
+        values: name -> values, and where they count, of this process.
+    """
+    sums = np.asarray(
+        [
+            [np.sum(np.where(counted, x, 0), dtype=np.float64), np.sum(counted)]
+            for x, counted in values.values()
+        ]
+    )
+    if jax.process_count() > 1:
+        sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0)
+    return {
+        name: float(total / count) if count else None
+        for name, (total, count) in zip(values, sums, strict=True)
+    }
+
+
+def any_process(*flags: bool) -> tuple[bool, ...]:
+    """Whether each flag is set in any process."""
+    if jax.process_count() == 1:
+        return flags
+    every = np.asarray(multihost_utils.process_allgather(np.asarray(flags, np.int32)))
+    return tuple(bool(x) for x in every.max(axis=0))

@@ -1,0 +1,134 @@
+"""Prompts from tables, in an order that depends on seed and rollout alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from zerojax.run.config import DataSection
+from zerojax.run.data import ChatTemplate, DataError, Tokenizer, open_source, rank, validation_limit
+from zerojax.run.data.formats import read_rows
+from zerojax.validation.untrusted import short
+
+
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        tokens: with the token that begins a text, or in the chat template.
+        text: for the reward; of a conversation its last message.
+        row: the other columns of its row, for the reward.
+    """
+
+    tokens: Int32[np.ndarray, " prompt"]
+    text: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a run.
+
+    Attributes:
+        train: those of rollouts.
+        held_out: those of evaluations.
+        left_out: how many were too long.
+    """
+
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    left_out: int
+
+    @classmethod
+    def read(
+        cls, data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None, longest: int
+    ) -> "Prompts":
+        """Read ``data.source``, and hold out the fraction ``data.validation`` of the prompts by their text.
+
+        Args:
+            data: the settings.
+            tokenizer: of the model.
+            template: for conversations; None if each row has a prompt.
+            longest: prompts of more tokens are left out.
+
+        Raises:
+            DataError: a file is damaged, a row is not as it should be, or all prompts are too long.
+        """
+        every = [one for path in _files(data) for one in _read_table(path, data, tokenizer, template)]
+        fitting = [one for one in every if len(one.tokens) <= longest]
+        if not fitting:
+            raise DataError(
+                f"data.source {data.source!r}: no prompt has at most {longest} tokens, which is "
+                "train.sequence_length + 1 - posttrain.max_new_tokens"
+            )
+        limit = validation_limit((one.tokens.tobytes() for one in fitting), data.validation)
+        held_out = [rank(one.tokens.tobytes()) < limit for one in fitting]
+        return cls(
+            [one for one, held in zip(fitting, held_out, strict=True) if not held],
+            [one for one, held in zip(fitting, held_out, strict=True) if held],
+            len(every) - len(fitting),
+        )
+
+    def of_rollout(self, rollout: int, count: int, seed: int) -> list[Prompt]:
+        """The prompts of a rollout: all prompts in one random order after another.
+
+        Args:
+            rollout: its number, from 0.
+            count: prompts per rollout.
+            seed: of the run.
+        """
+        total, orders = len(self.train), {}
+        found = []
+        for place in range(rollout * count, (rollout + 1) * count):
+            epoch, index = divmod(place, total)
+            if epoch not in orders:
+                orders[epoch] = np.random.default_rng((seed, epoch)).permutation(total)
+            found.append(self.train[orders[epoch][index]])
+        return found
+
+    def of_evaluation(self, count: int) -> list[Prompt]:
+        """At most ``count`` held-out prompts, spread evenly over them."""
+        total = len(self.held_out)
+        return [self.held_out[i] for i in np.linspace(0, total - 1, min(count, total)).astype(int)]
+
+
+def _files(data: DataSection) -> Sequence[Path]:
+    if data.mixture or data.source == DataSection.source:
+        raise DataError(
+            "zerojax posttrain reads prompts: name one file, folder or glob of them in data.source"
+        )
+    return open_source(data.source, data.pattern).files
+
+
+def _read_table(
+    path: Path, data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Iterator[Prompt]:
+    column = data.prompt_column if template is None else data.messages_column
+    for place, row in read_rows(path, (column,), others=True):
+        given, rest = row[column], {key: value for key, value in row.items() if key != column}
+        if taken := {"prompt", "completion"} & rest.keys():
+            raise DataError(
+                f"{place}: column {min(taken)!r} is an argument that the reward has already: rename it"
+            )
+        yield Prompt(*_encode(given, place, column, tokenizer, template), rest)
+
+
+def _encode(
+    given: Any, place: str, column: str, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> tuple[np.ndarray, str]:
+    """The tokens and the text of a prompt or of a conversation's messages."""
+    if template is None:
+        if not isinstance(given, str):
+            raise DataError(f"{place}: column {column!r} is not text: {short(given)}")
+        tokens = tokenizer.encode(given.encode())
+        return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
+    try:
+        text = template.render(given, add_generation_prompt=True)
+        return tokenizer.encode(text.encode()).astype(np.int32), given[-1]["content"]
+    except (TypeError, KeyError, IndexError) as error:
+        raise DataError(
+            f"{place}: column {column!r} is not a list of messages with role and content"
+        ) from error

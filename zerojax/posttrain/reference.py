@@ -1,0 +1,63 @@
+"""The reference: the weights that a run began with, to measure how far it has gone from them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.run.build import RunSetup
+from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import WeightReader
+from zerojax.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that a run began with.
+
+    Attributes:
+        state: a state of frozen weights; None for a run of adapters alone, whose own base it is.
+    """
+
+    state: TrainState | None
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState, reader: WeightReader
+    ) -> "Reference":
+        """The reference of a run.
+
+        Args:
+            config: the settings.
+            folder: of the run.
+            base: where the first weights are, as ``Record.base``.
+            trained: the state of the run.
+            reader: reads them.
+
+        Raises:
+            ConfigurationError: they are gone.
+        """
+        spec = trained.spec
+        if all(leaf.frozen for leaf in spec.weights):
+            return cls(None)
+        # A state trains something: here the last norm, the smallest leaf, which no step changes. The others
+        # are stored once per node, so that no byte of them crosses nodes.
+        zero = replace(config.zero, frozen=("*", "!norm/*"), weights_delta=False, error_feedback=False)
+        setup = RunSetup.of(replace(config, zero=zero, lora=LoRASection()), optax.identity())
+        path = folder.path / base  # an absolute one stands for itself
+        if not path.exists():
+            raise ConfigurationError(
+                f"{folder.path} began with the weights in {path}, which is gone: put it back, or set "
+                "posttrain.kl to 0 in a new run."
+            )
+        return cls(reader.weights(path, setup.initial_state(base=False)))
+
+    def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> jax.Array:
+        """``predict_step`` with the reference's weights."""
+        if self.state is None:
+            return zerojax.predict_step(trained, batch, fn, adapters=False)
+        return zerojax.predict_step(self.state, batch, fn)

@@ -1,0 +1,65 @@
+"""What follows from the settings of a run, and which do not fit each other."""
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.errors import ConfigurationError
+from zerojax.run.config import RunConfig
+
+
+def rollout_rows(config: RunConfig) -> int:
+    """Completions per rollout, over all processes."""
+    return config.posttrain.rollout_rows or config.train.batch_size
+
+
+def steps_per_rollout(config: RunConfig) -> int:
+    """Optimizer steps on the completions of one rollout."""
+    return config.posttrain.epochs * rollout_rows(config) // config.train.batch_size
+
+
+def check_settings(config: RunConfig, processes: int) -> None:
+    """Refuse settings that do not fit each other.
+
+    Raises:
+        ConfigurationError: names the setting and a value that works.
+    """
+    train, settings, rows = config.train, config.posttrain, rollout_rows(config)
+    if settings.method == "none":
+        raise ConfigurationError('posttrain.method is "none": set it to "grpo", or use zerojax train')
+    if not settings.reward:
+        raise ConfigurationError('posttrain.reward is empty: name a function, as "path/to/file.py:function"')
+    if rows % train.batch_size:
+        raise ConfigurationError(
+            f"posttrain.rollout_rows {rows} is no multiple of train.batch_size {train.batch_size}: "
+            f"{-(-rows // train.batch_size) * train.batch_size} would be"
+        )
+    if rows % (settings.group_size * processes):
+        raise ConfigurationError(
+            f"{rows} completions per rollout do not divide into groups of posttrain.group_size "
+            f"{settings.group_size} on {processes} processes"
+        )
+    steps = steps_per_rollout(config)
+    if train.steps % steps:
+        raise ConfigurationError(
+            f"train.steps {train.steps} ends within a rollout, which has {steps} steps: "
+            f"{-(-train.steps // steps) * steps} would not"
+        )
+    if settings.max_new_tokens >= train.sequence_length:
+        raise ConfigurationError(
+            f"posttrain.max_new_tokens {settings.max_new_tokens} leaves no room for prompts in "
+            f"train.sequence_length {train.sequence_length}"
+        )
+    for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
+        if rate:
+            raise ConfigurationError(
+                f"{name} must be 0 in zerojax posttrain: with it, the ratio of two probabilities is noise"
+            )
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a global batch of ``policy_loss``."""
+    rows, time = config.train.batch_size, config.train.sequence_length
+    names = ["mask", "advantages", "old_log_probs"]
+    names += ["reference_log_probs"] if config.posttrain.kl else []
+    batch = {name: jax.ShapeDtypeStruct((rows, time), jnp.float32) for name in names}
+    return batch | {"tokens": jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)}

@@ -1,0 +1,436 @@
+"""A run of post-training: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zerojax
+from zerojax.analysis.plan import describe_plan
+from zerojax.errors import ConfigurationError, RunError, Stopped
+from zerojax.models import parameter_count
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.multihost.peers import Peers
+from zerojax.multihost.preemption import StopRequest
+from zerojax.multihost.watchdog import Watchdog
+from zerojax.posttrain.advantages import group_advantages
+from zerojax.posttrain.policy import log_probs_of, policy_loss
+from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process, own_rows
+from zerojax.posttrain.prompts import Prompt, Prompts
+from zerojax.posttrain.reference import Reference
+from zerojax.posttrain.rewards import RewardProcess
+from zerojax.posttrain.rollout import Rollout, Rows, minibatches, score
+from zerojax.posttrain.settings import abstract_batch, check_settings, rollout_rows, steps_per_rollout
+from zerojax.run.build import (
+    RunSetup,
+    choose_checkpoint,
+    environment,
+    is_first,
+    make_log,
+    make_watchdog,
+)
+from zerojax.run.checkpoints import Checkpoints, Record, Retention, TrainingClock, reserve_host_memory
+from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.data import Tokenizer, open_template, open_tokenizer
+from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.metrics import MetricsFile, RunLog
+from zerojax.run.run_dir import Resume, RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.run.trainer import disk_errors_explained, divergence_explained
+from zerojax.run.weights import CHECKPOINTS, WeightReader, new_state, resumed_state
+
+Values = dict[str, float]
+
+
+@dataclass
+class PostTrainer:
+    """A run of post-training, with everything that its loop needs; a context manager.
+
+    Attributes:
+        config: the settings.
+        folder: of the run.
+        prompts: of rollouts and evaluations.
+        rewards: the process that scores completions.
+        tokenizer: of the model.
+        end: of a completion.
+        checkpoints: of the run.
+        clock: time trained, and whether a save is due by time.
+        log: metrics, files, progress line.
+        samples: the file of completions, on process zero.
+        watchdog: ends a hung run.
+        lock: keeps other runs out of the folder.
+        state: the model and its optimizer.
+        reference: the model that the run began with, or None.
+        log_probs: for ``predict_step``.
+        step: optimizer steps done.
+        rollouts: rollouts done.
+        base: where frozen weights and the reference are from (``Record.base``).
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    prompts: Prompts
+    rewards: RewardProcess
+    tokenizer: Tokenizer
+    end: AnswerEnd
+    checkpoints: Checkpoints
+    clock: TrainingClock
+    log: RunLog
+    samples: MetricsFile | None
+    watchdog: Watchdog
+    lock: RunLock
+    state: zerojax.TrainState
+    reference: Reference | None
+    log_probs: Callable[..., Any]
+    step: int
+    rollouts: int
+    base: str
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        folder: RunFolder,
+        resume: Resume = "auto",
+        init_from: Path | None = None,
+        peers: Peers | None = None,
+        reader: WeightReader = CHECKPOINTS,
+    ) -> Self:
+        """Read the prompts, start the reward's process, and take the first weights or the newest checkpoint.
+
+        Args:
+            config: the settings.
+            folder: of the run, new or existing; it may hold an imported model.
+            resume: whether to resume from a checkpoint in the folder.
+            init_from: what gives a new run its first weights, such as a run or a checkpoint.
+            peers: the other processes of the run, if there are any.
+            reader: reads ``init_from``, and the base or reference of a resumed run.
+
+        Raises:
+            ConfigurationError: invalid settings, prompts or reward; ``resume`` or ``init_from`` cannot be
+                satisfied; or another process trains in the folder.
+            RunError: the disk is full.
+        """
+        settings = config.posttrain
+        setup = RunSetup.of(config, loss_fn=policy_loss(settings))
+        setup.check()
+        check_settings(config, jax.process_count())
+        lock = RunLock(folder)
+        with ExitStack() as on_error, disk_errors_explained(folder):
+            on_error.callback(lock.close)
+            unlocked = run_on_process_zero(lock.take)
+            run_on_process_zero(folder.create)
+            tokenizer = open_tokenizer(config.data, folder.data)
+            template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
+            longest = config.train.sequence_length + 1 - settings.max_new_tokens
+            prompts = Prompts.read(config.data, tokenizer, template, longest)
+            rewards = RewardProcess(settings.reward, settings.reward_seconds)
+            on_error.callback(rewards.close)
+            manifest, notes = choose_checkpoint(config, folder, resume)
+            if unlocked is not None:
+                notes.append(unlocked)
+            record = Record() if manifest is None else manifest.record
+            step = 0 if manifest is None else manifest.step
+            if manifest is not None and record.position:
+                state, note = resumed_state(setup, folder, manifest, reader)
+                base, rollouts = record.base, record.position["rollouts"]
+                notes.append(note)
+            else:
+                if manifest is None and init_from is None:
+                    raise ConfigurationError(
+                        "zerojax posttrain begins with a trained model: name its run in --init-from, or "
+                        "import one into the run's folder (zerojax import)"
+                    )
+                state, base, lines = new_state(
+                    setup, folder, manifest, init_from, reader, reference=settings.kl > 0
+                )
+                rollouts = 0
+                notes += lines
+            reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
+            if is_first():
+                folder.write_config(config)
+            reserve_host_memory(state)
+            log = make_log(config, folder, state, step, record.skipped, abstract_batch(config))
+            saving = config.checkpoint
+            trainer = cls(
+                config=config,
+                folder=folder,
+                prompts=prompts,
+                rewards=rewards,
+                tokenizer=tokenizer,
+                end=AnswerEnd.of(tokenizer, template),
+                checkpoints=Checkpoints(
+                    folder.checkpoints,
+                    Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
+                    start=None if manifest is None else step,
+                    say=log.say,
+                ),
+                clock=TrainingClock(record.seconds, minutes=saving.minutes),
+                log=log,
+                samples=MetricsFile(folder.samples, start=step) if is_first() else None,
+                watchdog=make_watchdog(config, folder, peers),
+                lock=lock,
+                state=state,
+                reference=reference,
+                log_probs=log_probs_of(settings),
+                step=step,
+                rollouts=rollouts,
+                base=base,
+            )
+            trainer.announce(notes)
+            on_error.pop_all()
+            return trainer
+
+    def __enter__(self) -> Self:
+        self.log.__enter__()
+        self.watchdog.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Finish pending writes, and record the error if the run ended with one."""
+        self.watchdog.phase("the end of the run")
+        try:
+            self.rewards.close()
+            self.log.__exit__(kind, error, trace)
+            if self.log.hangs:  # as would any other use of the disk
+                return
+            if self.samples is not None:
+                self.samples.close()
+            if error is not None and is_first():
+                status = "stopped" if isinstance(error, Stopped) else "failed"
+                reason = f"{type(error).__name__}: {error}"
+                self.folder.update_summary(status=status, step=self.step, reason=reason)
+            self.checkpoints.close()
+        finally:
+            self.watchdog.stop()
+            if not self.log.hangs:
+                self.lock.close()
+
+    def train(self) -> None:
+        """Train from the current step to the last.
+
+        Raises:
+            DivergedError: the loss or gradient was not finite too many times in a row.
+            RunError: the disk is full, or the reward gives no number for any completion.
+            Stopped: a process of the run was asked to stop by a signal; the run has saved.
+        """
+        with (
+            StopRequest() as signalled,
+            disk_errors_explained(self.folder),
+            divergence_explained(self.folder, self.checkpoints),
+        ):
+            if self.step == 0:
+                self.evaluate_first()
+            while self.step < self.config.train.steps:
+                rollout = self.rollout()
+                rewards = self.score(rollout)
+                rows = self.rows(rollout, rewards)
+                self.update(rows, self.measure(rollout, rewards, rows))
+                self.save_if_due(stop=signalled.received)
+            self.finish()
+
+    def rollout(self) -> Rollout:
+        """Complete this process's prompts of the next rollout."""
+        settings = self.config.posttrain
+        self.watchdog.phase(f"rollout {self.rollouts + 1}")
+        groups = rollout_rows(self.config) // settings.group_size
+        prompts = of_this_process(self.prompts.of_rollout(self.rollouts, groups, self.config.train.seed))
+        return self.complete(
+            [prompt for prompt in prompts for _ in range(settings.group_size)],
+            temperature=settings.temperature,
+            seed=int(np.random.SeedSequence((self.config.train.seed, self.rollouts)).generate_state(1)[0]),
+        )
+
+    def complete(self, prompts: list[Prompt], *, temperature: float, seed: int = 0) -> Rollout:
+        """Generate a completion of each prompt."""
+        completions = zerojax.generate(
+            self.state,
+            [prompt.tokens for prompt in prompts],
+            self.config.posttrain.max_new_tokens,
+            temperature=temperature,
+            stop=self.end.token,
+            seed=seed,
+        )
+        return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
+
+    def score(self, rollout: Rollout) -> np.ndarray:
+        """The reward of each completion, fp32, NaN for a lost one.
+
+        Raises:
+            RunError: all of them are lost.
+        """
+        rewards, why = score(rollout, self.rewards)
+        if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
+            raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
+        return rewards
+
+    def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
+        """What the loss reads of each completion (``policy_loss``); a lost one counts nowhere."""
+        settings = self.config.posttrain
+        counted = np.isfinite(rewards).astype(np.float32)
+        advantages = group_advantages(
+            jnp.asarray(rewards),
+            jnp.asarray(counted),
+            group_size=settings.group_size,
+            scale=settings.scale_advantages,
+        )
+        mask = rollout.mask * counted[:, None]
+        rows = {"tokens": rollout.tokens, "mask": mask}
+        parts = [zerojax.predict_step(self.state, part, self.log_probs) for part in self.parts(rows)]
+        more = {"old_log_probs": np.concatenate([own_rows(part) for part in parts])}
+        if self.reference is not None:
+            parts = [self.reference.log_probs(self.state, part, self.log_probs) for part in self.parts(rows)]
+            more["reference_log_probs"] = np.concatenate([own_rows(part) for part in parts])
+        return rows | more | {"advantages": mask * np.asarray(advantages)[:, None]}
+
+    def parts(self, rows: Rows) -> list[Rows]:
+        """The rows in parts of the size of a micro-batch, so that they need no more memory than a step."""
+        train = self.config.train
+        size = train.batch_size // train.accumulate // jax.process_count()
+        return [
+            {name: x[first : first + size] for name, x in rows.items()}
+            for first in range(0, len(rows["tokens"]), size)
+        ]
+
+    def update(self, rows: Rows, measured: Values) -> None:
+        """Train on the rows, and log each step with what was measured of the rollout."""
+        train = self.config.train
+        size = train.batch_size // jax.process_count()
+        seed = (train.seed, self.rollouts)
+        shared = {name: jnp.float32(value) for name, value in measured.items()}
+        for batch in minibatches(rows, size, self.config.posttrain.epochs, seed):
+            self.watchdog.step(self.step + 1)
+            self.state, metrics = zerojax.train_step(self.state, batch)
+            self.step += 1
+            due = self.step == train.steps or (train.eval_every and self.step % train.eval_every == 0)
+            self.log.step(self.step, metrics | shared, self.evaluation if due else None)
+            self.checkpoints.check()
+        self.rollouts += 1
+
+    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Values:
+        """The metrics of a rollout: means over the completions, or tokens, of all processes."""
+        there, mask = np.isfinite(rewards), rows["mask"]
+        groups = rewards.reshape(-1, self.config.posttrain.group_size)
+        differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
+        found = mean_over_processes(
+            {
+                "reward": (rewards, there),
+                "mixed_groups": (differ, np.ones_like(differ)),
+                "length": (rollout.lengths, np.ones_like(there)),
+                "ended": (rollout.ended, np.ones_like(there)),
+                "lost_rewards": (~there, np.ones_like(there)),
+                "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), mask > 0),
+            }
+        )
+        self.write_samples(rollout, rewards)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def write_samples(self, rollout: Rollout, rewards: np.ndarray) -> None:
+        """Add some completions of a rollout to the file: those of the first prompts, spread over groups."""
+        if self.samples is None:
+            return
+        count = min(self.config.posttrain.samples, len(rewards))
+        for row in np.linspace(0, len(rewards) - 1, count).astype(int).tolist():
+            sample = {
+                "rollout": self.rollouts + 1,
+                "prompt": rollout.prompts[row].text,
+                "completion": rollout.texts[row],
+                "reward": float(rewards[row]),
+                "tokens": int(rollout.lengths[row]),
+            }
+            self.samples.write(self.step + 1, sample)
+
+    def evaluation(self) -> dict[str, jax.Array]:
+        """The mean reward of greedy completions of held-out prompts; nothing if there are none."""
+        prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
+        prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
+        if not prompts:
+            return {}
+        self.watchdog.phase(f"the evaluation after step {self.step}")
+        rewards, _ = score(self.complete(prompts, temperature=0.0), self.rewards)
+        mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
+        return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
+
+    def evaluate_first(self) -> None:
+        """Say what the first weights reach, and record it in run.json."""
+        for name, value in self.evaluation().items():
+            self.log.say(f"before the first step: held out {float(value):.3f}")
+            if is_first():
+                self.folder.update_summary(**{f"first_{name}": float(value)})
+        self.log.restart_clock()
+
+    def save_if_due(self, *, stop: bool) -> None:
+        """Save between rollouts, if it is due or a process shall stop.
+
+        Raises:
+            Stopped: the run ends here, on request.
+        """
+        every, per_rollout = self.config.checkpoint.every, steps_per_rollout(self.config)
+        at_end = self.step == self.config.train.steps
+        due = at_end or (every > 0 and self.step // every > (self.step - per_rollout) // every)
+        wants_save, stop = any_process(self.clock.wants_save, stop)
+        if not (due or wants_save or stop) or not self.save(at_end=at_end):
+            return
+        if stop and not at_end:
+            self.checkpoints.wait()
+            raise Stopped(
+                f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; the same "
+                "command resumes from there"
+            )
+
+    def save(self, *, at_end: bool) -> bool:
+        """Begin to save a checkpoint; False if it must wait because the last step was skipped."""
+        self.log.drain()
+        self.watchdog.phase(f"the checkpoint at step {self.step}")
+        mesh = self.state.spec.mesh
+        record = Record(
+            config=config_to_dict(self.config),
+            position={"rollouts": self.rollouts},
+            skipped=self.log.skipped,
+            seconds=self.clock.seconds,
+            mesh=(mesh.shape["node"], mesh.shape["local"]),
+            base=self.base,
+            metrics={name: x for name, x in self.log.last.items() if name in ("loss", "reward")},
+        )
+        if not self.checkpoints.save(self.step, self.state, record, despite_skips=at_end):
+            return False
+        self.clock.saved()
+        self.log.restart_clock()
+        return True
+
+    def announce(self, notes: list[str]) -> None:
+        """Print the model, the prompts and the mesh and how the run begins, and record them in run.json."""
+        config, mesh = self.config, self.state.spec.mesh
+        self.log.say(
+            f"{self.folder.path}: {config.posttrain.method}, {parameter_count(config.model):,} parameters, "
+            f"{len(self.prompts.train):,} prompts and {len(self.prompts.held_out):,} held out, "
+            f"{config.zero.preset} on {mesh.shape['node']} x {mesh.shape['local']} "
+            f"{jax.devices()[0].device_kind} devices"
+        )
+        self.log.say(describe_plan(self.state))
+        if self.prompts.left_out:
+            notes = [*notes, f"{self.prompts.left_out:,} prompts are too long, and are left out"]
+        for note in notes:
+            self.log.say(note)
+        if is_first():
+            self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
+            self.folder.update_summary(steps=config.train.steps, **environment())
+
+    def finish(self) -> None:
+        """Wait for the last step and checkpoint, print and record the result."""
+        self.log.drain()
+        self.watchdog.phase("the end of the run")
+        self.checkpoints.wait()
+        names = ("reward", "validation_reward")
+        measured = {name: self.log.last[name] for name in names if name in self.log.last}
+        if is_first():
+            self.folder.update_summary(
+                status="finished", step=self.step, skipped=self.log.skipped, **measured
+            )
+        words = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in measured.items())
+        self.log.say(f"{words or 'the run had finished'}; the run is in {self.folder.path}")
