@@ -46,7 +46,7 @@ class RunConfig:
 
     def all_trained(self) -> "RunConfig":
         """The settings of a run of the same model that freezes nothing and has no adapters."""
-        zero = dataclasses.replace(self.zero, frozen=None, frozen_weights=None)
+        zero = dataclasses.replace(self.zero, frozen=None, frozen_weights=None, frozen_spread=None)
         return dataclasses.replace(self, zero=zero, lora=LoRASection())
 
     def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:

@@ -78,9 +78,11 @@ class ZeroSection:
         matmul_dtype: "fp8" computes the matmuls of blocks in 8-bit floating point; "compute" does not.
         fp8: Path patterns of the weights to compute with in fp8; "!" leaves one out, the last match decides.
         frozen: Path patterns of the weights that are not trained, read like those of `fp8`; with adapters
-            (`[lora]`) all, if nothing is given. They never cross nodes.
+            (`[lora]`) all, if nothing is given.
         frozen_weights: Format in which they are stored and gathered within a node: "compute", a wire format,
             or "nf4".
+        frozen_spread: Over which devices they are stored once: those of each "node", so that they never cross
+            nodes, or of the "world", which takes less memory and sends them in both passes.
     """
 
     preset: str = "zero3"
@@ -106,6 +108,7 @@ class ZeroSection:
     fp8: tuple[str, ...] | None = None
     frozen: tuple[str, ...] | None = None
     frozen_weights: FrozenFormat | None = None
+    frozen_spread: Literal["node", "world"] | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is not None:
