@@ -148,7 +148,8 @@ def test_the_copy_is_what_the_training_path_computes_with(preset, mesh, form):
 @pytest.mark.parametrize(
     ("model", "mesh", "form", "frozen"),
     [
-        (LISTED, (2, 2), "int8", "int8"),
+        (Averages, (2, 2), "int8", "int8"),
+        pytest.param(LISTED, (2, 2), "int8", "int8", marks=pytest.mark.slow),
         pytest.param(SMALL, (2, 4), "gathered", "nf4", marks=pytest.mark.slow),
         pytest.param(LISTED, (3, 2), "compute", "int8", marks=pytest.mark.slow),
     ],
@@ -173,6 +174,7 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
         ("too long", r"prompt 1 has 20 tokens, and with 5 new ones exceeds the model's context of 24"),
         ("empty", r"prompt 2 has shape \(0,\)"),
         ("scalar", r"prompt 0 has shape \(\)"),
+        ("negative", "prompt 1 has the token id -1: ids begin at 0"),
         ("none", "there is no prompt"),
         ("no new", "max_new_tokens=0 must be at least 1"),
         ("slots", "slots=0 must be at least 1"),
@@ -192,6 +194,8 @@ def test_what_cannot_be_generated_is_refused_in_words(kind, message):
             given[2] = np.zeros(0, np.int32)
         case "scalar":
             given[0] = np.int32(3)
+        case "negative":
+            given[1] = np.array([3, -1])
         case "none":
             given = []
         case "no new":

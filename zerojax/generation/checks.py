@@ -41,7 +41,7 @@ def checked_prompts(prompts: Sequence[Any]) -> list[Int[np.ndarray, " prompt"]]:
     """Prompts as int32 vectors.
 
     Raises:
-        ConfigurationError: there is none, or one is empty, no vector, or of other numbers.
+        ConfigurationError: there is none, or one is empty, no vector, or of other numbers than ids.
     """
     rows = [np.asarray(prompt) for prompt in prompts]
     if not rows:
@@ -52,6 +52,8 @@ def checked_prompts(prompts: Sequence[Any]) -> list[Int[np.ndarray, " prompt"]]:
                 f"prompt {number} has shape {row.shape} and dtype {row.dtype}: a prompt is a vector of at "
                 "least one token id."
             )
+        if row.min() < 0:
+            raise ConfigurationError(f"prompt {number} has the token id {row.min()}: ids begin at 0.")
     return [row.astype(np.int32) for row in rows]
 
 

@@ -230,7 +230,8 @@ def _room(spec: TrainSpec) -> int:
     limit = min((one["bytes_limit"] for one in stats if "bytes_limit" in one), default=None)
     if limit is None:
         return np.iinfo(np.int32).max
-    return max(0, int(_SHARE * limit) - device_bytes(abstract_fields(spec))) >> 20
+    held = spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
+    return max(0, int(_SHARE * limit) - held) >> 20
 
 
 def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
@@ -250,7 +251,7 @@ def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
 
 
 def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
-    """The same, not cached.
+    """``_program``, not cached.
 
     Devices run on their own: they do not wait for each other, but for those of their node where the copy is
     "gathered".

@@ -52,22 +52,22 @@ def attend_cached(
         layer: the layer's index.
         windowed: whether the sliding window, if the model has one, is this layer's.
     """
-    query, *new = qkv
+    query, key, value = qkv
     rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(config.key_value_heads)[:, None]
     cache = KVCache(
         *(
             whole.at[layer, rows, heads, positions[:, None]].set(
                 part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
             )
-            for whole, part in zip(cache, new, strict=True)
+            for whole, part in zip(cache, (key, value), strict=True)
         )
     )
-    if (
-        query.shape[1] == cache.keys.shape[3]
-    ):  # new tokens fill it, so it was empty: they see each other alone
+    if query.shape[1] == cache.keys.shape[3]:
+        # The new tokens fill the cache, so it was empty: they see each other alone.
         attended = causal_attention(
             query,
-            *new,
+            key,
+            value,
             config.attention,
             window=config.sliding_window,
             windowed=windowed,
