@@ -148,7 +148,7 @@ def test_what_cannot_be_is_refused_in_words(options, words):
         ("stack", (2, 4), {"frozen_weights": "nf4"}),
         ("nnx", (3, 2), {}),
         pytest.param("stack", (3, 2), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
-        pytest.param("linen-scan", (2, 4), {"accumulate": 3}, marks=pytest.mark.slow),
+        pytest.param("linen-scan", (2, 4), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
         pytest.param("nnx", (2, 4), {"frozen_weights": "int4"}, marks=pytest.mark.slow),
     ],
 )
