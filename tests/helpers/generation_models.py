@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 import zerojax
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
@@ -57,6 +57,52 @@ class Residual(nnx.Module):
 
     def __call__(self, x):
         return x + jnp.sin(self.up(x))
+
+
+class LinenResidual(linen.Module):
+    """The block in Linen."""
+
+    @linen.compact
+    def __call__(self, x):
+        return x + jnp.sin(linen.Dense(6, kernel_init=linen.initializers.normal(2.0))(x))
+
+
+class LinenAverages(linen.Module):
+    """The user's model in Linen."""
+
+    def setup(self):
+        self.embed = linen.Embed(VOCAB, 6)
+        self.blocks = [LinenResidual() for _ in range(2)]
+        self.head = linen.Dense(VOCAB, kernel_init=linen.initializers.normal(1.0))
+
+    def through(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def __call__(self, tokens):
+        sums = jnp.cumsum(self.embed(tokens), axis=1)
+        return self.logits(self.through(sums / jnp.arange(1, tokens.shape[1] + 1)[:, None]))
+
+    def init_cache(self, batch, length, dtype):
+        del length
+        return jnp.zeros((batch, 6), dtype)
+
+    def decode(self, tokens, start, end, cache):
+        counts = start[:, None] + jnp.arange(1, tokens.shape[1] + 1)
+        x = jnp.where((counts <= end[:, None])[..., None], self.embed(tokens), 0)
+        sums = cache[:, None] + jnp.cumsum(x, axis=1)
+        return self.through(sums / counts[..., None]), sums[:, -1]
+
+    def logits(self, hidden):
+        return self.head(hidden)
+
+
+def next_token_loss(model: Any, batch: Any) -> jax.Array:
+    """The mean cross-entropy of any model."""
+    tokens = batch["tokens"]
+    scores = jax.nn.log_softmax(model(tokens[:, :-1]))
+    return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
 
 
 def create(

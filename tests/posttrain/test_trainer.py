@@ -55,6 +55,16 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
     return micro_config(place / "prompts.jsonl", **merged)
 
 
+def two_rollouts(place: Path) -> RunConfig:
+    """Two rollouts of two batches, each of which is seen twice; the reference is a second state."""
+    return config(
+        place,
+        train={"steps": 8},
+        posttrain={"rollout_rows": 32, "epochs": 2, "kl": 0.01},
+        checkpoint={"every": 3},
+    )
+
+
 def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PostTrainer:
     with PostTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
         trainer.train()
@@ -72,13 +82,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_torn_run_resumes_bit_by_bit(
     place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Two rollouts of two batches, each seen twice; the reference is a second state.
-    settings = config(
-        place,
-        train={"steps": 8},
-        posttrain={"rollout_rows": 32, "epochs": 2, "kl": 0.01},
-        checkpoint={"every": 3},
-    )
+    settings = two_rollouts(place)
     whole = train(settings, tmp_path / "whole", finished)
     with monkeypatch.context() as patch:
         die_at(patch, 6)
@@ -114,6 +118,7 @@ def test_a_run_learns_what_is_rewarded(place: Path, finished: RunFolder, tmp_pat
     assert "validation_reward" in lines(tmp_path / "run")[29]
 
 
+@pytest.mark.slow
 def test_adapters_are_compared_with_their_base(place: Path, finished: RunFolder, tmp_path: Path) -> None:
     settings = config(place, lora={"rank": 2}, posttrain={"kl": 0.01}, train={"steps": 2})
     trainer = train(settings, tmp_path / "run", finished)
@@ -127,15 +132,16 @@ def test_adapters_are_compared_with_their_base(place: Path, finished: RunFolder,
 def test_a_completion_without_a_reward_counts_nowhere(
     place: Path, finished: RunFolder, tmp_path: Path
 ) -> None:
-    with PostTrainer.open(config(place), RunFolder(tmp_path / "run"), init_from=finished.path) as trainer:
+    folder = RunFolder(tmp_path / "run")
+    with PostTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
         rollout = trainer.rollout()
-        assert len(rollout.texts) == 16
+        assert len(rollout.texts) == 32
         assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
         for row, prompt in enumerate(rollout.prompts):
             drawn = rollout.tokens[row, 1:][rollout.mask[row] > 0]
             assert trainer.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
             assert rollout.tokens[row, : len(prompt.tokens)].tolist() == prompt.tokens.tolist()
-        rewards = np.arange(16, dtype=np.float32)
+        rewards = np.arange(32, dtype=np.float32)
         rewards[[3, 4, 5, 6, 7]] = np.nan
         rows = trainer.rows(rollout, rewards)
         assert (rows["mask"].any(axis=1) == np.isfinite(rewards)).all()
@@ -144,7 +150,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         wanted = np.asarray([-1, 0, 1])[:, None] / scale * rows["mask"][:3]
         np.testing.assert_allclose(rows["advantages"][:3], wanted, atol=1e-4)
         measured = trainer.measure(rollout, rewards, rows)
-        assert measured["lost_rewards"] == 5 / 16
+        assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
         trainer.rewards.close()
         trainer.rewards = RewardProcess(f"{place / 'reward.py'}:refuse", 1.0)

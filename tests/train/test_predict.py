@@ -37,21 +37,27 @@ def batch():
 )
 def test_rows_come_back_in_their_order(batch, zero):
     state = create(**zero)
-    for _ in range(2):
+    for _ in range(1 + bool(zero)):
         found = zerojax.predict_step(state, batch, outputs)
         plain = outputs(zerojax.gather_model(state), batch)
         for name, x in found.items():
             assert x.sharding == state.spec.sharding(state.spec.batch_spec)
             # Delta's copies follow the weights with an error.
             np.testing.assert_allclose(x, plain[name], atol=1e-5 if not zero else 0.05)
-        state, _ = zerojax.train_step(state, {"tokens": batch["tokens"]})
+        if zero:
+            state, _ = zerojax.train_step(state, {"tokens": batch["tokens"]})
 
 
 def test_without_adapters_the_base_predicts(batch):
     state = create(LoRA(rank=2, targets=("*kernel",)))
     first = zerojax.predict_step(state, batch, outputs)
-    for _ in range(2):
-        state, _ = zerojax.train_step(state, {"tokens": batch["tokens"]})
+    # B begins at 0, and with it what the adapters add.
+    rng = np.random.default_rng(0)
+    state = state.replace(
+        params=jax.tree.map(
+            lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), state.params
+        )
+    )
     base = zerojax.predict_step(state, batch, outputs, adapters=False)
     jax.tree.map(np.testing.assert_array_equal, base, first)
     adapted = zerojax.predict_step(state, batch, outputs)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from zerojax.errors import ConfigurationError
-from zerojax.generation.engine import PROTOCOL
+from zerojax.generation.protocol import PROTOCOL
 from zerojax.sharding.param_tree import Path
 from zerojax.train.spec import TrainSpec
 

@@ -4,15 +4,6 @@ A slot holds one row of the key-value cache. Each turn of the loop first refills
 prefill computes the cache and the first token of whole prompts. Then one decode step draws the next token of
 every slot. A slot is free again when its row draws the stop token or reaches its limit (Yu et al., "Orca",
 OSDI 2022, iteration-level scheduling).
-
-A model takes part by three methods and, if its sequences are limited, an attribute:
-
-- ``init_cache(batch, length, dtype)``: an empty cache, any pytree of arrays that have an axis of ``batch``;
-- ``decode(tokens, start, end, cache) -> (hidden, cache)``: runs new ``tokens [batch, time]``, of which row
-  i has ``start[i]`` predecessors in the cache, and afterwards ``end[i]`` in all. Rows are padded on the
-  right: what a row has beyond ``end`` must not be attended to, and is overwritten later;
-- ``logits(hidden) -> [..., vocab]``;
-- ``context_length``: the most tokens of a sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zerojax.errors import ConfigurationError
+from zerojax.generation.protocol import batch_axes, decoded
 from zerojax.generation.sampling import Sampling, sample
 
 _SLOTS = 64
 """Rows of a device that are decoded together, unless the caller says."""
 _PREFILL_TOKENS = 8192
-PROTOCOL = ("init_cache", "decode", "logits")
 
 
 class Queue(NamedTuple):
@@ -142,18 +132,23 @@ class Engine:
         )
         free = jnp.full(self.slots, count, jnp.int32)
         none = jnp.zeros(self.slots, jnp.int32)
-        cache = bind().init_cache(self.slots, self.length, jnp.dtype(self.dtype))
+        cache = self.empty_cache(bind, self.slots, self.length)
+        axes = batch_axes(lambda rows: self.empty_cache(bind, rows, self.length))
         slots = _Slots(free, none, none, cache)
         loop = self._decide(_Loop(jnp.int32(0), slots, out, jnp.bool(False), jnp.bool(False)), queue)
 
         def refill(loop: _Loop) -> _Loop:
-            return self._decide(self._prefill(bind(), queue, key, loop), queue)
+            return self._decide(self._prefill(bind, axes, queue, key, loop), queue)
 
         def turn(loop: _Loop) -> _Loop:
             loop = lax.while_loop(lambda loop: loop.refill, refill, loop)
             return self._decide(self._decode(bind(), queue, key, loop), queue)
 
         return lax.while_loop(lambda loop: loop.busy, turn, loop).out
+
+    def empty_cache(self, bind: Callable[[], Any], rows: int, length: int) -> Any:
+        """A cache for so many rows of so many tokens."""
+        return bind().init_cache(rows, length, jnp.dtype(self.dtype))
 
     def _decide(self, loop: "_Loop", queue: Queue) -> "_Loop":
         """Whether to refill slots, and whether there is anything left to do.
@@ -170,7 +165,9 @@ class Engine:
             flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
         return loop._replace(refill=flags[0], busy=flags[1])
 
-    def _prefill(self, model: Any, queue: Queue, key: Array, loop: "_Loop") -> "_Loop":
+    def _prefill(
+        self, bind: Callable[[], Any], axes: Any, queue: Queue, key: Array, loop: "_Loop"
+    ) -> "_Loop":
         """Put the next prompts of the queue into free slots, and draw their first tokens."""
         slots, count = loop.slots, queue.lengths.shape[0]
         numbers = jnp.arange(self.prefill)
@@ -179,8 +176,8 @@ class Engine:
         taken = numbers < jnp.minimum(jnp.sum(is_free), left)
         index = jnp.where(taken, loop.taken + numbers, 0)
         prompts, lengths = queue.prompts[index], jnp.maximum(queue.lengths[index], 1)
-        cache = model.init_cache(self.prefill, prompts.shape[1], jnp.dtype(self.dtype))
-        hidden, cache = model.decode(prompts, jnp.zeros_like(lengths), lengths, cache)
+        model, cache = bind(), self.empty_cache(bind, self.prefill, prompts.shape[1])
+        hidden, cache = decoded(model, prompts, jnp.zeros_like(lengths), lengths, cache)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         # The free slots come first in this order; what is not taken goes nowhere.
         order = jnp.argsort(~is_free, stable=True)[: self.prefill]
@@ -191,7 +188,7 @@ class Engine:
             slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
             slots.token.at[place].set(token, mode="drop"),
             slots.made.at[place].set(1, mode="drop"),
-            self._insert(model, slots.cache, cache, place),
+            _insert(slots.cache, cache, place, axes),
         )
         return loop._replace(taken=loop.taken + jnp.sum(taken), slots=slots, out=out)
 
@@ -200,7 +197,7 @@ class Engine:
         slots, count = loop.slots, queue.lengths.shape[0]
         lengths = queue.lengths.at[slots.row].get(mode="fill", fill_value=1)
         end = jnp.where(slots.row < count, lengths + slots.made, 1)
-        hidden, cache = model.decode(slots.token[:, None], end - 1, end, slots.cache)
+        hidden, cache = decoded(model, slots.token[:, None], end - 1, end, slots.cache)
         token, out, ended = self._draw(model, hidden[:, 0], queue, key, slots.row, slots.made, loop.out)
         row = jnp.where(ended, count, slots.row)
         return loop._replace(slots=_Slots(row, token, slots.made + 1, cache), out=out)
@@ -222,16 +219,6 @@ class Engine:
             out.log_probs.at[row, made].set(log_prob, mode="drop"),
         )
         return token, out, ended
-
-    def _insert(self, model: Any, cache: Any, filled: Any, place: Array) -> Any:
-        """The cache with prefilled rows at their places."""
-
-        def insert(whole: Array, part: Array, axis: int) -> Array:
-            where: list[Any] = [slice(0, size) for size in part.shape]
-            where[axis] = place
-            return whole.at[tuple(where)].set(part, mode="drop")
-
-        return jax.tree.map(insert, cache, filled, batch_axes(model, self.dtype))
 
 
 class _Slots(NamedTuple):
@@ -282,21 +269,12 @@ def row_keys(
     )
 
 
-def batch_axes(model: Any, dtype: str) -> Any:
-    """The batch axis of each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
+def _insert(cache: Any, filled: Any, place: Int[Array, " rows"], axes: Any) -> Any:
+    """A cache with prefilled rows at their places."""
 
-    Raises:
-        ConfigurationError: an array has none.
-    """
-    one, two = (jax.eval_shape(lambda n=n: model.init_cache(n, 16, jnp.dtype(dtype))) for n in (1, 2))
+    def insert(whole: Array, part: Array, axis: int) -> Array:
+        where: list[Any] = [slice(0, size) for size in part.shape]
+        where[axis] = place
+        return whole.at[tuple(where)].set(part, mode="drop")
 
-    def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
-        found = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-        if len(found) != 1:
-            raise ConfigurationError(
-                f"init_cache made an array of shape {a.shape} for one row and {b.shape} for two: each array "
-                "of the cache needs one axis of rows"
-            )
-        return found[0]
-
-    return jax.tree.map(axis, one, two)
+    return jax.tree.map(insert, cache, filled, axes)

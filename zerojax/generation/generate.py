@@ -1,12 +1,12 @@
 """``zerojax.generate``: continue prompts on the mesh, with the sharded weights of a train state."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
@@ -130,14 +130,13 @@ def generate_rows(
     if slots is not None and slots < 1:
         raise ConfigurationError(f"slots={slots} must be at least 1.")
     check_there(state)
-    model = abstract_model(spec)
-    context = checked_context(model)
+    context = checked_context(abstract_model(spec))
     batch = _agree(spec, lambda: _batch(spec, prompts, limits, context + unread))
     dtype = str(spec.strategy.compute_dtype)
     engine = Engine.of(
         batch.rows, batch.prompt, batch.new, context, dtype=dtype, how=how, stop=stop, slots=slots
     )
-    copy = _copy(spec, model, engine, weights, batch.room, adapters=adapters)
+    copy = _copy(spec, engine, weights, batch.room, adapters=adapters)
     if copy.form == "gathered" and spec.world.local > 1:
         engine = dataclasses.replace(engine, group=LOCAL)
     rows = range(batch.first, batch.first + batch.count)
@@ -208,26 +207,21 @@ def _agree(spec: TrainSpec, describe: Callable[[], list[int]]) -> _Batch:
     return _Batch(count, prompt, new, room, first, -(-count // here))
 
 
-def _copy(
-    spec: TrainSpec, model: Any, engine: Engine, weights: str, room: int, *, adapters: bool
-) -> GenerationCopy:
-    """The copy in the form asked for, or in the one that fits."""
-    cache = device_bytes(
-        jax.eval_shape(lambda: model.init_cache(engine.slots, engine.length, jnp.dtype(engine.dtype)))
-    )
+def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters: bool) -> GenerationCopy:
+    """The copy in the form asked for, or in the one that fits into so many MiB of a device."""
     form: Any = weights
     if weights == "auto":
         whole = GenerationCopy.of(spec, "compute", adapters=adapters)
-        form = "compute" if whole.device_bytes + cache <= room << 20 else "gathered"
-    copy = spec.once(
+        form = "compute" if whole.device_bytes + _cache_bytes(spec, engine) <= room << 20 else "gathered"
+    return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )
-    logger.info(
-        "generating with weights=%s: on each device %s of weights, and %s of key-value cache for %d slots "
-        "of %d tokens",
-        *(form, bytes_text(copy.device_bytes), bytes_text(cache), engine.slots, engine.length),
-    )
-    return copy
+
+
+def _cache_bytes(spec: TrainSpec, engine: Engine) -> int:
+    """Bytes of the cache of a device's slots."""
+    bind = functools.partial(abstract_model, spec)
+    return device_bytes(jax.eval_shape(lambda: engine.empty_cache(bind, engine.slots, engine.length)))
 
 
 def _room(spec: TrainSpec) -> int:
@@ -241,8 +235,18 @@ def _room(spec: TrainSpec) -> int:
 
 def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
     """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
+
+    def make() -> Any:
+        cache = _cache_bytes(copy.spec, engine)
+        logger.info(
+            "generating with weights=%s: on each device %s of weights, and %s of key-value cache for %d "
+            "slots of %d tokens",
+            *(copy.form, bytes_text(copy.device_bytes), bytes_text(cache), engine.slots, engine.length),
+        )
+        return generation_program(copy, engine)
+
     name = f"generate {copy.form} {copy.adapters} {queue.prompts.shape} {engine}"
-    return copy.spec.once(name, lambda: generation_program(copy, engine))
+    return copy.spec.once(name, make)
 
 
 def generation_program(copy: GenerationCopy, engine: Engine) -> Any:

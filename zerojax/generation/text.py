@@ -14,6 +14,7 @@ from jaxtyping import Int, Key
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import checked_context, checked_prompts
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
+from zerojax.generation.protocol import decoded
 from zerojax.generation.sampling import Sampling, sample
 
 
@@ -144,7 +145,7 @@ def _first(
     """The first new token of a queue of one row, and the cache of the prompt."""
     model: Any = nnx.merge(graph, weights)
     cache = model.init_cache(1, engine.length, jnp.dtype(engine.dtype))
-    hidden, cache = model.decode(queue.prompts, jnp.zeros_like(queue.lengths), queue.lengths, cache)
+    hidden, cache = decoded(model, queue.prompts, jnp.zeros_like(queue.lengths), queue.lengths, cache)
     last = jax.lax.dynamic_index_in_dim(hidden[0], queue.lengths[0] - 1)
     return _drawn(model, last, queue, 0, key, engine), cache
 
@@ -164,7 +165,7 @@ def _next(
     """The token that follows ``token``, of which so many were made; and the cache with that one."""
     model: Any = nnx.merge(graph, weights)
     end = queue.lengths + made
-    hidden, cache = model.decode(token[:, None], end - 1, end, cache)
+    hidden, cache = decoded(model, token[:, None], end - 1, end, cache)
     return _drawn(model, hidden[:, 0], queue, made, key, engine), cache
 
 

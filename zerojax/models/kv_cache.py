@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from zerojax.models.attention import Windowed
+from zerojax.models.attention import Windowed, causal_attention
 from zerojax.models.config import GPTConfig
 
 Positions = Int[Array, "batch time"]
@@ -62,6 +62,19 @@ def attend_cached(
             for whole, part in zip(cache, new, strict=True)
         )
     )
+    if (
+        query.shape[1] == cache.keys.shape[3]
+    ):  # new tokens fill it, so it was empty: they see each other alone
+        attended = causal_attention(
+            query,
+            *new,
+            config.attention,
+            window=config.sliding_window,
+            windowed=windowed,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
+        return attended, cache
     keys, values = (jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in cache)
     distance = positions[:, None, None, :, None] - jnp.arange(keys.shape[2])
     seen = distance >= 0

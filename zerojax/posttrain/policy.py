@@ -1,7 +1,7 @@
 """What runs on the devices: the loss of GRPO, and the log-probabilities that it starts from."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from jaxtyping import Array, Float
 
@@ -14,6 +14,7 @@ from zerojax.run.config import PosttrainSection
 Batch = dict[str, Array]
 
 
+@cache  # so that runs with the same settings share what they compile
 def policy_loss(settings: PosttrainSection) -> LossFn:
     """The loss of GRPO for ``TrainState.create``: the mean over all tokens of all completions.
 
@@ -24,6 +25,7 @@ def policy_loss(settings: PosttrainSection) -> LossFn:
     return partial(_policy_loss, settings)
 
 
+@cache
 def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Array, "rows time"]]:
     """A function for ``predict_step``: the log-probabilities of the completions in a batch's rows."""
     return partial(_log_probs, settings)

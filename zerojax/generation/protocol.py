@@ -1,0 +1,71 @@
+"""What a model needs to generate: three methods and, if its sequences are limited, an attribute.
+
+- ``init_cache(batch, length, dtype)``: an empty cache, any pytree of arrays that have an axis of ``batch``;
+- ``decode(tokens, start, end, cache) -> (hidden, cache)``: runs new ``tokens [batch, time]``, of which row
+  i has ``start[i]`` predecessors in the cache, and afterwards ``end[i]`` in all. Rows are padded on the
+  right: what a row has beyond ``end`` must not be attended to, and is overwritten later;
+- ``logits(hidden) -> [..., vocab]``;
+- ``context_length``: the most tokens of a sequence.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from zerojax.errors import ConfigurationError
+
+PROTOCOL = ("init_cache", "decode", "logits")
+
+
+def decoded(
+    model: Any,
+    tokens: Int[Array, "batch time"],
+    start: Int[Array, " batch"],
+    end: Int[Array, " batch"],
+    cache: Any,
+) -> tuple[Float[Array, "batch time width"], Any]:
+    """``model.decode``, checked.
+
+    Raises:
+        ConfigurationError: it returns another kind of cache, or no ``hidden`` for each token.
+    """
+    hidden, after = model.decode(tokens, start, end, cache)
+    if jax.tree.structure(after) != jax.tree.structure(cache):
+        raise ConfigurationError("the model's decode returns a cache of another structure than init_cache.")
+    for before, now in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+        if (before.shape, before.dtype) != (now.shape, now.dtype):
+            raise ConfigurationError(
+                f"the model's decode was given a cache with {before.dtype}{list(before.shape)} and returns "
+                f"{now.dtype}{list(now.shape)} in its place: the cache keeps its shapes and dtypes."
+            )
+    if hidden.ndim != 3 or hidden.shape[:2] != tokens.shape:
+        raise ConfigurationError(
+            f"the model's decode returns an array of shape {hidden.shape} for tokens of shape "
+            f"{tokens.shape}: it must be [batch, time, width]."
+        )
+    return hidden, after
+
+
+def batch_axes(init_cache: Callable[[int], Any]) -> Any:
+    """The axis of rows in each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
+
+    Args:
+        init_cache: makes a cache of so many rows.
+
+    Raises:
+        ConfigurationError: an array has none.
+    """
+    one, two = (jax.eval_shape(lambda rows=rows: init_cache(rows)) for rows in (1, 2))
+
+    def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
+        found = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"init_cache made an array of shape {a.shape} for one row and {b.shape} for two: each array "
+                "of the cache needs one axis of rows"
+            )
+        return found[0]
+
+    return jax.tree.map(axis, one, two)
