@@ -154,7 +154,9 @@ def test_what_cannot_be_is_refused_in_words(options, words):
 )
 def test_weights_spread_over_the_world_change_no_bit(name, mesh, options):
     options = {"block_size": 64, "precise": (), **options}
-    near, far = (states(name, *mesh, 3, frozen_spread=spread, **options) for spread in ("node", "world"))
+    near, far = (
+        states(name, *mesh, steps=3, frozen_spread=spread, **options) for spread in ("node", "world")
+    )
     assert near[2] == far[2]
     jax.tree.map(np.testing.assert_array_equal, near[1].frozen, far[1].frozen)
     jax.tree.map(np.testing.assert_array_equal, near[1].base, far[1].base)
