@@ -148,13 +148,15 @@ def test_what_cannot_be_is_refused_in_words(options, words):
         ("stack", (2, 4), {"frozen_weights": "nf4"}),
         ("nnx", (3, 2), {}),
         pytest.param("stack", (3, 2), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
-        pytest.param("linen-scan", (2, 4), {"accumulate": 3}, marks=pytest.mark.slow),
+        pytest.param("linen-scan", (2, 4), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
         pytest.param("nnx", (2, 4), {"frozen_weights": "int4"}, marks=pytest.mark.slow),
     ],
 )
 def test_weights_spread_over_the_world_change_no_bit(name, mesh, options):
     options = {"block_size": 64, "precise": (), **options}
-    near, far = (states(name, *mesh, 3, frozen_spread=spread, **options) for spread in ("node", "world"))
+    near, far = (
+        states(name, *mesh, steps=3, frozen_spread=spread, **options) for spread in ("node", "world")
+    )
     assert near[2] == far[2]
     jax.tree.map(np.testing.assert_array_equal, near[1].frozen, far[1].frozen)
     jax.tree.map(np.testing.assert_array_equal, near[1].base, far[1].base)
