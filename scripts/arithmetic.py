@@ -26,9 +26,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--column", default="completion", help="name of the results")
-    parser.add_argument(
-        "--rough", action="store_true", help="and four times a result that is one too many"
-    )
+    parser.add_argument("--rough", action="store_true", help="and four times a result that is one too many")
     parser.add_argument("--more", type=int, choices=range(3), default=0, help="to be added to each")
     options = parser.parse_args()
     more = options.more

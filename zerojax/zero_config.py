@@ -90,10 +90,12 @@ class ZeroConfig:
             two-dimensional ones of units whose sizes are multiples of 16. The last pattern that matches
             decides; one that begins with "!" leaves the weight out.
         frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They
-            have no master weight, optimizer state or gradient. Each node stores them once, spread over its
-            devices, so that they never cross nodes. Needs stage 3.
+            have no master weight, optimizer state or gradient. Needs stage 3.
         frozen_weights: the format in which frozen weights are stored and gathered over ``local``: a wire
             format or "nf4" (QLoRA; blocks of 64); None is the compute format. ``precise`` holds for them too.
+        frozen_spread: over which devices a frozen weight is stored once: those of each "node", so that it
+            never crosses nodes, or those of the "world", to save memory: it is then gathered over ``node`` as
+            well, in the forward and in the backward pass.
     """
 
     stage: int = 3
@@ -120,6 +122,7 @@ class ZeroConfig:
     fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
     frozen_weights: str | None = None
+    frozen_spread: Literal["node", "world"] = "node"
 
     def __post_init__(self) -> None:
         """Refuse options that cannot work.
@@ -353,6 +356,15 @@ class ZeroConfig:
                 f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in "
                 'frozen, such as frozen=("*",).'
             )
+        if self.frozen_spread == "world" and (not self.frozen or self.hpz):
+            raise ConfigurationError(
+                'frozen_spread="world" stores frozen weights once in all nodes, and '
+                + (
+                    "hpz keeps a copy of gathered weights in each: leave one of the two out."
+                    if self.frozen
+                    else 'none are: name them in frozen, such as frozen=("*",).'
+                )
+            )
         if self.frozen and self.stage != 3:
             raise ConfigurationError(
                 f"frozen weights are spread over a node's devices and gathered for each unit, and stage "
@@ -382,6 +394,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rounding": ("nearest", "stochastic"),
     "rotation": (0, 32),
     "matmul_dtype": ("compute", "fp8"),
+    "frozen_spread": ("node", "world"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -106,6 +106,15 @@ def test_frozen_weights_are_shared_and_the_bytes_are_counted():
         assert copy.device_bytes == device_bytes(made), form
 
 
+def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_node():
+    spread = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="int8", frozen_spread="world")
+    for form in ("gathered", "int8"):
+        one, other = (GenerationCopy.of(state.spec, form).make(state) for state in (mixed(), spread))
+        for mine, like in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert mine.sharding == like.sharding
+            np.testing.assert_array_equal(mine, like)
+
+
 def test_weights_are_whole_where_they_fit():
     spec = mixed().spec
     # A cache of 1 MiB: 2 slots, 2 layers, keys and values, one head of 4 numbers of 4 bytes.

@@ -21,7 +21,11 @@ Compile = Callable[..., jax.stages.Compiled]
 
 
 def compiled_gpt(
-    config: GPTConfig, zero: zerojax.ZeroConfig, nodes: int, local: int
+    config: GPTConfig,
+    zero: zerojax.ZeroConfig,
+    nodes: int,
+    local: int,
+    lora: zerojax.LoRA | None = None,
 ) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
     """A model's step with AdamW on H100s, a sequence of full length each; skips without a compiler."""
     try:
@@ -34,6 +38,7 @@ def compiled_gpt(
         lm_loss,
         mesh=zerojax.make_mesh(nodes, local, devices=devices),
         zero=zero,
+        lora=lora,
     )
     lowered = zerojax.lower_train_step(state, gpt_batch(config, nodes * local))
     return state, lowered.compile(dict(aot.COMPILER_OPTIONS))

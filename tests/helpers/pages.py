@@ -21,6 +21,7 @@ REASONS = (
     "needs a cluster",
     "needs PyTorch",
     "needs root",
+    "needs a downloaded model",
     "sets up a machine",  # the tests' own first step
     "takes minutes",
     "a fragment",  # of a program that stands elsewhere, and is run there

@@ -140,3 +140,57 @@ def test_the_fingerprint_is_of_the_values_alone():
 def test_what_cannot_be_is_refused_in_words(options, words):
     with pytest.raises(ZeroError, match=words.replace("*", r"\*")):
         CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("stack", (2, 4), {"frozen_weights": "nf4"}),
+        ("nnx", (3, 2), {}),
+        pytest.param("stack", (3, 2), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
+        pytest.param("linen-scan", (2, 4), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
+        pytest.param("nnx", (2, 4), {"frozen_weights": "int4"}, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_spread_over_the_world_change_no_bit(name, mesh, options):
+    options = {"block_size": 64, "precise": (), **options}
+    near, far = (
+        states(name, *mesh, steps=3, frozen_spread=spread, **options) for spread in ("node", "world")
+    )
+    assert near[2] == far[2]
+    jax.tree.map(np.testing.assert_array_equal, near[1].frozen, far[1].frozen)
+    jax.tree.map(np.testing.assert_array_equal, near[1].base, far[1].base)
+    jax.tree.map(np.testing.assert_array_equal, near[1].params, far[1].params)
+    for x in jax.tree.leaves(far[0].frozen):
+        assert sum(shard.data.nbytes for shard in x.addressable_shards) == x.nbytes  # once in all
+
+
+def test_what_weights_spread_over_the_world_send_and_take_is_as_planned():
+    options = {"frozen": UP, "frozen_weights": "int8", "block_size": 64, "precise": ()}
+    case = CASES["stack"]
+    near, far = (
+        case.create(optax.sgd(0.1), nodes=2, local=4, frozen_spread=spread, **options)
+        for spread in ("node", "world")
+    )
+    sent = [zerojax.comm_report(state, case.batches(24, 1)[0]) for state in (near, far)]
+    planned = [zerojax.plan.plan_state(state) for state in (near, far)]
+    (leaf,) = far.spec.frozen
+    # In three layers forward; backward in two, since the last is still there.
+    assert sent[1].node_bytes - sent[0].node_bytes == 5 * leaf.weights.node.row_bytes(leaf.shard)
+    assert planned[1].node_bytes - planned[0].node_bytes == 5 * leaf.weights.node.row_bytes(leaf.shard)
+    assert sent[1].local_bytes == sent[0].local_bytes
+    frozen = [plan.memory.kinds["frozen"] for plan in planned]
+    assert frozen[0] == 2 * frozen[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "and none are: name them in frozen"),
+        ({"frozen": ("*",), "hpz": True}, "hpz keeps a copy of gathered weights in each"),
+        ({"frozen": ("*",), "frozen_spread": "pod"}, "is not one of"),
+    ],
+)
+def test_a_spread_that_cannot_be_is_refused(options, words):
+    with pytest.raises(ZeroError, match=words):
+        zerojax.ZeroConfig(**{"frozen_spread": "world"} | options)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from core_models import CASES
-from flax import traverse_util
+from flax import linen, traverse_util
 from plain_loop import by_path, distance, plain_model
 
 import zerojax
@@ -126,8 +126,9 @@ def test_several_adapters_share_one_base():
         second, _ = zerojax.train_step(second, batch)
     one, other = (zerojax.eval_step(state, batches[0])["loss"] for state in (first, second))
     assert one != other
-    with pytest.raises(ZeroError, match="does not freeze"):
-        create("stack", 1, 1, base=first)
+    for mesh, options in [((1, 1), {}), ((2, 4), {"frozen_spread": "world"})]:
+        with pytest.raises(ZeroError, match=r"does not freeze .* in the same way"):
+            create("stack", *mesh, base=first, **options)
 
 
 def test_dropout_is_for_training_alone_and_reproducible():
@@ -199,3 +200,61 @@ def test_what_cannot_be_is_refused_in_words(lora, options, words):
 def test_settings_out_of_range_are_refused(field):
     with pytest.raises(ZeroError, match=f"LoRA.{next(iter(field))}"):
         LoRA(**field)
+
+
+class LinenAttention(linen.Module):
+    """Attention, whose kernels have axes for heads, and a residual."""
+
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=12)(x)
+
+
+class LinenAttentive(linen.Module):
+    """A block with attention, and a linear layer of no unit."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1)(LinenAttention()(x))[..., 0]
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((3, 2), marks=pytest.mark.slow)])
+def test_the_kernels_of_attention_have_adapters_of_their_matrices(mesh):
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(shape, np.float32) for shape in ((4, 24, 5, 8), (4, 24, 5)))
+    model, lora = LinenAttentive(), LoRA(rank=2, alpha=4.0)
+    state = zerojax.TrainState.create(
+        model,
+        optax.sgd(0.1),
+        lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        mesh=zerojax.make_mesh(*mesh, devices=jax.devices()[: mesh[0] * mesh[1]]),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", units=(LinenAttention,), frozen=("*",)),
+        lora=lora,
+        sample_batch={"x": x[0], "y": y[0]},
+    )
+    base, adapters = zerojax.gather_params(state), by_path(zerojax.gather_adapters(state))
+    found = {path[-3:]: values.shape for path, values in adapters.items()}
+    assert found["query", "kernel", "lora_a"] == (8, 2)
+    assert found["query", "kernel", "lora_b"] == (2, 12)
+    assert found["out", "kernel", "lora_a"] == (12, 2)
+    assert found["out", "kernel", "lora_b"] == (2, 8)
+    assert len(found) == 8
+
+    def whole(adapters):
+        flat = by_path(base)
+        for path in {path[:-1] for path in adapters}:
+            product = 2.0 * adapters[(*path, "lora_a")] @ adapters[(*path, "lora_b")]
+            flat[path] = flat[path] + product.reshape(flat[path].shape)
+        return traverse_util.unflatten_dict(flat)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(adapters, x, y):
+        return jnp.mean((model.apply({"params": whole(adapters)}, x) - y) ** 2)
+
+    for one, other in zip(x, y, strict=True):
+        state, metrics = zerojax.train_step(state, {"x": one, "y": other})
+        loss, grads = loss_of(adapters, one, other)
+        assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+        adapters = jax.tree.map(lambda x, g: x - 0.1 * g, adapters, grads)
+    assert distance(zerojax.gather_params(state), jax.tree.map(np.asarray, whole(adapters))) < 1e-6

@@ -53,8 +53,8 @@ class UnitComm:
     Attributes:
         strategy: between which levels they travel.
         leaves: the layouts of those that are trained, all on one mesh. ``Values`` has one array for each.
-        frozen: the layouts of those that are not. Only secondary partitions and whole parameters have arrays
-            for them, after those of ``leaves``.
+        frozen: the layouts of those that are not. Secondary partitions and whole parameters have arrays for
+            them, after those of ``leaves``; so have primary shards, if that is where they are stored.
     """
 
     strategy: ShardingStrategy
@@ -67,6 +67,11 @@ class UnitComm:
         return (*self.leaves, *self.frozen)
 
     @property
+    def primary(self) -> tuple[ParamLayout, ...]:
+        """Those with primary shards: the trained, and frozen ones that are stored so."""
+        return self.every if self.strategy.frozen == "primary" else self.leaves
+
+    @property
     def world(self) -> MeshShape:
         """The mesh's extents."""
         return self.every[0].world
@@ -75,7 +80,7 @@ class UnitComm:
 
     def crosses_nodes(self, level: Level) -> bool:
         """Whether a gather from that level has a hop between nodes."""
-        return level == "primary" and self.world.nodes > 1 and bool(self.leaves)
+        return level == "primary" and self.world.nodes > 1 and bool(self.primary)
 
     def encode_weights(self, shards: Values, copies: Values | None = None) -> Values:
         """Encode primary shards for the node hop: the weights, or their difference from delta's copies.
@@ -85,7 +90,8 @@ class UnitComm:
         (SDP4Bit, section 3.1).
 
         Args:
-            shards: ``[shard]``, the owner's fp32 block; ``Scaled``, where it is an operand of fp8 products.
+            shards: ``[shard]``, the owner's fp32 block; ``Scaled``, where it is an operand of fp8 products. A
+                frozen one is encoded already.
             copies: ``[nodes, shard]``, delta's copy so far in its raw local format; or None.
 
         Returns:
@@ -95,7 +101,9 @@ class UnitComm:
             if self.world.nodes == 1:
                 return self._in_local_format(shards)
             if copies is None:
-                return tuple(leaf.weights.node.encode(_scaled(x)[None])[0] for x, leaf in self._each(shards))
+                return tuple(
+                    _encoded(x, leaf, leaf.weights.node) for x, leaf in zip(shards, self.primary, strict=True)
+                )
             row = lax.axis_index(NODE)
             return tuple(
                 leaf.weights.node.encode_delta(
@@ -134,7 +142,7 @@ class UnitComm:
             return rows
         with jax.named_scope(_node_scope(copies)):
             if copies is None:
-                return tuple(_in_local_format(x, leaf) for x, leaf in self._each(rows))
+                return tuple(_in_local_format(x, leaf) for x, leaf in zip(rows, self.primary, strict=True))
             return tuple(
                 leaf.weights.local.encode(leaf.weights.node.decode_add(x, _widened(copy, leaf)))
                 for x, copy, leaf in self._each(rows, copies)
@@ -175,8 +183,8 @@ class UnitComm:
 
         Args:
             level: of ``values``.
-            values: of the trained parameters.
-            frozen: of the frozen ones: secondary partitions already.
+            values: of the trained parameters, or at "primary" of all that have primary shards.
+            frozen: of the other frozen ones: secondary partitions already.
         """
         trained = self.gather_node(values) if level == "primary" else tuple(map(array_of, values))
         return (*trained, *map(array_of, frozen))
@@ -347,7 +355,9 @@ class UnitComm:
         return zip(*values, self.leaves, strict=True)
 
     def _in_local_format(self, shards: Values) -> Values:
-        return tuple(leaf.weights.local.encode(_scaled(x)[None])[0] for x, leaf in self._each(shards))
+        return tuple(
+            _encoded(x, leaf, leaf.weights.local) for x, leaf in zip(shards, self.primary, strict=True)
+        )
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
@@ -367,6 +377,11 @@ def _in_local_format(rows: Rows, leaf: ParamLayout) -> Rows:
     if node == local:
         return rows
     return local.encode(node.decode(rows, leaf.shard, jnp.dtype(jnp.float32)))
+
+
+def _encoded(shard: Any, leaf: ParamLayout, codec: Codec) -> Num[Array, " m"]:
+    """A primary shard as it is sent; a frozen one is stored so."""
+    return array_of(shard) if leaf.frozen else codec.encode(_scaled(shard)[None])[0]
 
 
 def _scaled(shard: Any) -> Float[Array, " shard"]:

@@ -6,7 +6,7 @@ forward pass of training computes with. Afterwards no byte of it crosses nodes (
 hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
 
 - "gathered": the secondary partitions, spread over the devices of a node and gathered layer by layer. Weights
-  that are frozen already are shared with the state.
+  that are frozen so already are shared with the state.
 - "compute": whole on every device, in the compute dtype.
 - "int8", "fp8": whole on every device, in blocks of 8-bit codes which are decoded layer by layer. Weights
   that are stored in 8 bits or fewer already, or computed with in fp8, keep their format.
@@ -33,7 +33,7 @@ from zerojax.matmul.operand import Codes, Scaled, array_of
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
-from zerojax.sharding.mesh import LOCAL, MeshShape
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.blocks import flat_blocks
@@ -78,7 +78,9 @@ class GenerationCopy:
     def strategy(self) -> ShardingStrategy:
         """Where units find the weights."""
         level = "full" if self.form == "compute" else "secondary"
-        return dataclasses.replace(self.spec.strategy, source=level, keep=level, remat="none")
+        return dataclasses.replace(
+            self.spec.strategy, source=level, keep=level, frozen="secondary", remat="none"
+        )
 
     @property
     def specs(self) -> dict[Path, Any]:
@@ -202,16 +204,17 @@ def _maker(copy: GenerationCopy) -> Any:
     spec = copy.spec
     specs, out = state_specs(spec), copy.specs
     if copy.form == "gathered":
-        out = {leaf.path: out[leaf.path] for leaf in spec.leaves if leaf.path in out}
+        made = spec.leaves if spec.strategy.frozen == "secondary" else (*spec.leaves, *spec.frozen)
+        out = {leaf.path: out[leaf.path] for leaf in made if leaf.path in out}
 
     def local(shards: dict[str, Any]) -> Stored:
         masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
         rows = secondary_partitions(spec, masters, from_tree(shards["secondary"]), shards["step"])
-        if copy.form == "gathered":
-            return {path: _flat(rows[path], copy.leaves[path]) for path in out}
         frozen = from_tree(shards["frozen"])
         for leaf in spec.frozen:
-            rows[leaf.path] = jax.tree.map(lambda x, leaf=leaf: rows_of(x, leaf), frozen[leaf.path])
+            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), frozen[leaf.path])
+        if copy.form == "gathered":
+            return {path: _flat(rows[path], copy.leaves[path]) for path in out}
         return _whole(copy, rows)
 
     run = jax.shard_map(
@@ -222,6 +225,13 @@ def _maker(copy: GenerationCopy) -> Any:
         check_vma=False,
     )
     return jax.jit(run, compiler_options=compiler_options(spec.mesh))
+
+
+def _frozen_rows(spec: TrainSpec, leaf: ParamLayout, x: Array) -> Array:
+    """A frozen weight's secondary partition; a scale as it is."""
+    if spec.strategy.frozen == "primary" and x.ndim > len(leaf.stack):
+        return lax.all_gather(x, NODE, axis=len(leaf.stack))
+    return rows_of(x, leaf)
 
 
 def _flat(rows: Any, leaf: ParamLayout) -> Any:

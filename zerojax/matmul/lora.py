@@ -26,6 +26,9 @@ A, B = "lora_a", "lora_b"
 SUM = "zerojax: product with a weight and its adapter"
 """The name under which rematerialisation keeps the sum of two parts alone (``zerojax.schedule.remat``)."""
 
+ATTENTION_INPUTS = {"query/kernel": 1, "key/kernel": 1, "value/kernel": 1, "out/kernel": 2}
+"""The ends of the paths of Flax's three-dimensional attention kernels -> how many axes are inputs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
@@ -34,8 +37,9 @@ class LoRA:
     Attributes:
         rank: of A B: the columns of A and rows of B.
         alpha: A B is multiplied by alpha / rank.
-        targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units.
-            The last pattern that matches decides; one that begins with "!" leaves the weight out.
+        targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
+            and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last
+            pattern that matches decides; one that begins with "!" leaves the weight out.
         dropout: probability of zeroing an element of the input of A, in training.
         rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
     """
@@ -79,42 +83,59 @@ class LoRA:
             return reason
         if unit is None:
             return "in no unit"
-        return None if len(shape) == 2 else "not two-dimensional"
+        return None if input_axes(path, shape) else "neither two-dimensional nor a kernel of attention"
 
-    def shapes(self, shape: Sequence[int]) -> Mapping[str, tuple[int, int]]:
-        """The shapes of A and B for a weight ``[inputs, outputs]``."""
-        inputs, outputs = shape
-        return {A: (inputs, self.rank), B: (self.rank, outputs)}
+    def shapes(self, path: str, shape: Sequence[int]) -> Mapping[str, tuple[int, int]]:
+        """The shapes of A and B for a weight that is ``[inputs, outputs]``, or is reshaped to that."""
+        inputs = math.prod(shape[: input_axes(path, shape)])
+        return {A: (inputs, self.rank), B: (self.rank, math.prod(shape) // inputs)}
 
-    def init(self, key: Array, shape: Sequence[int], stack: Sequence[int] = ()) -> dict[str, Array]:
+    def init(
+        self, key: Array, path: str, shape: Sequence[int], stack: Sequence[int] = ()
+    ) -> dict[str, Array]:
         """First values: A uniform within 1/sqrt(inputs), as PEFT draws it; B zero, so that A B is.
 
         Args:
             key: a random key.
+            path: of the weight, joined by "/".
             shape: of the weight.
             stack: ``(layers,)``, if it is stacked.
 
         Returns:
             fp32, by the names of ``shapes``.
         """
-        shapes, bound = self.shapes(shape), 1 / math.sqrt(shape[0])
+        shapes = self.shapes(path, shape)
+        bound = 1 / math.sqrt(shapes[A][0])
         return {
             A: jax.random.uniform(key, (*stack, *shapes[A]), jnp.float32, -bound, bound),
             B: jnp.zeros((*stack, *shapes[B]), jnp.float32),
         }
 
 
+def input_axes(path: str, shape: Sequence[int]) -> int:
+    """How many of a weight's axes, from the first on, are inputs of its products; 0 if that is not known.
+
+    Args:
+        path: the weight's path, joined by "/".
+        shape: of one layer's weight.
+    """
+    if len(shape) == 3:
+        return next((axes for end, axes in ATTENTION_INPUTS.items() if f"/{path}".endswith(f"/{end}")), 0)
+    return int(len(shape) == 2)
+
+
 def merged(weight: Any, a: Any, b: Any, lora: LoRA) -> np.ndarray:
     """``weight + scale a b``, computed in fp32 on the host and rounded to the weight's dtype.
 
     Args:
-        weight: ``[.., inputs, outputs]``.
+        weight: ``[.., inputs, outputs]``, or with more axes for inputs or outputs.
         a: ``[.., inputs, rank]``.
         b: ``[.., rank, outputs]``.
         lora: gives the scale.
     """
     product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
-    return (np.asarray(weight, np.float32) + np.float32(lora.scale) * product).astype(weight.dtype)
+    product = np.float32(lora.scale) * product.reshape(weight.shape)
+    return (np.asarray(weight, np.float32) + product).astype(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -148,8 +169,11 @@ class LowRankOperand:
     @classmethod
     def of(cls, base: Any, a: Array, b: Array, seed: Array, lora: LoRA, name: str) -> "LowRankOperand":
         """From ``[inputs, rank]`` and ``[rank, outputs]``."""
-        scale = jnp.asarray(lora.scale, a.dtype)
-        return cls(base, a.T * scale, b, seed, "ab", lora.dropout, name)
+        shape = getattr(base, "aval", base).shape
+        cut, rank = input_axes(name, shape), b.shape[0]
+        first = (a.T * jnp.asarray(lora.scale, a.dtype)).reshape(rank, *shape[:cut])
+        factors = "a" * cut + "b" * (len(shape) - cut)
+        return cls(base, first, b.reshape(rank, *shape[cut:]), seed, factors, lora.dropout, name)
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:

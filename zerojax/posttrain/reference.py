@@ -34,16 +34,15 @@ class Reference:
         Args:
             config: the settings.
             folder: of the run.
-            base: the checkpoint of the first weights, as ``Record.base``.
+            base: where the first weights are, as ``Record.base``.
             trained: the state of the run.
-            reader: reads the first weights.
+            reader: reads them.
 
         Raises:
-            ConfigurationError: the checkpoint is gone.
+            ConfigurationError: they are gone.
         """
         spec = trained.spec
-        adapters = {part.path for parts in spec.adapters.values() for part in parts}
-        if all(leaf.path in adapters for leaf in spec.leaves):
+        if all(leaf.frozen for leaf in spec.weights):
             return cls(None)
         # A state trains something: here the last norm, the smallest leaf, which no step changes. The others
         # are stored once per node, so that no byte of them crosses nodes.

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import zerojax
-from zerojax.analysis.plan import describe_plan
-from zerojax.errors import ConfigurationError, RunError, Stopped
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.multihost.watchdog import Watchdog
 from zerojax.posttrain.advantages import group_advantages
 from zerojax.posttrain.policy import log_probs_of, policy_loss
 from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process, own_rows
@@ -35,65 +33,42 @@ from zerojax.posttrain.settings import (
 from zerojax.run.build import (
     RunSetup,
     choose_checkpoint,
-    environment,
     is_first,
-    make_log,
-    make_watchdog,
 )
-from zerojax.run.checkpoints import Checkpoints, Record, Retention, TrainingClock, reserve_host_memory
-from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config import RunConfig
 from zerojax.run.data import Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
-from zerojax.run.metrics import MetricsFile, RunLog
+from zerojax.run.metrics import MetricsFile
+from zerojax.run.open_run import OpenRun, run_services
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
-from zerojax.run.weights import CHECKPOINTS, WeightReader, new_state, resumed_state
+from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 
 
 @dataclass
-class PostTrainer:
-    """A run of post-training, with everything that its loop needs; a context manager.
+class PostTrainer(OpenRun):
+    """A run of post-training; a context manager.
 
     Attributes:
-        config: the settings.
-        folder: of the run.
         prompts: of rollouts and evaluations.
         rewards: the process that scores completions.
         tokenizer: of the model.
         end: of a completion.
-        checkpoints: of the run.
-        clock: time trained, and whether a save is due by time.
-        log: metrics, files, progress line.
         samples: the file of completions, on process zero.
-        watchdog: ends a hung run.
-        lock: keeps other runs out of the folder.
-        state: the model and its optimizer.
         reference: the model that the run began with, or None.
         log_probs: for ``predict_step``.
-        step: optimizer steps done.
         rollouts: rollouts done.
-        base: where frozen weights and the reference are from (``Record.base``).
     """
 
-    config: RunConfig
-    folder: RunFolder
     prompts: Prompts
     rewards: RewardProcess
     tokenizer: Tokenizer
     end: AnswerEnd
-    checkpoints: Checkpoints
-    clock: TrainingClock
-    log: RunLog
     samples: MetricsFile | None
-    watchdog: Watchdog
-    lock: RunLock
-    state: zerojax.TrainState
     reference: Reference | None
     log_probs: Callable[..., Any]
-    step: int
     rollouts: int
-    base: str
 
     @classmethod
     def open(
@@ -111,9 +86,9 @@ class PostTrainer:
             config: the settings.
             folder: of the run, new or existing; it may hold an imported model.
             resume: whether to resume from a checkpoint in the folder.
-            init_from: a run or a checkpoint that gives a new run its first weights.
+            init_from: what gives a new run its first weights, such as a run or a checkpoint.
             peers: the other processes of the run, if there are any.
-            reader: reads ``init_from``, frozen weights and the reference.
+            reader: reads ``init_from``, and the base or reference of a resumed run.
 
         Raises:
             ConfigurationError: invalid settings, prompts or reward; ``resume`` or ``init_from`` cannot be
@@ -137,82 +112,46 @@ class PostTrainer:
             manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
                 notes.append(unlocked)
-            record = Record() if manifest is None else manifest.record
-            step = 0 if manifest is None else manifest.step
-            if manifest is not None and record.position:
-                state, note = resumed_state(setup, folder, manifest, reader)
-                base, rollouts = record.base, record.position["rollouts"]
-                notes.append(note)
-            else:
-                if manifest is None and init_from is None:
-                    raise ConfigurationError(
-                        "zerojax posttrain begins with a trained model: name its run in --init-from, or "
-                        "import one into the run's folder (zerojax import)"
-                    )
-                state, base, lines = new_state(
-                    setup, folder, manifest, init_from, reader, reference=settings.kl > 0
+            if manifest is None and init_from is None:
+                raise ConfigurationError(
+                    "zerojax posttrain begins with a trained model: name its run in --init-from, or import "
+                    "one into the run's folder (zerojax import)"
                 )
-                rollouts = 0
-                notes += lines
+            start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
+            state, base, batch = start.state, start.base, abstract_batch(config)
             reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
-            if is_first():
-                folder.write_config(config)
-            reserve_host_memory(state)
-            log = make_log(config, folder, state, step, record.skipped, abstract_batch(config))
-            saving = config.checkpoint
+            run = run_services(
+                config, folder, lock, manifest, state=state, base=base, batch=batch, peers=peers
+            )
             trainer = cls(
-                config=config,
-                folder=folder,
+                **run,
                 prompts=prompts,
                 rewards=rewards,
                 tokenizer=tokenizer,
                 end=AnswerEnd.of(tokenizer, template),
-                checkpoints=Checkpoints(
-                    folder.checkpoints,
-                    Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-                    start=None if manifest is None else step,
-                    say=log.say,
-                ),
-                clock=TrainingClock(record.seconds, minutes=saving.minutes),
-                log=log,
-                samples=MetricsFile(folder.samples, start=step) if is_first() else None,
-                watchdog=make_watchdog(config, folder, peers),
-                lock=lock,
-                state=state,
+                samples=MetricsFile(folder.samples, start=run["step"]) if is_first() else None,
                 reference=reference,
                 log_probs=log_probs_of(settings),
-                step=step,
-                rollouts=rollouts,
-                base=base,
+                rollouts=start.position.get("rollouts", 0),
             )
-            trainer.announce(notes)
+            if prompts.left_out:
+                notes.append(f"{prompts.left_out:,} prompts are too long, and are left out")
+            trainer.announce(
+                f"{settings.method}, {parameter_count(config.model):,} parameters, "
+                f"{len(prompts.train):,} prompts and {len(prompts.held_out):,} held out",
+                [*notes, *start.notes],
+            )
             on_error.pop_all()
             return trainer
 
-    def __enter__(self) -> Self:
-        self.log.__enter__()
-        self.watchdog.start()
-        return self
+    def close_inputs(self) -> None:
+        """End the reward's process."""
+        self.rewards.close()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finish pending writes, and record the error if the run ended with one."""
-        self.watchdog.phase("the end of the run")
-        try:
-            self.rewards.close()
-            self.log.__exit__(kind, error, trace)
-            if self.log.hangs:  # as would any other use of the disk
-                return
-            if self.samples is not None:
-                self.samples.close()
-            if error is not None and is_first():
-                status = "stopped" if isinstance(error, Stopped) else "failed"
-                reason = f"{type(error).__name__}: {error}"
-                self.folder.update_summary(status=status, step=self.step, reason=reason)
-            self.checkpoints.close()
-        finally:
-            self.watchdog.stop()
-            if not self.log.hangs:
-                self.lock.close()
+    def close_files(self) -> None:
+        """Close the file of completions."""
+        if self.samples is not None:
+            self.samples.close()
 
     def train(self) -> None:
         """Train from the current step to the last.
@@ -311,7 +250,7 @@ class PostTrainer:
             self.watchdog.step(self.step + 1)
             self.state, metrics = zerojax.train_step(self.state, batch)
             self.step += 1
-            due = self.step == train.steps or (train.eval_every and self.step % train.eval_every == 0)
+            due = self.is_due(train.eval_every)
             self.log.step(self.step, metrics | shared, self.evaluation if due else None)
             self.checkpoints.check()
         self.rollouts += 1
@@ -354,49 +293,14 @@ class PostTrainer:
         if not (due or wants_save or stop) or not self.save(at_end=at_end):
             return
         if stop and not at_end:
-            self.checkpoints.wait()
-            raise Stopped(
-                f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; the same "
-                "command resumes from there"
-            )
+            self.stop()
 
     def save(self, *, at_end: bool) -> bool:
         """Begin to save a checkpoint; False if it must wait because the last step was skipped."""
         self.log.drain()
         self.watchdog.phase(f"the checkpoint at step {self.step}")
-        mesh = self.state.spec.mesh
-        record = Record(
-            config=config_to_dict(self.config),
-            position={"rollouts": self.rollouts},
-            skipped=self.log.skipped,
-            seconds=self.clock.seconds,
-            mesh=(mesh.shape["node"], mesh.shape["local"]),
-            base=self.base,
-            metrics={name: x for name, x in self.log.last.items() if name in ("loss", "reward")},
-        )
-        if not self.checkpoints.save(self.step, self.state, record, despite_skips=at_end):
-            return False
-        self.clock.saved()
-        self.log.restart_clock()
-        return True
-
-    def announce(self, notes: list[str]) -> None:
-        """Print the model, the prompts and the mesh and how the run begins, and record them in run.json."""
-        config, mesh = self.config, self.state.spec.mesh
-        self.log.say(
-            f"{self.folder.path}: {config.posttrain.method}, {parameter_count(config.model):,} parameters, "
-            f"{len(self.prompts.train):,} prompts and {len(self.prompts.held_out):,} held out, "
-            f"{config.zero.preset} on {mesh.shape['node']} x {mesh.shape['local']} "
-            f"{jax.devices()[0].device_kind} devices"
-        )
-        self.log.say(describe_plan(self.state))
-        if self.prompts.left_out:
-            notes = [*notes, f"{self.prompts.left_out:,} prompts are too long, and are left out"]
-        for note in notes:
-            self.log.say(note)
-        if is_first():
-            self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
-            self.folder.update_summary(steps=config.train.steps, **environment())
+        position = {"rollouts": self.rollouts}
+        return self.save_checkpoint(position, ("loss", "reward"), despite_skips=at_end)
 
     def finish(self) -> None:
         """Wait for the last step and checkpoint, print and record the result."""

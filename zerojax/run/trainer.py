@@ -14,42 +14,33 @@ import jax
 import jax.numpy as jnp
 
 import zerojax
-from zerojax.analysis.plan import describe_plan
 from zerojax.analysis.profile import StepProfile
-from zerojax.errors import DivergedError, RunError, Stopped
+from zerojax.errors import DivergedError, RunError
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import Agreement, Requests, run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import (
     RunSetup,
     abstract_batch,
     choose_checkpoint,
-    environment,
     is_first,
     make_batches,
-    make_log,
-    make_watchdog,
     mean_loss,
     prepare_data,
 )
 from zerojax.run.checkpoints import (
     Checkpoints,
-    Record,
-    Retention,
-    TrainingClock,
-    reserve_host_memory,
     step_dirs,
 )
-from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.exact_match import ExactMatch, describe_matches
-from zerojax.run.metrics import RunLog, draw_loss_curve, read_metrics
+from zerojax.run.metrics import draw_loss_curve, read_metrics
+from zerojax.run.open_run import OpenRun, run_services
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
-from zerojax.run.weights import CHECKPOINTS, WeightReader, new_state, resumed_state
-from zerojax.sharding import nccl
+from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.fp8_report import fp8_metrics
 
 _DISK_ERRORS = (
@@ -64,42 +55,22 @@ _DISK_ERRORS = (
 
 
 @dataclass
-class Trainer:
-    """A run, with everything that its loop needs; a context manager.
+class Trainer(OpenRun):
+    """A run of training; a context manager.
 
     Attributes:
-        config: the settings.
-        folder: of the run.
         data: training and validation tokens.
         batches: the training batches, at the run's position.
         validation: the batches of every evaluation.
         exact_match: the prompts of every evaluation, or None.
-        checkpoints: of the run.
-        clock: time trained, and whether a save is due by time.
-        log: metrics, files, progress line.
-        watchdog: ends a hung run.
         profile: traces the requested steps.
-        lock: keeps other runs out of the folder.
-        state: the model and its optimizer.
-        step: optimizer steps done.
-        base: where the frozen weights are from (``Record.base``).
     """
 
-    config: RunConfig
-    folder: RunFolder
     data: Dataset
     batches: TrainBatches
     validation: list[Batch]
     exact_match: ExactMatch | None
-    checkpoints: Checkpoints
-    clock: TrainingClock
-    log: RunLog
-    watchdog: Watchdog
     profile: StepProfile
-    lock: RunLock
-    state: zerojax.TrainState
-    step: int
-    base: str
 
     @classmethod
     def open(
@@ -140,71 +111,34 @@ class Trainer:
             exact_match = ExactMatch.of(config, data, folder.data)
             manifest, notes = choose_checkpoint(config, folder, resume)
             notes += data.notes(config.train.sequence_length)
-            notes += map(str, nccl.applied())
             if unlocked is not None:
                 notes.append(unlocked)
-            if manifest is not None and manifest.record.position:
-                state, note = resumed_state(setup, folder, manifest, reader)
-                base = manifest.record.base
-                batches.set_state(manifest.record.position)
-                notes.append(note)
-            else:  # a checkpoint without a position holds imported weights: no step was taken
-                state, base, lines = new_state(setup, folder, manifest, init_from, reader)
-                notes += lines
-            record = Record() if manifest is None else manifest.record
-            step = 0 if manifest is None else manifest.step
-            if is_first():
-                folder.write_config(config)
-            reserve_host_memory(state)
-            saving = config.checkpoint
-            log = make_log(config, folder, state, step, record.skipped, abstract_batch(config))
+            start = start_run(setup, folder, manifest, init_from, reader)
+            if start.position:
+                batches.set_state(start.position)
+            batch = abstract_batch(config)
+            run = run_services(
+                config, folder, lock, manifest, state=start.state, base=start.base, batch=batch, peers=peers
+            )
+            say, steps = run["log"].say, config.train.steps
             trainer = cls(
-                config=config,
-                folder=folder,
+                **run,
                 data=data,
                 batches=batches,
                 validation=validation,
                 exact_match=exact_match,
-                checkpoints=Checkpoints(
-                    folder.checkpoints,
-                    Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-                    start=None if manifest is None else step,
-                    say=log.say,
-                ),
-                clock=TrainingClock(record.seconds, minutes=saving.minutes),
-                log=log,
-                watchdog=make_watchdog(config, folder, peers),
-                profile=StepProfile(folder.profile, profile, log.say, done=step, planned=config.train.steps),
-                lock=lock,
-                state=state,
-                step=step,
-                base=base,
+                profile=StepProfile(folder.profile, profile, say, done=run["step"], planned=steps),
             )
-            trainer.announce(notes)
+            trainer.announce(
+                f"{parameter_count(config.model):,} parameters, {data.describe()}", [*notes, *start.notes]
+            )
             on_error.pop_all()
             return trainer
 
-    def __enter__(self) -> Self:
-        self.log.__enter__()
-        self.watchdog.start()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finish pending writes, and record the error if the run ended with one."""
-        self.watchdog.phase("the end of the run")
-        try:
-            self.profile.close()
-            self.log.__exit__(kind, error, trace)
-            self.batches.close()
-            if self.log.hangs:  # as would any other use of the disk
-                return
-            if error is not None and is_first():
-                self.note_end(error)
-            self.checkpoints.close()
-        finally:
-            self.watchdog.stop()
-            if not self.log.hangs:
-                self.lock.close()
+    def close_inputs(self) -> None:
+        """Close the profile and the data."""
+        self.profile.close()
+        self.batches.close()
 
     def train(self) -> None:
         """Train from the current step to the last.
@@ -254,63 +188,10 @@ class Trainer:
         """Begin to save a checkpoint; False if it must wait because the step was skipped."""
         self.log.drain()
         self.watchdog.phase(f"the checkpoint at step {self.step}")
-        mesh = self.state.spec.mesh
-        record = Record(
-            config=config_to_dict(self.config),
-            position=self.batches.get_state(),
-            skipped=self.log.skipped,
-            seconds=self.clock.seconds,
-            mesh=(mesh.shape["node"], mesh.shape["local"]),
-            base=self.base,
-            metrics={name: x for name, x in self.log.last.items() if name in ("loss", "validation_loss")},
-        )
         # A skipped last step cannot wait for a later one, but the evaluation shows that its weights are good.
         at_end = self.step == self.config.train.steps
         good = at_end and math.isfinite(self.log.last.get("validation_loss", math.nan))
-        if not self.checkpoints.save(self.step, self.state, record, despite_skips=good):
-            return False
-        self.clock.saved()
-        self.log.restart_clock()
-        return True
-
-    def note_end(self, error: BaseException) -> None:
-        """Record in run.json why the run did not finish, unless the disk is full."""
-        status = "stopped" if isinstance(error, Stopped) else "failed"
-        reason = f"{type(error).__name__}: {error}"
-        with suppress(OSError):  # a full disk, which is then the reported error
-            self.folder.update_summary(status=status, step=self.step, reason=reason)
-
-    def stop(self) -> None:
-        """End before the last step, on request.
-
-        Raises:
-            Stopped: always; with the message for the user.
-        """
-        self.checkpoints.wait()
-        raise Stopped(
-            f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; "
-            "the same command resumes from there"
-        )
-
-    def is_due(self, every: int) -> bool:
-        """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
-        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
-
-    def announce(self, notes: list[str]) -> None:
-        """Print the model, data and mesh and how the run begins, and record them in run.json."""
-        config = self.config
-        mesh = self.state.spec.mesh
-        self.log.say(
-            f"{self.folder.path}: {parameter_count(config.model):,} parameters, {self.data.describe()}, "
-            f"{config.zero.preset} on {mesh.shape['node']} x "
-            f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
-        )
-        self.log.say(describe_plan(self.state))
-        for note in notes:
-            self.log.say(note)
-        if is_first():
-            self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
-            self.folder.update_summary(steps=config.train.steps, **environment())
+        return self.save_checkpoint(self.batches.get_state(), ("loss", "validation_loss"), despite_skips=good)
 
     def finish(self) -> None:
         """Wait for the last step and checkpoint, draw the loss curve, print and record the result."""

@@ -1,7 +1,7 @@
 """The weights that a run begins with, and the frozen ones that it goes on with: from where, and how."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_process_zero
@@ -58,6 +58,52 @@ class CheckpointReader:
 
 
 CHECKPOINTS = CheckpointReader()
+
+
+class Start(NamedTuple):
+    """What a run starts with.
+
+    Attributes:
+        state: the model and its optimizer.
+        base: its ``Record.base``.
+        position: in the data, of a run that resumes; else empty.
+        notes: lines about it for the user.
+    """
+
+    state: TrainState
+    base: str
+    position: dict[str, Any]
+    notes: list[str]
+
+
+def start_run(
+    setup: RunSetup,
+    folder: RunFolder,
+    manifest: checkpoints.Manifest | None,
+    init_from: Path | None,
+    reader: WeightReader = CHECKPOINTS,
+    *,
+    reference: bool = False,
+) -> Start:
+    """What a run starts with: the state of its checkpoint, or first weights.
+
+    Args:
+        setup: of the run.
+        folder: of the run.
+        manifest: of the checkpoint to go on from; one without a position holds imported weights only.
+        init_from: what to take the weights from instead; ignored by a run that resumes.
+        reader: reads them.
+        reference: whether the run compares itself with its first weights.
+
+    Raises:
+        ConfigurationError: the weights cannot be had, or are of another model; or the settings have become
+            those of another run.
+    """
+    if manifest is not None and manifest.record.position:
+        state, note = resumed_state(setup, folder, manifest, reader)
+        return Start(state, manifest.record.base, manifest.record.position, [note])
+    state, base, notes = new_state(setup, folder, manifest, init_from, reader, reference=reference)
+    return Start(state, base, {}, notes)
 
 
 def resumed_state(

@@ -28,8 +28,8 @@ class Sharded:
     """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
 
     Attributes:
-        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. Of a frozen
-            one the secondary partition.
+        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. A frozen one
+            is encoded, at the strategy's level for those.
         sink: zeros at the sink's level; their cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the leaf is stacked.
         leaf: its layout.

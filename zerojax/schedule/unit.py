@@ -157,11 +157,11 @@ class UnitParts(NamedTuple):
 
     Attributes:
         comm: their communication.
-        sources: of the trained ones.
+        sources: of the trained ones, and of those frozen ones that cross nodes as they do.
         sinks: of the trained ones.
         seed: salts stochastic rounding.
         copies: delta's, of the trained ones, if the unit updates them itself; else None.
-        frozen: secondary partitions of the frozen ones.
+        frozen: secondary partitions of the other frozen ones.
         inputs: for the unit's body.
     """
 
@@ -182,13 +182,15 @@ def take_apart(weights: Sequence[Sharded]) -> UnitParts:
     copies = tuple(weight.copy for weight in trained if weight.copy is not None)
     scales = {w.leaf.name: taken(w.source.scale) for w in (*trained, *frozen) if isinstance(w.source, Scaled)}
     seed = weights[0].seed
+    held = [w.source for w in frozen]
+    crossing = held if strategy.frozen == "primary" else []
     return UnitParts(
         comm,
-        tuple(w.source for w in trained),
+        (*(w.source for w in trained), *crossing),
         tuple(w.sink for w in trained if w.sink is not None),
         seed,
         copies or None,
-        tuple(w.source for w in frozen),
+        () if crossing else tuple(held),
         UnitInputs(scales, taken(seed)),
     )
 

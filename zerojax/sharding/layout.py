@@ -48,7 +48,8 @@ class ParamLayout:
         weights: codecs of its gather's hops.
         grads: codecs of its gradient's hops.
         index: of the parameter in the model; salts its random bits.
-        frozen: whether it is not trained: it is stored at level "secondary", in the format of ``weights``.
+        frozen: whether it is not trained: it is stored in the format of ``weights``, at
+            ``ShardingStrategy.frozen``.
     """
 
     path: Path

@@ -12,7 +12,8 @@ stage 3, hpZ          primary   secondary primary
 stage 3, delta        secondary secondary primary
 ===================== ========= ========= =========
 
-If the node hop is taken once per step, the sink is the secondary partition. A stack whose layers update
+Frozen weights start at "secondary", or with ``frozen_spread`` at "primary", as the trained ones do then. If
+the node hop is taken once per step, the sink is the secondary partition. A stack whose layers update
 delta's copies as they are gathered (``Sharded.copy``) finds its weights at "primary" for that pass.
 """
 
@@ -67,6 +68,8 @@ class ShardingStrategy:
         grad_dtype: of gradients left at level "full".
         remat: the rematerialisation policy within the unit.
         reduction: the hops of a gradient, from the unit to the sink or, if that is "full", to the owner.
+        frozen: the level at which a unit finds the weights that are not trained; "primary" only if the others
+            start and are kept there.
     """
 
     source: Level
@@ -76,6 +79,7 @@ class ShardingStrategy:
     grad_dtype: str
     remat: Remat
     reduction: ReductionPlan
+    frozen: Literal["primary", "secondary"] = "secondary"
 
     @staticmethod
     def of(zero: ZeroConfig) -> "ShardingStrategy":
@@ -102,6 +106,7 @@ class ShardingStrategy:
                 zero.chunks,
                 _own_stream(zero, keep, sink),
             ),
+            frozen="primary" if zero.frozen_spread == "world" else "secondary",
         )
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:

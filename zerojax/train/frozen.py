@@ -2,7 +2,8 @@
 
 A frozen weight is stored once per node, spread over its devices, in the format in which it is gathered
 (``ZeroConfig.frozen_weights``): the secondary partition of ZeRO++ (section 3.2), which then never has to be
-sent again.
+sent again. With ``frozen_spread="world"`` its owners store its encoded shards alone, which then cross nodes
+as they are.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Num, PyTree, UInt32
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
-from zerojax.sharding.mesh import AXES, LOCAL, NODE
+from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train.spec import TrainSpec
@@ -119,11 +120,12 @@ def _encode_stored(
             scale = fp8.scale_for(peaks, fp8.E4M3)
             rows = rows * scale[:, None]
         sent = leaf.weights.local.encode(rows)
-        every = lax.all_gather(sent, NODE, axis=1) if leaf.world.nodes > 1 else sent[:, None]
+        in_node = spec.strategy.frozen == "secondary" and leaf.world.nodes > 1
+        every = lax.all_gather(sent, NODE, axis=1) if in_node else sent[:, None]
         values = every.reshape(*leaf.stack, -1)
         return values if scale is None else Scaled(values, scale.reshape(leaf.stack)), hashed
 
-    out = leaf.spec((LOCAL,))
+    out = spec.frozen_spec(leaf)
     run = jax.shard_map(
         encode,
         mesh=spec.mesh,

@@ -51,7 +51,7 @@ def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
     for leaf in spec.frozen:
         if leaf.path in spec.adapters:
             assert spec.lora is not None
-            own = spec.lora.init(jax.random.fold_in(key, leaf.index), leaf.shape, leaf.stack)
+            own = spec.lora.init(jax.random.fold_in(key, leaf.index), leaf.name, leaf.shape, leaf.stack)
             values |= {(*leaf.path, name): value for name, value in own.items()}
     return values
 

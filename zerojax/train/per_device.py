@@ -53,7 +53,8 @@ class Weights(NamedTuple):
         sources: per path, at the strategy's source level; at "primary" if there is a copy.
         copies: delta's copies ``[.., nodes, shard]`` of the units that update them themselves.
         masters: per path this device's shard ``[.., shard]`` of the master weights.
-        frozen: per path the secondary partition ``[.., nodes, m]`` of a weight that is not trained.
+        frozen: per path a weight that is not trained: the secondary partition ``[.., nodes, m]``, or at
+            "primary" this device's encoded shard ``[.., m]``.
     """
 
     sources: Blocks
@@ -100,10 +101,12 @@ def sources(
         }
     else:
         found = by_group(spec, lambda comm, _, x: comm.gather_local(comm.gather_node(x)), params)
-    rows = {
-        leaf.path: jax.tree.map(lambda x, leaf=leaf: rows_of(x, leaf), frozen[leaf.path])
-        for leaf in spec.frozen
-    }
+    rows = dict(frozen)
+    if strategy.frozen == "secondary":
+        rows = {
+            leaf.path: jax.tree.map(lambda x, leaf=leaf: rows_of(x, leaf), frozen[leaf.path])
+            for leaf in spec.frozen
+        }
     return Weights(found, copies, _masters(spec, params), rows)
 
 

@@ -114,9 +114,13 @@ class TrainSpec:
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 
+    def frozen_spec(self, leaf: ParamLayout) -> PartitionSpec:
+        """The sharding of a frozen weight's values: over each node, or over the world."""
+        return leaf.spec(OWNED if self.strategy.frozen == "primary" else (LOCAL,))
+
     def abstract_frozen(self, leaf: ParamLayout) -> Any:
         """A frozen weight as it is stored; ``Scaled`` codes, if fp8 products read it."""
-        values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, leaf.spec((LOCAL,)))
+        values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, self.frozen_spec(leaf))
         return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
     @property
@@ -258,8 +262,8 @@ def adapter_parameters(
     ]
     if not chosen:
         raise ConfigurationError(
-            f"no weight gets an adapter: there are adapters for two-dimensional weights of units, which "
-            f"LoRA.targets={lora.targets} matches."
+            "no weight gets an adapter: there are adapters for two-dimensional weights of units, and those "
+            f"of Flax's attention, which LoRA.targets={lora.targets} matches."
         )
     if trained := [name for name in ("/".join(p.path) for p in chosen) if not zero.is_frozen(name)]:
         raise ConfigurationError(
@@ -269,7 +273,7 @@ def adapter_parameters(
     return [
         Parameter((*p.path, name), shape, "float32", p.stack, p.unit)
         for p in chosen
-        for name, shape in lora.shapes(p.shape).items()
+        for name, shape in lora.shapes("/".join(p.path), p.shape).items()
     ]
 
 

@@ -187,10 +187,11 @@ def shared_frozen(state: TrainState, base: TrainState) -> PyTree:
         ConfigurationError: they are others, or in another format, or on another mesh.
     """
     ours, theirs = ({leaf.path: leaf for leaf in one.spec.frozen} for one in (state, base))
-    if other := [path for path, leaf in ours.items() if theirs.get(path) != leaf]:
+    same = state.spec.strategy.frozen == base.spec.strategy.frozen
+    if other := [path for path, leaf in ours.items() if not same or theirs.get(path) != leaf]:
         raise ConfigurationError(
             f"base= does not freeze {'/'.join(other[0])!r} in the same way: give both states the same model, "
-            "mesh, ZeroConfig.frozen and frozen_weights."
+            "mesh, ZeroConfig.frozen, frozen_weights and frozen_spread."
         )
     every = from_tree(base.frozen)
     return to_tree({path: every[path] for path in ours})

@@ -34,3 +34,13 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
             raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a setting.
+
+    Raises:
+        ConfigurationError: with the message, unless the condition holds.
+    """
+    if not condition:
+        raise ConfigurationError(message)

@@ -1,5 +1,6 @@
 """The plan's memory against ZeRO's formulas, and against programs compiled for H100s."""
 
+import dataclasses
 import importlib.util
 import itertools
 import re
@@ -14,7 +15,9 @@ from environment import ROOT
 
 import zerojax
 from zerojax import aot, hlo
-from zerojax.analysis.plan import plan_state
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan import plan_state, predict_memory
+from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPTConfig
 
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
@@ -85,6 +88,40 @@ def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
     copies = sum(leaf.count for leaf in state.spec.leaves if leaf.fp8) / LOCAL
     assert plan.memory.kinds["secondary"] == pytest.approx(copies, rel=0.01)
     assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.10)
+
+
+LLAMA_70B = GPTConfig(
+    vocab_size=32000,
+    layers=80,
+    d_model=8192,
+    heads=64,
+    kv_heads=8,
+    ffn=28672,
+    norm="rms",
+    positions="rope",
+    mlp="swiglu",
+    tied=False,
+    biases=False,
+    max_seq_len=2048,
+    attention="cudnn",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [80, 8])
+def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int):
+    config = dataclasses.replace(LLAMA_70B, layers=layers)
+    fmt = "nf4" if layers == 80 else "bf16"
+    zero = zerojax.ZeroConfig(frozen=("*",), frozen_weights=fmt)
+    with aot.cudnn_assumed():
+        state, compiled = compiled_gpt(config, zero, 1, 4, zerojax.LoRA(rank=16))
+    work = decoder_work(config, remat="full", dtype="bfloat16", sequences=1, length=config.max_seq_len)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
+    weights = sum(leaf.count for leaf in state.spec.frozen)
+    bits = {80: 4 + 1 / 8 + 0.03, 8: 16}[layers]  # a code, a scale of 8 bits per 64; embeddings in int8
+    assert memory.kinds["frozen"] == pytest.approx(weights * bits / 8 / 4, rel=0.01)
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
+    assert memory.total < 20e9
 
 
 def _named(name: str) -> dict:

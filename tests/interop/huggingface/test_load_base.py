@@ -21,7 +21,7 @@ from zerojax.interop.huggingface.mapping import tensors_of
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.state import frozen_values
+from zerojax.train.initial import frozen_values
 
 
 def created(model: GPTConfig, mesh: tuple[int, int], how: str = "abstract", **options: Any) -> TrainState:

@@ -17,7 +17,7 @@ reduce in one hop  node and local    n (N L - 1) h(s)
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
@@ -140,12 +140,18 @@ def _weight_hops(
 def _frozen_hops(
     spec: TrainSpec, group: ParamGroup, leaf: ParamLayout, send: Send
 ) -> Iterator[tuple[HopPlan, int]]:
-    """Frozen weights are gathered within a node, and only decoded there."""
+    """Frozen weights are gathered and decoded within a node, and may cross nodes before."""
     passes, codec = spec.zero.passes, leaf.weights.local
-    yield send("weights forward", "local", codec, times=passes, elements=leaf.secondary)
+
+    def both(phase: str, times: float) -> Iterator[tuple[HopPlan, int]]:
+        if spec.strategy.frozen == "primary":
+            hop, count = send(phase, "node", codec, times=times, elements=leaf.shard)
+            yield replace(hop, codec_bytes=0), count
+        yield send(phase, "local", codec, times=times, elements=leaf.secondary)
+
+    yield from both("weights forward", passes)
     if group.unit is not None:
-        times = passes * _gathered_again(spec, group)
-        yield send("weights backward", "local", codec, times=times, elements=leaf.secondary)
+        yield from both("weights backward", passes * _gathered_again(spec, group))
 
 
 def _gathered_again(spec: TrainSpec, group: ParamGroup) -> float:

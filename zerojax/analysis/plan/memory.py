@@ -38,7 +38,7 @@ from zerojax.train.spec import TrainSpec
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
-    "frozen": "weights that are not trained, encoded, of a node",
+    "frozen": "weights that are not trained, encoded",
     "gradients": "sums, at their owners",
     "secondary": "hpZ's or delta's node-local copy",
     "residual": "error feedback",
@@ -144,7 +144,10 @@ def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> d
         "parameters": parameters(there),
         "optimizer": round(held["optimizer"] * parameters(there) / parameters(spec)),
         "frozen": sum(
-            leaf.layers * nodes * leaf.weights.local.row_bytes(leaf.shard) for leaf in there.frozen
+            leaf.layers
+            * (nodes if there.strategy.frozen == "secondary" else 1)
+            * leaf.weights.local.row_bytes(leaf.shard)
+            for leaf in there.frozen
         ),
         "secondary": nodes * copies if zero.weights_delta else 0,
         "residual": residual if zero.error_feedback else 0,
@@ -158,7 +161,7 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
         "secondary": _hpz_copy(spec),
         # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, beside
         # the gradients.
-        "weights": _gathered(spec, 4 if _gathers_from_nodes_again(spec) else 2),
+        "weights": _gathered(spec, 4 if _gathers_from_nodes_again(spec) else 2) + _frozen_in_use(spec),
         "weight gradients": _whole_gradients(spec, rest=work is None),
         "wire": _payload(spec),
         "activations": _at_work(spec, work) + work.head if work else 0,
@@ -181,7 +184,7 @@ def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
     return {
         "gradients": gradients,
         "secondary": _hpz_copy(spec),
-        "weights": _gathered(spec, 1),
+        "weights": _gathered(spec, 1) + _frozen_in_loss(spec),
         "weight gradients": _whole_gradients(spec) if strategy.sink == "full" else 0,
         "activations": work.kept * _together(spec) + _loss(spec, work),
     }
@@ -264,10 +267,38 @@ def _gradient_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
 
 
 def _gathered(spec: TrainSpec, units: int) -> int:
-    """Weights that are whole at the same time: all below stage 3, else some units and those outside units."""
+    """Trained weights that are whole at the same time: below stage 3 all, else some units and the rest."""
     if spec.zero.stage < 3:
         return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in spec.leaves)
-    return _of_no_unit(spec, frozen=True) + sum(_largest_units(spec, _weight_bytes, units, frozen=True))
+    return _of_no_unit(spec) + sum(_largest_units(spec, _weight_bytes, units))
+
+
+def _frozen_in_use(spec: TrainSpec) -> int:
+    """Frozen weights that are whole in the backward pass, which reads none of those outside units.
+
+    As compiled: of two units, and of a third on its way. A quantized one is on its way in so few bytes that
+    they are left out; XLA often decodes the second no sooner than they are gone.
+    """
+    if all(group.unit is None for group in spec.groups):
+        return _frozen_outside(spec)
+
+    def arriving(spec: TrainSpec, leaf: ParamLayout) -> int:
+        raw = leaf.weights.local.raw and spec.world.local > 1
+        return _weight_bytes(spec, leaf) if raw else 0
+
+    return sum(_largest_units(spec, _weight_bytes, 2, frozen=True)) + sum(
+        _largest_units(spec, arriving, 1, frozen=True)
+    )
+
+
+def _frozen_in_loss(spec: TrainSpec) -> int:
+    """Frozen weights that are whole in the loss: of a unit, and those outside units."""
+    return _frozen_outside(spec) + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
+
+
+def _frozen_outside(spec: TrainSpec) -> int:
+    outside = [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
+    return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in outside)
 
 
 def _gathers_from_nodes_again(spec: TrainSpec) -> bool:
@@ -312,18 +343,17 @@ def _payload(spec: TrainSpec) -> int:
     return sum(_largest_units(spec, encoded, 1)) if spec.zero.stage == 3 else 0
 
 
-def _of_no_unit(spec: TrainSpec, *, frozen: bool = False) -> int:
-    groups = [group for group in spec.groups if group.unit is None]
-    rest = [leaf for group in groups for leaf in (group.every if frozen else group.leaves)]
+def _of_no_unit(spec: TrainSpec) -> int:
+    rest = [leaf for group in spec.groups if group.unit is None for leaf in group.leaves]
     return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in rest)
 
 
 def _largest_units(
     spec: TrainSpec, of: Callable[[TrainSpec, ParamLayout], int], count: int, *, frozen: bool = False
 ) -> list[int]:
-    """Bytes of the ``count`` largest units: of their trained weights, or of all."""
+    """Bytes of the ``count`` largest units: of their trained weights, or of their frozen ones."""
     units = [
-        (sum(of(spec, leaf) for leaf in (group.every if frozen else group.leaves)), group.layers)
+        (sum(of(spec, leaf) for leaf in (group.frozen if frozen else group.leaves)), group.layers)
         for group in spec.groups
         if group.unit is not None
     ]

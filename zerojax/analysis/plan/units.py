@@ -73,7 +73,8 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
     if spec.frozen:
         frozen, own = (sum(leaf.count for leaf in leaves) for leaves in (spec.frozen, spec.leaves))
         formats = ", ".join(dict.fromkeys(leaf.weights.local.fmt for leaf in spec.frozen))
-        yield f"frozen: {frozen:,} of {frozen + own:,} parameters, once in each node, in {formats}"
+        where = "each node" if spec.strategy.frozen == "secondary" else "all nodes together"
+        yield f"frozen: {frozen:,} of {frozen + own:,} parameters, once in {where}, in {formats}"
     if spec.lora is not None:
         yield f"trained: low-rank adapters of rank {spec.lora.rank}, scaled by {spec.lora.scale:g}"
     if zero.matmul_dtype == "fp8":
@@ -96,12 +97,13 @@ def _without_effect(named: dict[str, str | None]) -> str:
 def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
     """The groups of a train spec, those of the same kind merged."""
     kinds: dict[Any, int] = {}
+    in_node = spec.strategy.frozen == "secondary"
     for group in spec.groups:
         leaves = tuple(
             (
                 kind_of(leaf.path),
                 leaf.shape,
-                ("" if leaf.frozen else leaf.weights.node.fmt, leaf.weights.local.fmt),
+                ("" if leaf.frozen and in_node else leaf.weights.node.fmt, leaf.weights.local.fmt),
                 ("", "") if leaf.frozen else (leaf.grads.local.fmt, leaf.grads.node.fmt),
             )
             for leaf in group.every

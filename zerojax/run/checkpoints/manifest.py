@@ -39,9 +39,9 @@ class Record:
         seconds: of training so far, over all starts of the run, by a monotonic clock.
         mesh: (nodes, devices per node) that wrote it.
         metrics: of the step, such as "validation_loss"; may be empty.
-        base: the checkpoint, or the Hugging Face folder, that holds the run's frozen weights or its
-            reference, relative to the run's folder if it is there; empty if there are none, or if they are
-            made from the run's seed.
+        base: the checkpoint, or Hugging Face folder, that holds the run's frozen weights or its reference,
+            relative to the run's folder if it is there; empty if there are none, or if they are made from the
+            run's seed.
     """
 
     config: dict[str, Any] = field(default_factory=dict)

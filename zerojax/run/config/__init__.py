@@ -1,19 +1,9 @@
 """A run's settings: frozen dataclasses, read from TOML."""
 
+from zerojax.run.config.data import DataSection, MixtureSource
 from zerojax.run.config.posttrain import PosttrainSection
-from zerojax.run.config.sections import (
-    CheckpointSection,
-    ClusterSection,
-    DataSection,
-    LogSection,
-    LoRASection,
-    MeshSection,
-    MixtureSource,
-    OptimizerSection,
-    RunConfig,
-    TrainSection,
-    ZeroSection,
-)
+from zerojax.run.config.run_config import RunConfig
+from zerojax.run.config.sharding import ClusterSection, LoRASection, MeshSection, ZeroSection
 from zerojax.run.config.toml import (
     ConfigError,
     config_from_dict,
@@ -22,6 +12,7 @@ from zerojax.run.config.toml import (
     find_config,
     load_config,
 )
+from zerojax.run.config.training import CheckpointSection, LogSection, OptimizerSection, TrainSection
 
 __all__ = [
     "CheckpointSection",

@@ -13,7 +13,7 @@ import dacite
 import tomli_w
 
 from zerojax.errors import ConfigurationError
-from zerojax.run.config.sections import RunConfig
+from zerojax.run.config.run_config import RunConfig
 from zerojax.validation.untrusted import parse_toml, printable, short
 
 

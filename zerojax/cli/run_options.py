@@ -1,0 +1,98 @@
+"""What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerojax.cli import on_config
+from zerojax.cli.cluster import JobOptions
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import ModelFolder, is_model, run_settings
+from zerojax.run.config import RunConfig
+from zerojax.run.run_dir import Resume, RunFolder
+
+
+@dataclass(frozen=True)
+class RunOptions(JobOptions, on_config.Options):
+    """Where a run is, and what it begins with.
+
+    Attributes:
+        run_dir: Folder of the run; runs/NAME by default.
+        resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
+        init_from: A run's folder or one of its checkpoints, from whose weights a new run starts, with a new
+            optimizer state at step 0; or the folder of a Hugging Face model, which also sets [model] and the
+            tokenizer. Ignored by a run that resumes, but for the last two.
+    """
+
+    run_dir: Path | None = None
+    resume: Resume = "auto"
+    init_from: Path | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of the run: the one that is named, or that of its config."""
+        return folder_of(self.config, self.run_dir)
+
+
+def read_run[O: RunOptions](
+    options: type[O], command: str, arguments: list[str]
+) -> tuple[O, ModelFolder | None]:
+    """Read the config and the options of a run, and the Hugging Face model that --init-from names, if any.
+
+    Args:
+        options: the class of the command's options.
+        command: name of the command.
+        arguments: of the command line.
+
+    Raises:
+        ConfigurationError: an invalid setting, a model that zerojax does not support, or one that is gone.
+    """
+    source = named_model(arguments)
+
+    def with_model(settings: RunConfig) -> RunConfig:
+        if source is None:
+            return settings
+        return run_settings(source, settings, folder_of(arguments[0], value_of("--run-dir", arguments)))
+
+    read = on_config.parse(options, command, arguments, with_model)
+    check_source(read.init_from, read.settings, read.folder, command)
+    return read, source
+
+
+def folder_of(config: str, run_dir: Path | None) -> RunFolder:
+    """The folder of a run: the one that is named, or that of its config."""
+    return RunFolder(run_dir or Path("runs") / Path(config).stem)
+
+
+def named_model(arguments: list[str]) -> ModelFolder | None:
+    """The Hugging Face model that --init-from names, if it names one.
+
+    Raises:
+        ConfigurationError: the model is one that zerojax does not support.
+    """
+    path = value_of("--init-from", arguments)
+    return ModelFolder.open(path) if path is not None and is_model(path) else None
+
+
+def value_of(option: str, arguments: list[str]) -> Path | None:
+    """The path that follows an option, before the command line is read as a whole; None without it."""
+    found = None
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            found = Path(value if equals else following)
+    return found
+
+
+def check_source(init_from: Path | None, settings: RunConfig, folder: RunFolder, command: str) -> None:
+    """Refuse to resume from a config whose [model] came from a folder that is gone.
+
+    Raises:
+        ConfigurationError: says how to resume.
+    """
+    if init_from is None or init_from.exists() or not folder.config.is_file():
+        return
+    if folder.read_config().model != settings.model:
+        raise ConfigurationError(
+            f"--init-from {init_from} is gone, which gave this run its [model]: "
+            f"resume it by zerojax {command} {folder.config} --run-dir {folder.path}"
+        )

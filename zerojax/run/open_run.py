@@ -1,0 +1,202 @@
+"""An open run: its folder, its state and its services, which training and post-training share."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+
+import zerojax
+from zerojax.analysis.plan import describe_plan
+from zerojax.errors import Stopped
+from zerojax.multihost.peers import Peers
+from zerojax.multihost.watchdog import Watchdog
+from zerojax.run.build import environment, is_first, make_log, make_watchdog
+from zerojax.run.checkpoints import (
+    Checkpoints,
+    Manifest,
+    Record,
+    Retention,
+    TrainingClock,
+    reserve_host_memory,
+)
+from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.metrics import RunLog
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.sharding import nccl
+
+
+@dataclass
+class OpenRun:
+    """A run with what every loop needs; a context manager.
+
+    Attributes:
+        config: the settings.
+        folder: of the run.
+        checkpoints: of the run.
+        clock: time trained, and whether a save is due by time.
+        log: metrics, files, progress line.
+        watchdog: ends a hung run.
+        lock: keeps other runs out of the folder.
+        state: the model and its optimizer.
+        step: optimizer steps done.
+        base: where the frozen weights, or a reference, are from (``Record.base``).
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    checkpoints: Checkpoints
+    clock: TrainingClock
+    log: RunLog
+    watchdog: Watchdog
+    lock: RunLock
+    state: zerojax.TrainState
+    step: int
+    base: str
+
+    def __enter__(self) -> Self:
+        self.log.__enter__()
+        self.watchdog.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Finish pending writes, and record the error if the run ended with one."""
+        self.watchdog.phase("the end of the run")
+        try:
+            self.close_inputs()
+            self.log.__exit__(kind, error, trace)
+            if self.log.hangs:  # as would any other use of the disk
+                return
+            if error is not None and is_first():
+                self.note_end(error)
+            self.close_files()
+            self.checkpoints.close()
+        finally:
+            self.watchdog.stop()
+            if not self.log.hangs:
+                self.lock.close()
+
+    def close_inputs(self) -> None:
+        """Close what the loop reads from."""
+
+    def close_files(self) -> None:
+        """Close what the loop writes beside the log and checkpoints; not called if the disk hangs."""
+
+    def is_due(self, every: int) -> bool:
+        """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def save_checkpoint(
+        self, position: dict[str, Any], metrics: Sequence[str], *, despite_skips: bool
+    ) -> bool:
+        """Begin to save a checkpoint; False if it must wait because the last step was skipped.
+
+        Args:
+            position: in the data, from which a resumed run goes on.
+            metrics: the names of those to record.
+            despite_skips: save it all the same.
+        """
+        mesh = self.state.spec.mesh
+        record = Record(
+            config=config_to_dict(self.config),
+            position=position,
+            skipped=self.log.skipped,
+            seconds=self.clock.seconds,
+            mesh=(mesh.shape["node"], mesh.shape["local"]),
+            base=self.base,
+            metrics={name: x for name, x in self.log.last.items() if name in metrics},
+        )
+        if not self.checkpoints.save(self.step, self.state, record, despite_skips=despite_skips):
+            return False
+        self.clock.saved()
+        self.log.restart_clock()
+        return True
+
+    def note_end(self, error: BaseException) -> None:
+        """Record in run.json why the run did not finish, unless the disk is full."""
+        status = "stopped" if isinstance(error, Stopped) else "failed"
+        reason = f"{type(error).__name__}: {error}"
+        with suppress(OSError):  # a full disk, which is then the reported error
+            self.folder.update_summary(status=status, step=self.step, reason=reason)
+
+    def stop(self) -> None:
+        """End before the last step, on request.
+
+        Raises:
+            Stopped: always; with the message for the user.
+        """
+        self.checkpoints.wait()
+        raise Stopped(
+            f"stopped on request at step {self.step} of {self.config.train.steps}, and saved; "
+            "the same command resumes from there"
+        )
+
+    def announce(self, what: str, notes: Sequence[str]) -> None:
+        """Print what is trained on which mesh and how the run begins, and record it in run.json.
+
+        Args:
+            what: the model and its data.
+            notes: lines about the beginning.
+        """
+        config, mesh = self.config, self.state.spec.mesh
+        self.log.say(
+            f"{self.folder.path}: {what}, {config.zero.preset} on {mesh.shape['node']} x "
+            f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
+        )
+        self.log.say(describe_plan(self.state))
+        notes = [*notes, *map(str, nccl.applied())]
+        for note in notes:
+            self.log.say(note)
+        if is_first():
+            self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
+            self.folder.update_summary(steps=config.train.steps, **environment())
+
+
+def run_services(
+    config: RunConfig,
+    folder: RunFolder,
+    lock: RunLock,
+    manifest: Manifest | None,
+    *,
+    state: zerojax.TrainState,
+    base: str,
+    batch: Any,
+    peers: Peers | None,
+) -> dict[str, Any]:
+    """The fields of an ``OpenRun``, once it has a state; writes the settings to the run's folder.
+
+    Args:
+        config: the settings.
+        folder: of the run.
+        lock: taken.
+        manifest: of the checkpoint that it goes on from, if there is one.
+        state: of the run.
+        base: as of ``OpenRun``.
+        batch: shapes and dtypes of a global batch.
+        peers: the other processes of the run, if there are any.
+    """
+    record, step = (Record(), 0) if manifest is None else (manifest.record, manifest.step)
+    if is_first():
+        folder.write_config(config)
+    reserve_host_memory(state)
+    log, saving = make_log(config, folder, state, step, record.skipped, batch), config.checkpoint
+    checkpoints = Checkpoints(
+        folder.checkpoints,
+        Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
+        start=None if manifest is None else step,
+        say=log.say,
+    )
+    return {
+        "config": config,
+        "folder": folder,
+        "checkpoints": checkpoints,
+        "clock": TrainingClock(record.seconds, minutes=saving.minutes),
+        "log": log,
+        "watchdog": make_watchdog(config, folder, peers),
+        "lock": lock,
+        "state": state,
+        "step": step,
+        "base": base,
+    }
