@@ -25,6 +25,7 @@ from zerojax.train.step import eval_step, lower_train_step, predict_step, train_
 from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
+    from zerojax import posttrain
     from zerojax.analysis import aot, hlo, plan, profile
     from zerojax.interop import deepspeed, huggingface
     from zerojax.multihost import distributed
@@ -41,6 +42,7 @@ _MODULES = {
     "html_report": "zerojax.run.html_report",
     "huggingface": "zerojax.interop.huggingface",
     "plan": "zerojax.analysis.plan",
+    "posttrain": "zerojax.posttrain",
     "profile": "zerojax.analysis.profile",
     "trackers": "zerojax.run.trackers",
 }
@@ -75,6 +77,7 @@ __all__ = [
     "lower_train_step",
     "make_mesh",
     "plan",
+    "posttrain",
     "predict_step",
     "profile",
     "put_params",

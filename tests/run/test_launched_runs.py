@@ -47,3 +47,27 @@ def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> Non
     for name in ("loss", "grad_norm", "validation_loss"):
         np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-5)
     assert two[0]["loss"] < lines[0]["loss"], "trained weights"
+
+
+@pytest.mark.slow
+def test_two_processes_post_train_as_one(config: Path, tmp_path: Path) -> None:
+    run_through("train", config, "--run-dir", tmp_path / "start", "--train.steps", 2)
+    (tmp_path / "reward.py").write_text("def reward(prompt, completion): return len(set(completion)) / 4")
+    rows = "".join(f'{{"prompt": "all {i}"}}\n' for i in range(30))
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    options = {
+        "--init-from": tmp_path / "start",
+        "--data.source": tmp_path / "prompts.jsonl",
+        "--posttrain.method": "grpo",
+        "--posttrain.reward": f"{tmp_path / 'reward.py'}:reward",
+        "--posttrain.group-size": 4,
+        "--posttrain.max-new-tokens": 4,
+        "--posttrain.kl": 0.01,
+        "--train.steps": 3,
+    }
+    command = ("posttrain", config, *(word for pair in options.items() for word in pair))
+    run_through(*LAUNCH, *command, "--run-dir", tmp_path / "two")
+    run_through(*command, "--run-dir", tmp_path / "one")
+    two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    for name in ("reward", "length", "kl", "grad_norm", "validation_reward"):
+        np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-4, atol=1e-6)

@@ -3,7 +3,8 @@
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 gpt-tiny --run-dir runs/a
 
 starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each; with ``doctor``
-or ``links`` in place of the config, it starts that command. For several machines, see ``scripts/slurm`` and
+or ``links`` in place of the config, it starts that command, and with ``posttrain`` before the config
+``zerojax posttrain``. For several machines, see ``scripts/slurm`` and
 ``scripts/k8s``.
 
 Exit codes: 0 success; 2 wrong use or settings, of this command or of ``zerojax train``; 3 the run diverged;
@@ -36,7 +37,7 @@ _OTHERS = ("doctor", "links")
 class Job:
     """The processes to start, and how to restart them."""
 
-    train: Sequence[str]  # arguments of `zerojax train`; or a command of `_OTHERS` and its arguments
+    train: Sequence[str]  # arguments of `zerojax train`; or another command and its arguments
     nodes: int
     devices_per_node: int
     platform: Platform = "auto"
@@ -82,7 +83,10 @@ def launch(job: Job) -> int:
 def _tasks(job: Job, nodes: int) -> list[supervisor.Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     first, *options = job.train
-    command = [first] if first in _OTHERS else ["train", first]
+    if first == "posttrain" and options:
+        command = [first, options.pop(0)]
+    else:
+        command = [first] if first in _OTHERS else ["train", first]
     # Given options come later and override these.
     mesh = ["--mesh.nodes", str(nodes), "--mesh.local", str(job.devices_per_node)]
     coordinator = f"127.0.0.1:{free_port()}"
@@ -122,7 +126,7 @@ def parse(arguments: Sequence[str]) -> Job:
         "train",
         nargs=argparse.REMAINDER,
         metavar="CONFIG ...",
-        help="arguments of zerojax train; or doctor or links",
+        help="arguments of zerojax train; or posttrain CONFIG ..., doctor or links",
     )
     options = vars(parser.parse_args(arguments))
     if not options["train"]:

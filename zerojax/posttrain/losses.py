@@ -130,14 +130,3 @@ def token_mean(
     """
     count = jnp.sum(mask)
     return jnp.sum(jnp.where(mask > 0, values, 0)) / jnp.maximum(count, 1), count
-
-
-def sequence_mean(
-    values: Float[Array, "rows time"], mask: Float[Array, "rows time"]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The mean over completions of the mean over the tokens of each (Shao et al., 2024, equation 3), and the
-    number of completions that have any."""
-    lengths = jnp.sum(mask, axis=1)
-    each = jnp.sum(jnp.where(mask > 0, values, 0), axis=1) / jnp.maximum(lengths, 1)
-    count = jnp.sum(lengths > 0).astype(values.dtype)
-    return jnp.sum(each) / jnp.maximum(count, 1), count
