@@ -12,6 +12,7 @@ from micro_run import Stop, die_at, micro_config
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.posttrain.rewards import RewardProcess
+from zerojax.posttrain.rollout import measure
 from zerojax.posttrain.trainer import PostTrainer
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
@@ -149,7 +150,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         scale = np.sqrt(2 / 3)
         wanted = np.asarray([-1, 0, 1])[:, None] / scale * rows["mask"][:3]
         np.testing.assert_allclose(rows["advantages"][:3], wanted, atol=1e-4)
-        measured = trainer.measure(rollout, rewards, rows)
+        measured = measure(rollout, rewards, rows, 4)
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
         trainer.rewards.close()
@@ -168,6 +169,10 @@ def test_a_completion_without_a_reward_counts_nowhere(
         ({"posttrain": {"epochs": 3}}, "train.steps 4 ends within a rollout, which has 3 steps: 6"),
         ({"posttrain": {"max_new_tokens": 16}}, "leaves no room for prompts in train.sequence_length 16"),
         ({"model": {"dropout": 0.1}}, "model.dropout must be 0"),
+        (
+            {"checkpoint": {"keep_best": 1}, "train": {"eval_every": 2}},
+            "checkpoint.keep_best is for zerojax train",
+        ),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(

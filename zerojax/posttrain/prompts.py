@@ -61,8 +61,8 @@ class Prompts:
         fitting = [one for one in every if len(one.tokens) <= longest]
         if not fitting:
             raise DataError(
-                f"data.source {data.source!r}: no prompt has at most {longest} tokens, which is "
-                "train.sequence_length + 1 - posttrain.max_new_tokens"
+                f"data.source {data.source!r}: no prompt has at most {longest} tokens, which is what "
+                "posttrain.max_new_tokens leaves of train.sequence_length"
             )
         limit = validation_limit((one.tokens.tobytes() for one in fitting), data.validation)
         held_out = [rank(one.tokens.tobytes()) < limit for one in fitting]

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from zerojax.generation import Completions
+from zerojax.posttrain.processes import mean_over_processes
 from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.rewards import LostReward, RewardProcess
 from zerojax.run.data import Tokenizer
@@ -90,3 +92,40 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
         order = np.random.default_rng((*seed, epoch)).permutation(total)
         for first in range(0, total, size):
             yield {name: x[order[first : first + size]] for name, x in rows.items()}
+
+
+def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows, group_size: int) -> dict[str, float]:
+    """The metrics of a rollout: means over the completions, or tokens, of all processes.
+
+    Args:
+        rollout: of this process.
+        rewards: of its completions, NaN for lost ones.
+        rows: with the trainer's "old_log_probs", and the "mask" of what counts.
+        group_size: completions per prompt.
+    """
+    there = np.isfinite(rewards)
+    groups = rewards.reshape(-1, group_size)
+    differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
+    every = np.ones_like(there)
+    found = mean_over_processes(
+        {
+            "reward": (rewards, there),
+            "mixed_groups": (differ, np.ones_like(differ)),
+            "length": (rollout.lengths, every),
+            "ended": (rollout.ended, every),
+            "lost_rewards": (~there, every),
+            "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
+        }
+    )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:
+    """At most ``count`` completions, spread evenly over the rows, as values of JSON."""
+    for row in np.linspace(0, len(rewards) - 1, min(count, len(rewards))).astype(int).tolist():
+        yield {
+            "prompt": rollout.prompts[row].text,
+            "completion": rollout.texts[row],
+            "reward": float(rewards[row]),
+            "tokens": int(rollout.lengths[row]),
+        }

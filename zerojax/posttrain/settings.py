@@ -17,6 +17,12 @@ def steps_per_rollout(config: RunConfig) -> int:
     return config.posttrain.epochs * rollout_rows(config) // config.train.batch_size
 
 
+def longest_prompt(config: RunConfig) -> int:
+    """Tokens of a prompt that leaves room for a completion, in a row and in the model's context."""
+    room = min(config.train.sequence_length + 1, config.model.max_seq_len)
+    return room - config.posttrain.max_new_tokens
+
+
 def check_settings(config: RunConfig, processes: int) -> None:
     """Refuse settings that do not fit each other.
 
@@ -49,6 +55,12 @@ def check_settings(config: RunConfig, processes: int) -> None:
             f"posttrain.max_new_tokens {settings.max_new_tokens} leaves no room for prompts in "
             f"train.sequence_length {train.sequence_length}"
         )
+    idle = {
+        "train.eval_exact_match": train.eval_exact_match,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+    }
+    for name in (name for name, value in idle.items() if value):
+        raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
     for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
         if rate:
             raise ConfigurationError(

@@ -22,8 +22,14 @@ from zerojax.posttrain.processes import any_process, mean_over_processes, of_thi
 from zerojax.posttrain.prompts import Prompt, Prompts
 from zerojax.posttrain.reference import Reference
 from zerojax.posttrain.rewards import RewardProcess
-from zerojax.posttrain.rollout import Rollout, Rows, minibatches, score
-from zerojax.posttrain.settings import abstract_batch, check_settings, rollout_rows, steps_per_rollout
+from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of, score
+from zerojax.posttrain.settings import (
+    abstract_batch,
+    check_settings,
+    longest_prompt,
+    rollout_rows,
+    steps_per_rollout,
+)
 from zerojax.run.build import (
     RunSetup,
     choose_checkpoint,
@@ -38,8 +44,6 @@ from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
-
-Values = dict[str, float]
 
 
 @dataclass
@@ -102,8 +106,7 @@ class PostTrainer(OpenRun):
             run_on_process_zero(folder.create)
             tokenizer = open_tokenizer(config.data, folder.data)
             template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
-            longest = config.train.sequence_length + 1 - settings.max_new_tokens
-            prompts = Prompts.read(config.data, tokenizer, template, longest)
+            prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
             rewards = RewardProcess(settings.reward, settings.reward_seconds)
             on_error.callback(rewards.close)
             manifest, notes = choose_checkpoint(config, folder, resume)
@@ -169,7 +172,8 @@ class PostTrainer(OpenRun):
                 rollout = self.rollout()
                 rewards = self.score(rollout)
                 rows = self.rows(rollout, rewards)
-                self.update(rows, self.measure(rollout, rewards, rows))
+                self.write_samples(rollout, rewards)
+                self.update(rows, measure(rollout, rewards, rows, self.config.posttrain.group_size))
                 self.save_if_due(stop=signalled.received)
             self.finish()
 
@@ -236,7 +240,7 @@ class PostTrainer(OpenRun):
             for first in range(0, len(rows["tokens"]), size)
         ]
 
-    def update(self, rows: Rows, measured: Values) -> None:
+    def update(self, rows: Rows, measured: dict[str, float]) -> None:
         """Train on the rows, and log each step with what was measured of the rollout."""
         train = self.config.train
         size = train.batch_size // jax.process_count()
@@ -251,38 +255,11 @@ class PostTrainer(OpenRun):
             self.checkpoints.check()
         self.rollouts += 1
 
-    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Values:
-        """The metrics of a rollout: means over the completions, or tokens, of all processes."""
-        there, mask = np.isfinite(rewards), rows["mask"]
-        groups = rewards.reshape(-1, self.config.posttrain.group_size)
-        differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
-        found = mean_over_processes(
-            {
-                "reward": (rewards, there),
-                "mixed_groups": (differ, np.ones_like(differ)),
-                "length": (rollout.lengths, np.ones_like(there)),
-                "ended": (rollout.ended, np.ones_like(there)),
-                "lost_rewards": (~there, np.ones_like(there)),
-                "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), mask > 0),
-            }
-        )
-        self.write_samples(rollout, rewards)
-        return {name: value for name, value in found.items() if value is not None}
-
     def write_samples(self, rollout: Rollout, rewards: np.ndarray) -> None:
-        """Add some completions of a rollout to the file: those of the first prompts, spread over groups."""
-        if self.samples is None:
-            return
-        count = min(self.config.posttrain.samples, len(rewards))
-        for row in np.linspace(0, len(rewards) - 1, count).astype(int).tolist():
-            sample = {
-                "rollout": self.rollouts + 1,
-                "prompt": rollout.prompts[row].text,
-                "completion": rollout.texts[row],
-                "reward": float(rewards[row]),
-                "tokens": int(rollout.lengths[row]),
-            }
-            self.samples.write(self.step + 1, sample)
+        """Add some completions of a rollout to the file."""
+        if self.samples is not None:
+            for sample in samples_of(rollout, rewards, self.config.posttrain.samples):
+                self.samples.write(self.step + 1, {"rollout": self.rollouts + 1, **sample})
 
     def evaluation(self) -> dict[str, jax.Array]:
         """The mean reward of greedy completions of held-out prompts; nothing if there are none."""
