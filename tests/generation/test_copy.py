@@ -44,7 +44,8 @@ def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
     if form == "gathered":
         engine = dataclasses.replace(engine, group="local")
     array = functools.partial(state.spec.abstract, dtype=np.int32, spec=state.spec.batch_spec)
-    queue = Queue(array((16, 16)), *[array((16,))] * 4)
+    arrays: Any = (array((16, 16)), *[array((16,))] * 4)
+    queue = Queue(*arrays)
     seed = jax.ShapeDtypeStruct((), np.uint32)
     return generation_program(copy, engine).trace(copy.abstract, state.model_state, queue, seed)
 
@@ -53,7 +54,8 @@ def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
 def test_no_byte_crosses_nodes_while_tokens_are_made(preset):
     state = create(SMALL, 2, 4, abstract=True, preset=preset)
     engine = Engine(2, 1, 4, 20, "float32", Sampling(), None)
-    for form, axes in (("gathered", {"local"}), ("compute", set()), ("int8", set())):
+    forms: dict[Form, set[str]] = {"gathered": {"local"}, "compute": set(), "int8": set()}
+    for form, axes in forms.items():
         assert set(axes_used(traced(state, form, engine).jaxpr.jaxpr)) == axes
 
 
@@ -101,7 +103,7 @@ def test_frozen_weights_are_shared_and_the_bytes_are_counted():
         copy = GenerationCopy.of(spec, form)
         made, expected = copy.make(state), copy.abstract
         for path, x in jax.tree.leaves_with_path(made):
-            like = functools.reduce(lambda tree, key: tree[key.key], path, expected)
+            like: Any = functools.reduce(lambda tree, key: tree[key.key], path, expected)
             assert (x.shape, x.dtype) == (like.shape, like.dtype)
         assert copy.device_bytes == device_bytes(made), form
 

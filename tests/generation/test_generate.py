@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +187,8 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
     ],
 )
 def test_what_cannot_be_generated_is_refused_in_words(kind, message):
-    state, given, count, options = small(), [np.arange(4)] * 3, 5, {}
+    given: list[Any] = [np.arange(4)] * 3
+    state, count, options = small(), 5, {}
     match kind:
         case "too long":
             given[1] = np.zeros(20, np.int32)

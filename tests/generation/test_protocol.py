@@ -1,5 +1,7 @@
 """Models that break the protocol are told how."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ class Wide(Averages):
 
 
 class Renamed(Averages):
-    def decode(self, tokens, start, end, cache):
+    def decode(self, tokens, start, end, cache) -> Any:
         hidden, cache = super().decode(tokens, start, end, cache)
         return hidden, (cache["sum"],)
 
