@@ -232,12 +232,18 @@ def _flat(rows: Any, leaf: ParamLayout) -> Any:
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
-    """Gather secondary partitions over ``local`` and store whole weights, layer by layer."""
+    """Gather secondary partitions over ``local`` and store whole weights, layer by layer.
+
+    One group after the other, and all after the hops between nodes: XLA:CPU may mix up the collectives of
+    loops that do not depend on each other.
+    """
     stored: Stored = {}
+    rows = lax.optimization_barrier(rows)
     for group in copy.spec.groups:
         leaves = tuple(leaf for leaf in group.every if leaf.path in copy.leaves)
         layer = functools.partial(_whole_layer, copy, leaves)
         values = tuple(rows[leaf.path] for leaf in leaves)
+        values, _ = lax.optimization_barrier((values, stored))
         results = lax.map(layer, values) if group.stack else layer(values)
         stored |= {leaf.path: x for leaf, x in zip(leaves, results, strict=True)}
     return stored
@@ -250,6 +256,7 @@ def _whole_layer(
     codes = [array_of(x).reshape(-1) for x, keep in zip(values, kept, strict=True) if keep]
     if codes and copy.spec.world.local > 1:
         codes = [x.reshape(-1) for x in gather_together(codes, LOCAL)]
+    values, _ = lax.optimization_barrier((values, codes))
     others = [(leaf, array_of(x)) for leaf, x, keep in zip(leaves, values, kept, strict=True) if not keep]
     comm = UnitComm(copy.spec.strategy, (), tuple(leaf for leaf, _ in others))
     whole = comm.gather_local(tuple(x for _, x in others)) if others else ()
