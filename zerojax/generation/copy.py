@@ -170,8 +170,7 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
     if form in ("gathered", "compute"):
         return dataclasses.replace(leaf, frozen=True)
     if _keeps_format(leaf):
-        # Gathered over both axes, shards lie in the order of the whole weight: as if on nodes of one device.
-        return dataclasses.replace(leaf, frozen=True, world=MeshShape(leaf.world.size, 1))
+        return dataclasses.replace(_gathered(leaf), frozen=True)
     zero = spec.zero
     options = ZeroConfig(
         compute_dtype=zero.compute_dtype,
@@ -190,6 +189,11 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
         zero=options,
         frozen=True,
     )
+
+
+def _gathered(leaf: ParamLayout) -> ParamLayout:
+    """The layout of what is gathered over both axes: shards in their order, as if on nodes of one device."""
+    return dataclasses.replace(leaf, world=MeshShape(leaf.world.size, 1))
 
 
 def _keeps_format(leaf: ParamLayout) -> bool:
@@ -253,11 +257,12 @@ def _whole_layer(
     copy: GenerationCopy, leaves: Sequence[ParamLayout], values: Sequence[Any]
 ) -> tuple[Any, ...]:
     kept = [copy.form != "compute" and _keeps_format(leaf) for leaf in leaves]
-    codes = [array_of(x).reshape(-1) for x, keep in zip(values, kept, strict=True) if keep]
-    if codes and copy.spec.world.local > 1:
-        codes = [x.reshape(-1) for x in gather_together(codes, LOCAL)]
-    values, _ = lax.optimization_barrier((values, codes))
-    others = [(leaf, array_of(x)) for leaf, x, keep in zip(leaves, values, kept, strict=True) if not keep]
+    arrived = [array_of(x).reshape(-1) for x in values]
+    if copy.spec.world.local > 1:
+        # One collective: XLA:CPU may mix up several that do not depend on each other.
+        arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]
+    codes = [x for x, keep in zip(arrived, kept, strict=True) if keep]
+    others = [(_gathered(leaf), x) for leaf, x, keep in zip(leaves, arrived, kept, strict=True) if not keep]
     comm = UnitComm(copy.spec.strategy, (), tuple(leaf for leaf, _ in others))
     whole = comm.gather_local(tuple(x for _, x in others)) if others else ()
     as_they_come, decoded = iter(codes), iter(whole)
