@@ -65,6 +65,15 @@ def test_conversations_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
         assert one.text == f"hi {one.row['answer']}"
 
 
+def test_columns_of_parquet_go_to_the_reward_as_well(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"prompt": ["a", "b", "c"], "answer": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    found = read(str(tmp_path / "rows.parquet"))
+    every = {one.text: one.row for one in (*found.train, *found.held_out)}
+    assert every == {"a": {"answer": 1}, "b": {"answer": 2}, "c": {"answer": 3}}
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
