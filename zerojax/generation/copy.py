@@ -172,8 +172,7 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
     if form in ("gathered", "compute"):
         return dataclasses.replace(leaf, frozen=True)
     if _keeps_format(leaf):
-        # Gathered over both axes, shards lie in the order of the whole weight: as if on nodes of one device.
-        return dataclasses.replace(leaf, frozen=True, world=MeshShape(leaf.world.size, 1))
+        return dataclasses.replace(_gathered(leaf), frozen=True)
     zero = spec.zero
     options = ZeroConfig(
         compute_dtype=zero.compute_dtype,
@@ -192,6 +191,11 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
         zero=options,
         frozen=True,
     )
+
+
+def _gathered(leaf: ParamLayout) -> ParamLayout:
+    """The layout of what is gathered over both axes: shards in their order, as if on nodes of one device."""
+    return dataclasses.replace(leaf, world=MeshShape(leaf.world.size, 1))
 
 
 def _keeps_format(leaf: ParamLayout) -> bool:
@@ -242,12 +246,18 @@ def _flat(rows: Any, leaf: ParamLayout) -> Any:
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
-    """Gather secondary partitions over ``local`` and store whole weights, layer by layer."""
+    """Gather secondary partitions over ``local`` and store whole weights, layer by layer.
+
+    One group after the other, and all after the hops between nodes: XLA:CPU may mix up the collectives of
+    loops that do not depend on each other.
+    """
     stored: Stored = {}
+    rows = lax.optimization_barrier(rows)
     for group in copy.spec.groups:
         leaves = tuple(leaf for leaf in group.every if leaf.path in copy.leaves)
         layer = functools.partial(_whole_layer, copy, leaves)
         values = tuple(rows[leaf.path] for leaf in leaves)
+        values, _ = lax.optimization_barrier((values, stored))
         results = lax.map(layer, values) if group.stack else layer(values)
         stored |= {leaf.path: x for leaf, x in zip(leaves, results, strict=True)}
     return stored
@@ -257,10 +267,12 @@ def _whole_layer(
     copy: GenerationCopy, leaves: Sequence[ParamLayout], values: Sequence[Any]
 ) -> tuple[Any, ...]:
     kept = [copy.form != "compute" and _keeps_format(leaf) for leaf in leaves]
-    codes = [array_of(x).reshape(-1) for x, keep in zip(values, kept, strict=True) if keep]
-    if codes and copy.spec.world.local > 1:
-        codes = [x.reshape(-1) for x in gather_together(codes, LOCAL)]
-    others = [(leaf, array_of(x)) for leaf, x, keep in zip(leaves, values, kept, strict=True) if not keep]
+    arrived = [array_of(x).reshape(-1) for x in values]
+    if copy.spec.world.local > 1:
+        # One collective: XLA:CPU may mix up several that do not depend on each other.
+        arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]
+    codes = [x for x, keep in zip(arrived, kept, strict=True) if keep]
+    others = [(_gathered(leaf), x) for leaf, x, keep in zip(leaves, arrived, kept, strict=True) if not keep]
     comm = UnitComm(copy.spec.strategy, (), tuple(leaf for leaf, _ in others))
     whole = comm.gather_local(tuple(x for _, x in others)) if others else ()
     as_they_come, decoded = iter(codes), iter(whole)

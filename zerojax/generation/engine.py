@@ -115,12 +115,13 @@ class Engine:
         length = int(min(padded + new_tokens, max(context, padded)))
         return Engine(slots, prefill, new_tokens, length, dtype, how, stop)
 
-    def run(self, bind: Callable[[], Any], queue: Queue, key: Key[Array, ""]) -> Drawn:
+    def run(self, bind: Callable[..., Any], queue: Queue, key: Key[Array, ""]) -> Drawn:
         """Continue every prompt of a queue.
 
         Args:
             bind: makes the model; called wherever JAX traces a part of the program, because an
-                ``nnx.Module`` belongs to the trace that made it.
+                ``nnx.Module`` belongs to the trace that made it. Its argument, if it has one, is a value that
+                is computed before any weight is gathered.
             queue: of this device.
             key: of the random bits, together with ``Queue.rows`` and the position in the answer.
         """
@@ -135,18 +136,18 @@ class Engine:
         cache = self.empty_cache(bind, self.slots, self.length)
         axes = batch_axes(lambda rows: self.empty_cache(bind, rows, self.length))
         slots = _Slots(free, none, none, cache)
-        loop = self._decide(_Loop(jnp.int32(0), slots, out, jnp.bool(False), jnp.bool(False)), queue)
+        loop = _Loop(jnp.int32(0), slots, out, jnp.bool(True), jnp.bool(True))
 
         def refill(loop: _Loop) -> _Loop:
             return self._decide(self._prefill(bind, axes, queue, key, loop), queue)
 
         def turn(loop: _Loop) -> _Loop:
             loop = lax.while_loop(lambda loop: loop.refill, refill, loop)
-            return self._decide(self._decode(bind(), queue, key, loop), queue)
+            return self._decide(self._decode(bind(loop.refill), queue, key, loop), queue)
 
         return lax.while_loop(lambda loop: loop.busy, turn, loop).out
 
-    def empty_cache(self, bind: Callable[[], Any], rows: int, length: int) -> Any:
+    def empty_cache(self, bind: Callable[..., Any], rows: int, length: int) -> Any:
         """A cache for so many rows of so many tokens."""
         return bind().init_cache(rows, length, jnp.dtype(self.dtype))
 
@@ -162,11 +163,13 @@ class Engine:
         refill = (most > 0) & ((most >= self.prefill) | (most == left))
         flags = jnp.stack([refill, (left > 0) | (free < self.slots)])
         if self.group is not None:
+            # After the model has run: XLA:CPU may otherwise mix up its collectives with this one.
+            flags, _ = lax.optimization_barrier((flags, loop.out.tokens))
             flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
         return loop._replace(refill=flags[0], busy=flags[1])
 
     def _prefill(
-        self, bind: Callable[[], Any], axes: Any, queue: Queue, key: Array, loop: "_Loop"
+        self, bind: Callable[..., Any], axes: Any, queue: Queue, key: Array, loop: "_Loop"
     ) -> "_Loop":
         """Put the next prompts of the queue into free slots, and draw their first tokens."""
         slots, count = loop.slots, queue.lengths.shape[0]

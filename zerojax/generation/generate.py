@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
@@ -261,8 +262,11 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
     def local(weights: Any, model_state: Any, queue: Queue, seed: Any) -> Drawn:
         placed = copy.place(weights)
 
-        def bind() -> Any:
-            return spec.adapter.bind(placed, model_state, train=False, key=None).model
+        def bind(after: Any = None) -> Any:
+            own = placed
+            if engine.group is not None and after is not None:
+                own, _ = lax.optimization_barrier((placed, after))
+            return spec.adapter.bind(own, model_state, train=False, key=None).model
 
         with translated_errors():
             return engine.run(bind, queue, jax.random.key(seed))

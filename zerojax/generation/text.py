@@ -135,7 +135,7 @@ def _engine(
 def _continue(
     graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
 ) -> Drawn:
-    return engine.run(lambda: nnx.merge(graph, weights), queue, key)
+    return engine.run(lambda *_: nnx.merge(graph, weights), queue, key)
 
 
 @partial(jax.jit, static_argnames=("graph", "engine"))
