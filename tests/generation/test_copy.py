@@ -19,7 +19,8 @@ import zerojax
 from zerojax import aot, hlo
 from zerojax.generation.copy import Form, GenerationCopy, device_bytes
 from zerojax.generation.engine import Engine, Queue
-from zerojax.generation.generate import _copy, _room, generation_program
+from zerojax.generation.generate import _copy, generation_program
+from zerojax.generation.memory import free_memory
 from zerojax.generation.sampling import Sampling
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
@@ -168,9 +169,9 @@ def test_neither_weights_nor_cache_are_copied_for_a_token():
 
 def test_room_is_what_the_state_leaves_of_a_device():
     spec = mixed().spec
-    assert _room(spec) == np.iinfo(np.int32).max  # CPUs do not say
+    assert free_memory(spec) == np.iinfo(np.int32).max  # CPUs do not say
     state = device_bytes([x for x in jax.tree.leaves(mixed()) if isinstance(x, jax.Array)])
     assert device_bytes(abstract_fields(spec)) == state
     devices = [mock.Mock(memory_stats=lambda own=own: {"bytes_limit": own}) for own in (8 << 30, 4 << 30)]
     fake: Any = mock.Mock(mesh=mock.Mock(local_devices=devices), once=lambda *_: state)
-    assert _room(fake) == int(0.85 * (4 << 30) - state) >> 20
+    assert free_memory(fake) == int(0.85 * (4 << 30) - state) >> 20

@@ -17,6 +17,7 @@ from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
+from zerojax.posttrain.memory import RoleMemory
 from zerojax.run.config import MeshSection
 from zerojax.validation.rates import bytes_per_second
 
@@ -70,10 +71,16 @@ def run(arguments: list[str]) -> None:
     _refuse_without_gpu(options)
     state, _ = abstract_run(options.settings)
     plan, savings = plan_state(state), Savings(options.settings, state.spec)
+    roles = None
+    if options.settings.posttrain.method != "none":
+        roles = RoleMemory.of(options.settings, state.spec)
     if options.json:
-        print(json.dumps({**plan.to_dict(), "savings": savings.to_dict()}, indent=2))
-    else:
-        print(plan, savings.sent_line(), savings.held_line(), sep="\n")
+        more = {} if roles is None else {"roles": dataclasses.asdict(roles)}
+        print(json.dumps({**plan.to_dict(), "savings": savings.to_dict(), **more}, indent=2))
+        return
+    print(plan, savings.sent_line(), savings.held_line(), sep="\n")
+    if roles is not None:
+        print(plain_text(roles.table()))
 
 
 def _refuse_without_gpu(options: Options) -> None:

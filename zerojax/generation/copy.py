@@ -114,6 +114,13 @@ class GenerationCopy:
         """Bytes of the copy on one device, without what is gathered or decoded for a layer."""
         return device_bytes(self.abstract)
 
+    @property
+    def new_bytes(self) -> int:
+        """``device_bytes``, without weights that the copy shares with the state."""
+        shared = self.form == "gathered" and self.spec.strategy.frozen == "secondary"
+        frozen = {leaf.path for leaf in self.spec.frozen} if shared else set[Path]()
+        return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})
+
     def make(self, state: TrainState) -> Stored:
         """The weights of a state, stored so: the only part of a generation phase that crosses nodes."""
         program = self.spec.once(f"generation copy {self.form} {self.adapters}", lambda: _maker(self))

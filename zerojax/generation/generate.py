@@ -1,7 +1,6 @@
 """``zerojax.generate``: continue prompts on the mesh, with the sharded weights of a train state."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,21 +14,17 @@ from jaxtyping import Float, Int
 
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
-from zerojax.formatting import size as bytes_text
 from zerojax.generation.checks import abstract_model, check_limits, checked_context, checked_prompts
-from zerojax.generation.copy import Form, GenerationCopy, device_bytes
+from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length
+from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
-from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
-from zerojax.train.step import place
-
-_SHARE = 0.85
-"""Of a device's memory that generation plans with; the rest is for the work of a layer and for fragments."""
+from zerojax.train.step import local_rows, place
 
 
 class Completions(NamedTuple):
@@ -145,7 +140,7 @@ def generate_rows(
     queue = Queue.of(checked_prompts(prompts), rows, [0] * batch.count, limits, size=size, padded=padded)
     queue = place(spec, queue, 1)
     drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, np.uint32(seed))
-    return Completions(*(_of_this_process(x)[: len(prompts)] for x in drawn))
+    return Completions(*(local_rows(x)[: len(prompts)] for x in drawn))
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,7 @@ def _batch(spec: TrainSpec, prompts: Sequence[Any], limits: Sequence[int], conte
     """This process's part of the agreement."""
     rows = checked_prompts(prompts)
     check_limits(rows, limits, context)
-    return [len(rows), max(map(len, rows)), max(limits), _room(spec)]
+    return [len(rows), max(map(len, rows)), max(limits), free_memory(spec)]
 
 
 def _agree(spec: TrainSpec, describe: Callable[[], list[int]]) -> _Batch:
@@ -212,39 +207,17 @@ def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters:
     """The copy in the form asked for, or in the one that fits into so many MiB of a device."""
     form: Any = weights
     if weights == "auto":
-        whole = GenerationCopy.of(spec, "compute", adapters=adapters)
-        form = "compute" if whole.device_bytes + _cache_bytes(spec, engine) <= room << 20 else "gathered"
+        form = fitting_form(spec, engine, room, adapters=adapters)
     return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )
-
-
-def _cache_bytes(spec: TrainSpec, engine: Engine) -> int:
-    """Bytes of the cache of a device's slots."""
-    bind = functools.partial(abstract_model, spec)
-    return device_bytes(jax.eval_shape(lambda: engine.empty_cache(bind, engine.slots, engine.length)))
-
-
-def _room(spec: TrainSpec) -> int:
-    """MiB of a device's memory for weights and cache beside the state; unlimited where it is not known."""
-    stats = [device.memory_stats() or {} for device in spec.mesh.local_devices]
-    limit = min((one["bytes_limit"] for one in stats if "bytes_limit" in one), default=None)
-    if limit is None:
-        return np.iinfo(np.int32).max
-    held = spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
-    return max(0, int(_SHARE * limit) - held) >> 20
 
 
 def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
     """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
 
     def make() -> Any:
-        cache = _cache_bytes(copy.spec, engine)
-        logger.info(
-            "generating with weights=%s: on each device %s of weights, and %s of key-value cache for %d "
-            "slots of %d tokens",
-            *(copy.form, bytes_text(copy.device_bytes), bytes_text(cache), engine.slots, engine.length),
-        )
+        logger.info("generating with %s", GenerationMemory.of(copy, engine))
         return generation_program(copy, engine)
 
     name = f"generate {copy.form} {copy.adapters} {queue.prompts.shape} {engine}"
@@ -280,11 +253,3 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
     )
     fp8 = spec.zero.matmul_dtype == "fp8"
     return jax.jit(run, compiler_options=compiler_options(spec.mesh, fp8=fp8, generation=True))
-
-
-def _of_this_process(x: jax.Array) -> np.ndarray:
-    """The rows of a batch-sharded array that are on this process's devices."""
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])

@@ -11,12 +11,6 @@ def of_this_process[T](every: list[T]) -> list[T]:
     return every[jax.process_index() * count :][:count]
 
 
-def own_rows(x: jax.Array) -> np.ndarray:
-    """The rows of a batch-sharded array that are on this process's devices."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
-
-
 def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
     """The mean over all processes of values where they count; None if none does.
 

@@ -12,6 +12,7 @@ from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
 
@@ -41,13 +42,9 @@ class Reference:
         Raises:
             ConfigurationError: they are gone.
         """
-        spec = trained.spec
-        if all(leaf.frozen for leaf in spec.weights):
+        setup = reference_setup(config, trained.spec)
+        if setup is None:
             return cls(None)
-        # A state trains something: here the last norm, the smallest leaf, which no step changes. The others
-        # are stored once per node, so that no byte of them crosses nodes.
-        zero = replace(config.zero, frozen=("*", "!norm/*"), weights_delta=False, error_feedback=False)
-        setup = RunSetup.of(replace(config, zero=zero, lora=LoRASection()), optax.identity())
         path = folder.path / base  # an absolute one stands for itself
         if not path.exists():
             raise ConfigurationError(
@@ -61,3 +58,18 @@ class Reference:
         if self.state is None:
             return zerojax.predict_step(trained, batch, fn, adapters=False)
         return zerojax.predict_step(self.state, batch, fn)
+
+
+def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
+    """How the state of a reference is built; None for a run of adapters alone.
+
+    Args:
+        config: the settings.
+        spec: of the policy.
+    """
+    if all(leaf.frozen for leaf in spec.weights):
+        return None
+    # A state trains something: here the last norm, the smallest leaf, which no step changes. The others are
+    # stored once per node, so that no byte of them crosses nodes.
+    zero = replace(config.zero, frozen=("*", "!norm/*"), weights_delta=False, error_feedback=False)
+    return RunSetup.of(replace(config, zero=zero, lora=LoRASection()), optax.identity())

@@ -12,13 +12,15 @@ import numpy as np
 
 import zerojax
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.advantages import group_advantages
+from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.policy import log_probs_of, policy_loss
-from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process, own_rows
+from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process
 from zerojax.posttrain.prompts import Prompt, Prompts
 from zerojax.posttrain.reference import Reference
 from zerojax.posttrain.rewards import RewardProcess
@@ -44,6 +46,7 @@ from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
+from zerojax.train.step import local_rows
 
 
 @dataclass
@@ -134,6 +137,7 @@ class PostTrainer(OpenRun):
                 log_probs=log_probs_of(settings),
                 rollouts=start.position.get("rollouts", 0),
             )
+            notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
             if prompts.left_out:
                 notes.append(f"{prompts.left_out:,} prompts are too long, and are left out")
             trainer.announce(
@@ -225,10 +229,10 @@ class PostTrainer(OpenRun):
         mask = rollout.mask * counted[:, None]
         rows = {"tokens": rollout.tokens, "mask": mask}
         parts = [zerojax.predict_step(self.state, part, self.log_probs) for part in self.parts(rows)]
-        more = {"old_log_probs": np.concatenate([own_rows(part) for part in parts])}
+        more = {"old_log_probs": np.concatenate([local_rows(part) for part in parts])}
         if self.reference is not None:
             parts = [self.reference.log_probs(self.state, part, self.log_probs) for part in self.parts(rows)]
-            more["reference_log_probs"] = np.concatenate([own_rows(part) for part in parts])
+            more["reference_log_probs"] = np.concatenate([local_rows(part) for part in parts])
         return rows | more | {"advantages": mask * np.asarray(advantages)[:, None]}
 
     def parts(self, rows: Rows) -> list[Rows]:

@@ -207,6 +207,12 @@ def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
     return jax.tree.map(place_one, batch)
 
 
+def local_rows(x: jax.Array) -> np.ndarray:
+    """The rows of a batch-sharded array that are on this process's devices."""
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+
 def _check_batch(batch: Any) -> None:
     leaves = jax.tree.leaves(batch)
     if leaves and not any(map(np.shape, leaves)):

@@ -1,0 +1,55 @@
+"""The memory of the roles before the start, against the arrays that there are."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+from micro_run import micro_config
+
+from zerojax.generation.copy import GenerationCopy, device_bytes
+from zerojax.posttrain.memory import RoleMemory
+from zerojax.posttrain.reference import reference_setup
+from zerojax.run.build import RunSetup
+from zerojax.run.config import LoRASection, RunConfig
+
+
+@pytest.fixture
+def config(text: Path) -> RunConfig:
+    base = micro_config(text, mesh={"nodes": 2, "local": 2})
+    settings = dataclasses.replace(base.posttrain, method="grpo", kl=0.1, max_new_tokens=8, rollout_rows=16)
+    return dataclasses.replace(base, posttrain=settings)
+
+
+def held(state) -> int:
+    return device_bytes([x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)])
+
+
+def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
+    state = RunSetup.of(config).initial_state()
+    roles = RoleMemory.of(config, state.spec)
+    setup = reference_setup(config, state.spec)
+    assert setup is not None
+    reference = held(setup.initial_state())
+    assert (roles.policy, roles.reference) == (held(state), reference)
+    made = GenerationCopy.of(state.spec, "compute").make(state)
+    assert (roles.generator.form, roles.generator.weights) == ("compute", device_bytes(made))
+    model = config.model
+    per_token = 2 * model.layers * model.key_value_heads * model.head_dim * 4  # keys and values, fp32
+    assert roles.generator.slots == 4  # 16 rows on 4 devices
+    assert roles.generator.cache == 4 * roles.generator.length * per_token
+    tokens = roles.generator.weights + roles.generator.cache
+    assert roles.rollout == roles.policy + reference + tokens
+
+
+def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(config: RunConfig) -> None:
+    config = dataclasses.replace(config, lora=LoRASection(rank=2))
+    spec = RunSetup.of(config).abstract_state().spec
+    roles = RoleMemory.of(config, spec, room=0)
+    assert (roles.reference, roles.generator.form) == (0, "gathered")
+    adapters = GenerationCopy.of(spec, "gathered").device_bytes - held_frozen(spec)
+    assert roles.generator.weights == adapters  # the base is the state's own
+
+
+def held_frozen(spec) -> int:
+    return device_bytes({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen})

@@ -1,0 +1,71 @@
+"""What a generation phase holds on a device, and in which form its weights fit."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from zerojax.formatting import size
+from zerojax.generation.checks import abstract_model
+from zerojax.generation.copy import Form, GenerationCopy, device_bytes
+from zerojax.generation.engine import Engine
+from zerojax.train.fields import abstract_fields
+from zerojax.train.spec import TrainSpec
+
+_SHARE = 0.85
+"""Of a device's memory that generation plans with; the rest is for the work of a layer and for fragments."""
+
+
+@dataclass(frozen=True)
+class GenerationMemory:
+    """Bytes on one device beside the state, without what is gathered or computed for a layer.
+
+    Attributes:
+        form: of the weights.
+        weights: bytes of their copy that are not the state's.
+        cache: bytes of the key-value cache.
+        slots: of the cache.
+        length: tokens of a slot.
+    """
+
+    form: Form
+    weights: int
+    cache: int
+    slots: int
+    length: int
+
+    @staticmethod
+    def of(copy: GenerationCopy, engine: Engine) -> "GenerationMemory":
+        """Of a copy and the engine that runs on it."""
+        cache = cache_bytes(copy.spec, engine)
+        return GenerationMemory(copy.form, copy.new_bytes, cache, engine.slots, engine.length)
+
+    def __str__(self) -> str:
+        return (
+            f"weights={self.form}: on each device {size(self.weights)} of weights, and {size(self.cache)} of "
+            f"key-value cache for {self.slots} slots of {self.length} tokens"
+        )
+
+
+def cache_bytes(spec: TrainSpec, engine: Engine) -> int:
+    """Bytes of the cache of a device's slots."""
+    bind = functools.partial(abstract_model, spec)
+    return device_bytes(jax.eval_shape(lambda: engine.empty_cache(bind, engine.slots, engine.length)))
+
+
+def fitting_form(spec: TrainSpec, engine: Engine, room: int, *, adapters: bool = True) -> Form:
+    """The form of the weights that fits into so many MiB of a device: whole if possible."""
+    whole = GenerationCopy.of(spec, "compute", adapters=adapters)
+    return "compute" if whole.device_bytes + cache_bytes(spec, engine) <= room << 20 else "gathered"
+
+
+def free_memory(spec: TrainSpec) -> int:
+    """MiB of a device's memory beside what it holds, the state at least; unlimited where it is not known."""
+    stats = [device.memory_stats() or {} for device in spec.mesh.local_devices]
+    known = [one for one in stats if "bytes_limit" in one]
+    if not known:
+        return np.iinfo(np.int32).max
+    state = spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
+    free = (int(_SHARE * one["bytes_limit"]) - max(state, one.get("bytes_in_use", 0)) for one in known)
+    return max(0, min(free)) >> 20
