@@ -38,7 +38,7 @@ from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.blocks import flat_blocks
 from zerojax.train.fields import state_specs
-from zerojax.train.per_device import rows_of, secondary_partitions
+from zerojax.train.sources import rows_of, secondary_partitions
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig

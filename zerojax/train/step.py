@@ -27,6 +27,7 @@ from zerojax.train import per_device
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import abstract_fields, shardings_of, state_specs
 from zerojax.train.secondary import last_secondary, next_secondary, stored_secondary, with_scales
+from zerojax.train.sources import sources
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
@@ -319,7 +320,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         if secondary:
             secondary = next_secondary(spec, masters, secondary, step, later=spec.updating)
         frozen = from_tree(shards["frozen"])
-        weights = per_device.sources(spec, masters, secondary, frozen, spec.updating)
+        weights = sources(spec, masters, secondary, frozen, spec.updating)
         grads, model_state, sums, updated = per_device.accumulate(
             spec, weights, shards["model_state"], batch, seed
         )
@@ -374,7 +375,7 @@ def _current_weights(spec: TrainSpec, shards: dict[str, Any]) -> per_device.Weig
     if secondary:
         # As the next training step will do: otherwise they would be the weights one update ago.
         secondary = next_secondary(spec, masters, secondary, shards["step"])
-    return per_device.sources(spec, masters, secondary, from_tree(shards["frozen"]))
+    return sources(spec, masters, secondary, from_tree(shards["frozen"]))
 
 
 def _on_devices(
