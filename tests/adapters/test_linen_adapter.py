@@ -166,9 +166,9 @@ class Caller:
         (with_state, (Coder,)),
         (with_state, ()),
         (applied, (Coder,)),
-        (applied_by_collection, (Coder,)),
+        pytest.param(applied_by_collection, (Coder,), marks=pytest.mark.slow),
         (inside, (Coder,)),
-        (by_methods, (Model,)),
+        pytest.param(by_methods, (Model,), marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(cls.__name__ for cls in value),
 )

@@ -24,7 +24,7 @@ def _from_the_root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     ("preset", "nodes", "local", "width", "settings", "share"),
     [
         # XLA:CPU widens bf16 collectives to fp32, so the exact path is measured in fp32: twice the bytes.
-        ("zero3", 2, 2, 256, {"compute_dtype": "float32"}, (1.7, 2.0)),
+        pytest.param("zero3", 2, 2, 256, {"compute_dtype": "float32"}, (1.7, 2.0), marks=pytest.mark.slow),
         # The two others have all its hops between them.
         pytest.param("zero++", 3, 1, 512, {}, (0.25, 0.27), marks=pytest.mark.slow),
         ("delta", 2, 2, 480, {"accumulate": 2, "rotation": 0, "rounding": "nearest"}, (1 / 6, 0.175)),

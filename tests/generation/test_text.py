@@ -108,7 +108,13 @@ def test_a_stopped_row_stays_stopped_and_the_other_goes_on():
         assert np.all(row[end:] == stop)
 
 
-@pytest.mark.parametrize("settings", [{"layers": 1}, LLAMA | {"layers": 1}], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"layers": 1}, id="gpt2", marks=pytest.mark.slow),
+        pytest.param(LLAMA | {"layers": 1}, id="llama"),
+    ],
+)
 def test_rows_of_different_lengths_are_continued_as_each_alone(settings):
     model = make(**settings)
     rows = [np.asarray(draw_prompt(length, 1)[0]) for length in (3, 17, 22)]

@@ -75,6 +75,7 @@ def test_spikes_are_skipped(nodes: int, local: int, zero: dict[str, Any]) -> Non
     assert int(state.losses["count"]) == RULE.window
 
 
+@pytest.mark.slow
 def test_a_resumed_run_decides_as_it_would_have(tmp_path: Path) -> None:
     """The losses are saved; on another mesh they go along, and where they cannot they begin anew."""
     state, _ = train(start(2, 4, **LOSSY), 1, 6)

@@ -1,5 +1,6 @@
 """What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def named_model(arguments: list[str]) -> ModelFolder | None:
 def value_of(option: str, arguments: list[str]) -> Path | None:
     """The path that follows an option, before the command line is read as a whole; None without it."""
     found = None
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == option:
             found = Path(value if equals else following)

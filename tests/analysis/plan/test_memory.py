@@ -32,7 +32,7 @@ FORMULA = {
     "hpZ": 16 / D + 2 / LOCAL,
     "delta": 16 / D + 2 / LOCAL,
 }
-SLOW = ("stage 0", "stage 1", "stage 2", "hpZ")
+SLOW = ("stage 0", "stage 1", "stage 2", "stage 3", "hpZ")
 SETTINGS = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},

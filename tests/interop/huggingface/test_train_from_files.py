@@ -110,6 +110,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
     assert f"{model} is gone, which gave this run its [model]: resume it by" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_all_weights_begins_with_those_of_the_files(text: Path, tmp_path: Path):
     source, run = ModelFolder.open(FIXTURES / "gpt2"), RunFolder(tmp_path / "run")
     config = run_settings(source, micro_config(text, mesh={"nodes": 1, "local": 2}), run)
