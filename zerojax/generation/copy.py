@@ -31,14 +31,13 @@ from zerojax.comm.xla_options import compiler_options
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Codes, Scaled, array_of
 from zerojax.schedule.sharded import Sharded
-from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.blocks import flat_blocks
 from zerojax.train.fields import state_specs
-from zerojax.train.sources import rows_of, secondary_partitions
+from zerojax.train.sources import place_group, rows_of, secondary_partitions
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
@@ -83,31 +82,22 @@ class GenerationCopy:
         )
 
     @property
-    def specs(self) -> dict[Path, Any]:
-        """The PartitionSpec of each weight."""
-
-        def place(leaf: ParamLayout) -> Any:
-            if self.form == "compute":
-                return PartitionSpec()
-            values = leaf.spec((LOCAL,)) if self.form == "gathered" else PartitionSpec()
-            return Scaled(values, PartitionSpec()) if leaf.fp8 else values
-
-        return {path: place(leaf) for path, leaf in self.leaves.items()}
-
-    @property
     def abstract(self) -> Stored:
         """The shape, dtype and sharding of each weight."""
-        specs = self.specs
 
         def stored(leaf: ParamLayout) -> Any:
-            spec = specs[leaf.path]
             if self.form == "compute":
-                return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf), spec)
-            place = spec.values if leaf.fp8 else spec
+                return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf))
+            place = leaf.spec((LOCAL,)) if self.form == "gathered" else PartitionSpec()
             values = self.spec.abstract(leaf.frozen_shape, leaf.weights.local.dtype, place)
             return Scaled(values, self.spec.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
         return {path: stored(leaf) for path, leaf in self.leaves.items()}
+
+    @property
+    def specs(self) -> dict[Path, Any]:
+        """The PartitionSpec of each weight."""
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
 
     @property
     def device_bytes(self) -> int:
@@ -133,11 +123,7 @@ class GenerationCopy:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
         placed: dict[Path, Any] = {}
         for group in self.spec.groups:
-            own = self._sharded(group, stored)
-            values: Sequence[Any] = list(own.values())
-            if group.unit is None:
-                values = materialise(values)
-            placed |= dict(zip(own, values, strict=True))
+            placed |= place_group(self.spec, group, self._sharded(group, stored), train=False)
         return placed
 
     def _sharded(self, group: ParamGroup, stored: Stored) -> dict[Path, Sharded]:
@@ -149,16 +135,7 @@ class GenerationCopy:
                 source = jax.tree.map(lambda x: rows_of(x, leaf), source)
             return Sharded(source, None, seeds, leaf, self.strategy)
 
-        own = {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
-        for leaf in group.frozen:
-            if self.adapters and (parts := self.spec.adapters.get(leaf.path)):
-                assert self.spec.lora is not None
-                own[leaf.path] = dataclasses.replace(
-                    own[leaf.path],
-                    adapter=tuple(own.pop(part.path) for part in parts),
-                    lora=dataclasses.replace(self.spec.lora, dropout=0.0),
-                )
-        return own
+        return {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
 
 
 def device_bytes(tree: Any) -> int:

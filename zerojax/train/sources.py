@@ -159,15 +159,32 @@ def place_weights(
             for leaf in group.leaves
         }
         for leaf in group.frozen:
-            adapter = tuple(sharded.pop(part.path) for part in spec.adapters.get(leaf.path, ()))
-            adapter = adapter if adapters else ()
-            lora = spec.lora if adapter else None
-            if lora is not None and not train:
-                lora = dataclasses.replace(lora, dropout=0.0)
-            source = weights.frozen[leaf.path]
-            sharded[leaf.path] = Sharded(source, None, own, leaf, strategy, None, adapter, lora)
-        values: Sequence[Any] = list(sharded.values())
-        if group.unit is None:
-            values = materialise(values)
-        placed |= dict(zip(sharded, values, strict=True))
+            sharded[leaf.path] = Sharded(weights.frozen[leaf.path], None, own, leaf, strategy)
+        placed |= place_group(spec, group, sharded, train=train, adapters=adapters)
     return Placed(placed, MasterWeights(spec.leaves, weights.masters, sinks, spec.strategy.sink))
+
+
+def place_group(
+    spec: TrainSpec, group: ParamGroup, sharded: dict[Path, Sharded], *, train: bool, adapters: bool = True
+) -> dict[Path, Any]:
+    """A group's weights in the form that the model gets: joined with their adapters, and whole outside units.
+
+    Args:
+        spec: the train spec.
+        group: of the weights.
+        sharded: they and the matrices of their adapters, by path.
+        train: whether adapters drop out.
+        adapters: whether they take part.
+    """
+    joined = dict(sharded)
+    for leaf in group.frozen:
+        parts = [joined.pop(part.path, None) for part in spec.adapters.get(leaf.path, ())]
+        adapter = tuple(part for part in parts if part is not None)
+        if adapter and adapters:
+            assert spec.lora is not None
+            lora = spec.lora if train else dataclasses.replace(spec.lora, dropout=0.0)
+            joined[leaf.path] = dataclasses.replace(joined[leaf.path], adapter=adapter, lora=lora)
+    values: Sequence[Any] = list(joined.values())
+    if group.unit is None:
+        values = materialise(values)
+    return dict(zip(joined, values, strict=True))
