@@ -100,62 +100,33 @@ def start_run(
             those of another run.
     """
     if manifest is not None and manifest.record.position:
-        state, note = resumed_state(setup, folder, manifest, reader)
-        return Start(state, manifest.record.base, manifest.record.position, [note])
-    state, base, notes = new_state(setup, folder, manifest, init_from, reader, reference=reference)
-    return Start(state, base, {}, notes)
-
-
-def resumed_state(
-    setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
-) -> tuple[TrainState, str]:
-    """The state of a run that resumes from a checkpoint, and a line about it for the user.
-
-    Raises:
-        ConfigurationError: the settings have become those of another run.
-    """
-    before = config_from_dict(manifest.record.config)
-    changes = check_same_run(before, setup.config, folder)
-    changes += rate_changes(before, setup.config, manifest.step - manifest.record.skipped)
-    state = with_base(setup.abstract_state(), folder, manifest.record.base, setup.config.train.seed, reader)
-    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
-    return state, "; ".join([f"resuming from step {manifest.step}", *changes])
-
-
-def new_state(
-    setup: RunSetup,
-    folder: RunFolder,
-    imported: checkpoints.Manifest | None,
-    init_from: Path | None,
-    reader: WeightReader = CHECKPOINTS,
-    *,
-    reference: bool = False,
-) -> tuple[TrainState, str, list[str]]:
-    """The state of a run that begins, its ``Record.base``, and lines about it for the user.
-
-    Args:
-        setup: of the run.
-        folder: of the run.
-        imported: of a checkpoint in the folder that holds imported weights only.
-        init_from: what to take the weights from instead.
-        reader: reads them.
-        reference: whether the run compares itself with its first weights.
-
-    Raises:
-        ConfigurationError: the weights cannot be had, or are of another model.
-    """
+        return _resumed(setup, folder, manifest, reader)
     source = None if init_from is None else Path(run_on_process_zero(lambda: str(reader.find(init_from))))
-    if imported is not None and source is None:
-        check_same_model(config_from_dict(imported.record.config), setup.config, folder)
-        source = folder.checkpoints / str(imported.step)
+    if manifest is not None and source is None:
+        check_same_model(config_from_dict(manifest.record.config), setup.config, folder)
+        source = folder.checkpoints / str(manifest.step)
     if source is None:
-        return setup.initial_state(), "", []
+        return Start(setup.initial_state(), "", {}, [])
     state = reader.weights(source, setup.initial_state(base=False))
     base = ""
     if state.spec.frozen or reference:
         own = source.resolve().is_relative_to(folder.path.resolve())
         base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
-    return state, base, [f"beginning with the weights of {source}"]
+    return Start(state, base, {}, [f"beginning with the weights of {source}"])
+
+
+def _resumed(
+    setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
+) -> Start:
+    record = manifest.record
+    before = config_from_dict(record.config)
+    changes = check_same_run(before, setup.config, folder)
+    changes += rate_changes(before, setup.config, manifest.step - record.skipped)
+    state = with_base(setup.abstract_state(), folder, record.base, setup.config.train.seed, reader)
+    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
+    return Start(
+        state, record.base, record.position, ["; ".join([f"resuming from step {manifest.step}", *changes])]
+    )
 
 
 def with_base(state: TrainState, folder: RunFolder, base: str, seed: int, reader: WeightReader) -> TrainState:

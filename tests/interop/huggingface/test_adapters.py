@@ -26,7 +26,7 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.config import LoRASection, MeshSection
-from zerojax.run.weights import new_state
+from zerojax.run.weights import start_run
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.frozen import decode_frozen
 
@@ -63,9 +63,9 @@ def tuned(imported: Imported) -> Tuned:
         rank = lora.rank + SPARE
         lora = replace(lora, rank=rank, alpha=lora.scale * math.sqrt(rank), targets=LoRA().targets)
     config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
-    before, _, _ = new_state(
+    before = start_run(
         RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None
-    )
+    ).state
     return Tuned(name, config.model, lora.rank, before, load_adapter(before, ADAPTERS / name, config.model))
 
 

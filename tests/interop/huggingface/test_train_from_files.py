@@ -19,7 +19,7 @@ from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.weights import new_state
+from zerojax.run.weights import start_run
 
 LORA: dict[str, dict[str, Any]] = {
     "lora": {"rank": 2},
@@ -114,7 +114,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
 def test_a_run_that_trains_all_weights_begins_with_those_of_the_files(text: Path, tmp_path: Path):
     source, run = ModelFolder.open(FIXTURES / "gpt2"), RunFolder(tmp_path / "run")
     config = run_settings(source, micro_config(text, mesh={"nodes": 1, "local": 2}), run)
-    state, base, lines = new_state(RunSetup.of(config), run, None, source.folder, ModelReader())
+    state, base, _, lines = start_run(RunSetup.of(config), run, None, source.folder, ModelReader())
     assert (base, lines) == ("", [f"beginning with the weights of {source.folder}"])
     params = gather_params(state)
     wanted = tensors(source.folder)
