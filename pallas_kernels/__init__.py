@@ -1,11 +1,13 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
-``encode_nf4`` and ``decode_nf4`` store frozen weights.
+``encode_nf4`` and ``decode_nf4`` store frozen weights; ``attend_cache`` is the attention of generation.
 
 The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
-``pallas_kernels.reference`` is the specification, and ``pallas_kernels.nf4_reference`` that of nf4.
+``pallas_kernels.reference`` is the specification, ``nf4_reference`` that of nf4,
+``attention_reference`` that of attention.
 """
 
+from pallas_kernels.attention import attend_cache
 from pallas_kernels.backends import backend_report
 from pallas_kernels.dispatch import (
     decode,
@@ -28,6 +30,7 @@ __all__ = [
     "RAW",
     "STORED",
     "Format",
+    "attend_cache",
     "backend_report",
     "decode",
     "decode_add",

@@ -24,7 +24,7 @@ from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes, nf4
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def _dispatch(
+def dispatch(
     name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
 ) -> jax.Array:
     """Call the target platform's implementation of ``name``; only that one is lowered."""
@@ -107,7 +107,7 @@ def encode(
     _check_rotation(x.shape[1], rotation)
     rounding, seed = _check_rounding(fmt, rounding, seed)
     static = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
-    return _dispatch("encode", x, seed, **static)
+    return dispatch("encode", x, seed, **static)
 
 
 @partial(jax.jit, static_argnames=("fmt", "block", "rounding"))
@@ -132,7 +132,7 @@ def encode_delta(
         raise ValueError(f"base has shape {base.shape}, w has {w.shape}: they must agree")
     check_block(fmt, w.shape[1], block)
     rounding, seed = _check_rounding(fmt, rounding, seed)
-    return _dispatch("encode_delta", w, base, seed, fmt=fmt, block=block, rounding=rounding)
+    return dispatch("encode_delta", w, base, seed, fmt=fmt, block=block, rounding=rounding)
 
 
 @partial(jax.jit, static_argnames=("fmt", "local", "nodes", "chunks", "block", "rounding", "rotation"))
@@ -178,7 +178,7 @@ def encode_reordered(
     _check_rotation(q, rotation)
     rounding, seed = _check_rounding(fmt, rounding, seed)
     static = {"fmt": fmt, "local": local, "nodes": nodes, "chunks": chunks, "block": block}
-    return _dispatch("encode_reordered", g, seed, rounding=rounding, rotation=rotation, **static)
+    return dispatch("encode_reordered", g, seed, rounding=rounding, rotation=rotation, **static)
 
 
 @partial(jax.jit, static_argnames=("fmt", "n", "block", "dtype"))
@@ -195,7 +195,7 @@ def decode(
     Raises ValueError or TypeError if the payload does not hold rows of n elements in ``fmt``.
     """
     _check_payload(payload, nbytes(fmt, n, block))
-    return _dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
+    return dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
 
 
 @partial(jax.jit, static_argnames=("fmt", "block"))
@@ -209,7 +209,7 @@ def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | No
     _check_payload(payload, nbytes(fmt, base.shape[1], block))
     if payload.shape[0] != base.shape[0]:
         raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}")
-    return _dispatch("decode_add", payload, base, fmt=fmt, block=block)
+    return dispatch("decode_add", payload, base, fmt=fmt, block=block)
 
 
 @partial(jax.jit, static_argnames=("fmt", "n", "block", "rotation", "scale"))
@@ -240,7 +240,7 @@ def decode_sum(
     _check_payload(payload, nbytes(fmt, n, block))
     _check_rotation(n, rotation)
     static = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": float(scale)}
-    return _dispatch("decode_sum", payload, **static)
+    return dispatch("decode_sum", payload, **static)
 
 
 @partial(jax.jit, static_argnames=("fmt_in", "fmt_out", "rows_out", "n", "block", "rounding"))
@@ -275,7 +275,7 @@ def decode_sum_encode(
     check_block(fmt_out, n, block)
     rounding, seed = _check_rounding(fmt_out, rounding, seed)
     static = {"fmt_in": fmt_in, "fmt_out": fmt_out, "rows_out": rows_out, "n": n, "block": block}
-    return _dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)
+    return dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)
 
 
 @partial(jax.jit, static_argnames=("block",))
@@ -298,7 +298,7 @@ def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
     _check_array("x", x, 2)
     _check_float("x", x)
     nf4_bytes(x.shape[1], block)
-    return _dispatch("encode_nf4", x, specification=nf4_reference, block=block)
+    return dispatch("encode_nf4", x, specification=nf4_reference, block=block)
 
 
 @partial(jax.jit, static_argnames=("n", "block", "dtype"))
@@ -309,4 +309,4 @@ def decode_nf4(payload: jax.Array, n: int, *, block: int = 64, dtype: DTypeLike 
     """
     _check_payload(payload, nf4_bytes(n, block))
     static = {"n": n, "block": block, "dtype": jnp.dtype(dtype)}
-    return _dispatch("decode_nf4", payload, specification=nf4_reference, **static)
+    return dispatch("decode_nf4", payload, specification=nf4_reference, **static)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on GPU machines)
 import numpy as np
+import triton
 
-from pallas_kernels import nf4_reference, reference
+from pallas_kernels import attention_reference, nf4_reference, reference
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_sections
-from pallas_kernels.triton import kernels, nf4
+from pallas_kernels.triton import attention, kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -23,6 +24,8 @@ _LIMIT = 2**31
 """Elements of a row that 32-bit offsets can address."""
 _MOST_PEERS = 64
 """Rows summed in unrolled code."""
+_PROGRAMS = 512
+"""Programs of the attention kernel that fill a chip."""
 
 
 def encode_shape(fmt: str, rotation: int, stochastic: bool) -> tuple[int, int]:
@@ -57,7 +60,7 @@ def _fits(*dtypes: jnp.dtype, n: int) -> bool:
     return n < _LIMIT and all(dtype in _FLOATS for dtype in dtypes)
 
 
-def _options(out: jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _options(out: Any) -> dict[str, Any]:
     """The arguments that jax-triton 0.4 renamed; contraction would round differently from the reference."""
     if _NEW_STYLE:
         return {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
@@ -296,3 +299,59 @@ def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> j
         UNITS=units,
         GROUP=NF4_GROUP,
     )
+
+
+def attend_cache(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """See ``pallas_kernels.attend_cache``."""
+    (rows, heads, dim), kv_heads, length = query.shape, keys.shape[2], keys.shape[3]
+    group = heads // kv_heads
+    if query.dtype != jnp.bfloat16 or dim > 256 or group > 64:
+        return attention_reference.attend_cache(
+            query, keys, values, layer, start, stop, scale=scale, softcap=softcap
+        )
+    splits = max(1, min(_PROGRAMS // (rows * kv_heads), length // 256))
+    queries, width = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dim))
+    out, weights = jax_triton.triton_call(
+        query,
+        keys,
+        values,
+        layer.reshape(1),
+        start,
+        stop,
+        kernel=attention.attend_kernel,
+        grid=(rows * kv_heads, splits),
+        num_warps=1 if queries * width <= 2048 else 4,
+        num_stages=4,
+        compute_capability=compute_capability(),
+        ROWS=rows,
+        HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PADDED=queries,
+        LENGTH=length,
+        DIM=dim,
+        DIM_PADDED=width,
+        COLUMNS=32,
+        SPLITS=splits,
+        SCALE=scale,
+        SOFTCAP=softcap or 0.0,
+        **_options(
+            (
+                jax.ShapeDtypeStruct((splits, rows, heads, dim), query.dtype if splits == 1 else jnp.float32),
+                jax.ShapeDtypeStruct((splits, rows, heads), jnp.float32),
+            )
+        ),
+    )
+    if splits == 1:
+        return out[0]
+    shares = jax.nn.softmax(weights, axis=0)[..., None]
+    return jnp.sum(shares * out, axis=0).astype(query.dtype)

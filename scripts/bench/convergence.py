@@ -34,18 +34,18 @@ import machine_text
 import numpy as np
 from machine_text import KINDS, Kind
 from paired import by_step, draw, in_perplexity, table
+from runs_file import RunsFile
 
 import zerojax
 from zerojax import ZeroError, cli
 from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
 from zerojax.cli.cluster import joined_cluster
-from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup, abstract_batch, is_first, make_batches, mean_loss
 from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
-from zerojax.run.config import DataSection, RunConfig, config_to_dict
+from zerojax.run.config import DataSection, RunConfig
 from zerojax.run.data import Batch, Dataset, open_dataset, prepare
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
@@ -146,7 +146,7 @@ def run(options: Options, begun: float) -> None:
         options = replace(options, settings=with_tokenizer_of(options.init_from, options.settings))
     for half in (half for name in options.variants for half in halves(name)):
         with_variant(options.settings, half)
-    results = Results(options.json, options.settings)
+    results = RunsFile(options.json, options.settings)
     missing = [(name, seed) for seed in options.seeds for name in options.variants]
     missing = [run for run in missing if run not in results.done]
     broken = train_all(missing, results, options, begun) if missing else {}
@@ -162,7 +162,7 @@ def run(options: Options, begun: float) -> None:
 
 
 def train_all(
-    missing: list[tuple[str, int]], results: "Results", options: Options, begun: float
+    missing: list[tuple[str, int]], results: RunsFile, options: Options, begun: float
 ) -> dict[str, BaseException]:
     """Prepare the text while the variants compile, then train one run after another while there is time.
 
@@ -189,7 +189,7 @@ def train_all(
     broken = {name: error for name, trainee in trainees.items() if (error := trainee.error())}
     say(begun, f"compiled {', '.join(name for name in trainees if name not in broken)}")
     base = Base.of(options.init_from, trainees[EXACT]) if options.init_from else None
-    results.check_base(base, options.seeds)
+    results.check_base(None if base is None else base.described, options.seeds)
     longest = 0.0
     for name, seed in missing:
         now = time.monotonic()
@@ -253,92 +253,6 @@ def prepare_text(
         raise ZeroError(f"{folder} holds text of other kinds ({', '.join(other)}): name another --folder")
     prepare(settings, folder / "tokens")
     return described
-
-
-class Results:
-    """The JSON file: settings and data, which all runs share, and the runs."""
-
-    def __init__(self, path: Path, config: RunConfig) -> None:
-        """Read the file, if there is one.
-
-        Raises:
-            ZeroError: its runs had other settings.
-        """
-        self._path = path
-        settings = config_to_dict(config)
-        del settings["train"]["seed"], settings["data"]["source"]
-        unrelated = ("cluster", "checkpoint", "log")
-        settings = {section: values for section, values in settings.items() if section not in unrelated}
-        self.content: dict[str, Any] = {"settings": settings, "parameters": parameter_count(config.model)}
-        self.content["runs"] = []
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            self._check("settings", json.loads(json.dumps(settings)))
-
-    @property
-    def done(self) -> set[tuple[str, int]]:
-        """Variant and seed of the runs that are there."""
-        return {(run["variant"], run["seed"]) for run in self.content["runs"]}
-
-    def set_data(self, text: dict[str, Any], data: Dataset) -> None:
-        """Say what runs learn from.
-
-        Raises:
-            ZeroError: the runs that are there learned from something else.
-        """
-        self.data = data
-        part = data.parts[0]
-        tokens = {"train": part.train.header.tokens, "validation": part.validation.header.tokens}
-        tokens |= {"crc32": part.train.header.crc32, "bytes_per_token": data.bytes_per_token}
-        described = {"text": text, "tokens": tokens}
-        if "data" in self.content:
-            self._check("data", described)
-        self.content["data"] = described
-
-    def check_base(self, base: "Base | None", seeds: tuple[int, ...]) -> None:
-        """Refuse to pair runs of a seed that begin with different weights.
-
-        Raises:
-            ZeroError: some of these seeds have runs that began otherwise.
-        """
-        now = None if base is None else base.described
-        if other := {run["seed"] for run in self.content["runs"] if run.get("base") != now} & {*seeds}:
-            raise ZeroError(
-                f"{self._path} holds runs of seed {min(other)} that began with other weights: "
-                "name other --seeds"
-            )
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Append a run to the file, which is whole at any time."""
-        self.content["runs"].append(record)
-        if not is_first():
-            return
-        shared = {key: value for key, value in self.content.items() if key != "runs"}
-        runs = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line each
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(self._path.name + ".unfinished")
-        draft.write_text(f'{json.dumps(shared, indent=1)[:-2]},\n "runs": [\n{runs}\n]}}\n')
-        draft.rename(self._path)
-        print(
-            f"{record['variant']:32} seed {record['seed']}  loss {record['loss']:.4f}  "
-            f"{record['tokens_per_second'] / 1e3:.0f}k tokens/s  {record['seconds']:.0f} s",
-            flush=True,
-        )
-
-    def _check(self, what: str, now: Any) -> None:
-        if self.content[what] != now:
-            raise ZeroError(
-                f"{self._path} holds runs of other {what} ({difference(self.content[what], now)}): "
-                "name another --json"
-            )
-
-
-def difference(before: Any, now: Any, path: str = "") -> str:
-    """Where two trees of settings differ, and how."""
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return f"{path[1:]} was {before!r} and is {now!r}"
-    keys = [key for key in before | now if before.get(key) != now.get(key)]
-    return ", ".join(difference(before.get(key), now.get(key), f"{path}.{key}") for key in keys)
 
 
 class Trainee:

@@ -111,7 +111,9 @@ class _Array:
 
     def __init__(self, array):
         self.array = array
-        self.dtype = {"bfloat16": "bf16", "float32": "fp32", "uint8": "u8", "uint32": "u32"}[array.dtype.name]
+        self.dtype = {"bfloat16": "bf16", "float32": "fp32", "uint8": "u8", "uint32": "u32", "int32": "i32"}[
+            array.dtype.name
+        ]
 
     def data_ptr(self):
         return self.array.ctypes.data
@@ -119,12 +121,14 @@ class _Array:
 
 def _triton_call(*arrays, kernel, grid, **options):
     out = options["out_type"] if "out_type" in options else options["out_shape"]
-    result = np.full(out.shape, 0xAB, out.dtype)  # poison: all of it must be written
+    outs = out if isinstance(out, tuple) else (out,)
+    results = [np.full(one.shape, 0xAB, one.dtype) for one in outs]  # poison: all of it must be written
     inputs = [_Array(np.array(a)) for a in arrays]
     names = set(kernel.arg_names)
     with np.errstate(all="ignore"):
-        kernel[grid](*inputs, _Array(result), **{k: v for k, v in options.items() if k in names})
-    return jnp.asarray(result)
+        kernel[grid](*inputs, *map(_Array, results), **{k: v for k, v in options.items() if k in names})
+    found = tuple(map(jnp.asarray, results))
+    return found if isinstance(out, tuple) else found[0]
 
 
 def _fma(self, x, y, z):
@@ -133,11 +137,29 @@ def _fma(self, x, y, z):
     return interpreter.TensorHandle(exact.astype(F32), x.dtype.scalar)
 
 
+def _dot(self, x, y, added, *_):
+    # The interpreter multiplies bfloat16 as the integers that it keeps them in.
+    x, y = (
+        (one.data.astype(np.uint32) << 16).view(F32) if one.dtype.scalar == tl.bfloat16 else one.data
+        for one in (x, y)
+    )
+    return interpreter.TensorHandle(np.matmul(x, y, dtype=F32) + added.data, added.dtype.scalar)
+
+
 def install(calls):
     """Make the calls module run interpreted kernels."""
     calls.jax_triton.triton_call = _triton_call
     tl.inline_asm_elementwise = _inline_asm
     interpreter.InterpreterBuilder.create_fma = _fma
+    interpreter.InterpreterBuilder.create_dot = _dot
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        # Scalars are arrays of one element, which NumPy no longer converts: the bounds of a loop.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
     executor = interpreter.GridExecutor
     executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda self, *args: None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import CASES, case, nf4_edges
 
-from pallas_kernels import QUANTIZED, STORED, nf4_reference, reference
+from pallas_kernels import QUANTIZED, STORED, attention_reference, nf4_reference, reference
 from pallas_kernels.triton import calls
 
 SEED = jnp.uint32(9)
@@ -79,11 +79,31 @@ def check_nf4():
             check("decode_nf4", payload, n=x.shape[1], dtype=jnp.dtype(dtype), **shared)
 
 
+def check_attention():
+    """Attention to a cache: few rows and many, padded widths, shared heads, windows, and a softcap."""
+    for rows, heads, kv_heads, length, dim, softcap in (
+        (3, 2, 2, 70, 24, None),
+        (2, 10, 2, 600, 16, 2.0),
+    ):
+        keys = jax.random.split(jax.random.key(length), 3)
+        cache = 2, rows, kv_heads, length, dim
+        kept, values = (jax.random.normal(key, cache, jnp.bfloat16) for key in keys[:2])
+        query = 3 * jax.random.normal(keys[2], (rows, heads, dim), jnp.bfloat16)
+        stop = jnp.asarray([length, 1, 7][:rows], jnp.int32)
+        start = jnp.asarray([length // 3, 0, 2][:rows], jnp.int32)
+        arguments = query, kept, values, jnp.int32(1), start, stop
+        got = calls.attend_cache(*arguments, scale=0.3, softcap=softcap)
+        want = attention_reference.attend_cache(*arguments, scale=0.3, softcap=softcap)
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+
+
 def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
     for fmt in sys.argv[1:] or (*QUANTIZED, *STORED):
-        check_nf4() if fmt == "nf4" else check_format(fmt)
+        others = {"nf4": check_nf4, "attention": check_attention}
+        others[fmt]() if fmt in others else check_format(fmt)
         print(fmt, "agrees", flush=True)
 
 

@@ -110,6 +110,17 @@ def test_nf4_lowers_without_a_gpu(name, kind):
 
 
 @needs_triton
+@pytest.mark.parametrize(("rows", "dtype"), [(64, jnp.bfloat16), (1, jnp.bfloat16), (64, jnp.float32)])
+def test_attention_in_bf16_lowers_without_a_gpu(rows, dtype):
+    def call(query, keys, values, start, stop):
+        return pk.attend_cache(query, keys, values, 1, start, stop, scale=0.1, softcap=30.0)
+
+    cache, counts = ((2, rows, 4, 600, 96), dtype), ((rows,), jnp.int32)
+    program = lowered(call, ((rows, 8, 96), dtype), cache, cache, counts, counts)
+    assert (CALL in program) == (dtype == jnp.bfloat16)
+
+
+@needs_triton
 @pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA B200"])
 @pytest.mark.parametrize("name", ["encode rotated", "decode", "decode_sum_encode"])
 def test_kernel_lowers_for_other_chips(name, kind):

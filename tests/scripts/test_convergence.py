@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import unittest.mock
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ sys.path.append(str(FOLDER))
 import convergence as grid  # noqa: E402
 import machine_text  # noqa: E402
 import paired  # noqa: E402
+from runs_file import RunsFile  # noqa: E402
 
 from zerojax import ZeroError  # noqa: E402
 from zerojax.run.config import RunConfig  # noqa: E402
@@ -57,6 +59,17 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
         except SystemExit as ended:
             code = int(str(ended.code or 0))
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+
+
+def test_a_file_is_older_than_a_key_of_the_config(tmp_path):
+    path, config = tmp_path / "runs.json", RunConfig()
+    content = RunsFile(path, config).content
+    del content["settings"]["lora"], content["settings"]["train"]["eval_exact_match"]
+    path.write_text(json.dumps(content | {"runs": [{"variant": "zero3", "seed": 3}]}))
+    assert RunsFile(path, config).done == {("zero3", 3)}
+    longer = replace(config, train=replace(config.train, steps=config.train.steps + 1))
+    with pytest.raises(ZeroError, match=r"other settings .*train.steps was"):
+        RunsFile(path, longer)
 
 
 @pytest.mark.slow

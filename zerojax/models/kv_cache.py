@@ -8,13 +8,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels import attend_cache
 from zerojax.models.attention import Windowed, causal_attention
 from zerojax.models.config import GPTConfig
 
 Positions = Int[Array, "batch time"]
-_SHARED_BY_FEW = 4
-"""Query heads per key head up to which sums take less time than a copy and a matmul, by the bytes that they
-read from cache and memory."""
 
 
 class KVCache(NamedTuple):
@@ -75,6 +73,14 @@ def attend_cached(
             softcap=config.attention_softcap,
         )
         return attended, cache
+    if query.shape[1] == 1:
+        stop = jnp.minimum(positions[:, 0] + 1, cache.keys.shape[3])
+        start = jnp.zeros_like(stop)
+        if config.sliding_window is not None:
+            start = jnp.where(windowed, jnp.maximum(stop - config.sliding_window, 0), 0)
+        options = {"scale": _scale(config), "softcap": config.attention_softcap}
+        attended = attend_cache(query[:, 0].astype(cache.keys.dtype), *cache, layer, start, stop, **options)
+        return attended[:, None], cache
     keys, values = (jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in cache)
     distance = positions[:, None, None, :, None] - jnp.arange(keys.shape[2])
     seen = distance >= 0
@@ -93,26 +99,14 @@ def _attend(
     """Attention as of ``zerojax.models.attention``, to keys and values in the cache's order."""
     batch, time, heads, dim = query.shape
     grouped = query.reshape(batch, time, config.key_value_heads, -1, dim)
-    # A matmul would copy the layer's part out of the cache first, for every token. Sums read it where it
-    # lies, once for each query that shares it.
-    by_sums = time == 1 and grouped.shape[3] <= _SHARED_BY_FEW
-    if by_sums:
-        products = _wide(grouped[:, 0, :, :, None]) * _wide(keys[:, :, None])
-        scores = jnp.sum(products, axis=-1)[:, :, :, None]
-    else:
-        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores *= dim**-0.5 if config.attention_scale is None else config.attention_scale
+    scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    scores *= _scale(config)
     if config.attention_softcap is not None:
         scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    if by_sums:
-        products = _wide(weights[:, :, :, 0, :, None]) * _wide(values[:, :, None])
-        out = jnp.sum(products, axis=-2).astype(values.dtype)
-    else:
-        out = jnp.einsum("bkgts,bksd->btkgd", weights, values)
-    return out.reshape(batch, time, heads, dim)
+    return jnp.einsum("bkgts,bksd->btkgd", weights, values).reshape(batch, time, heads, dim)
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
+def _scale(config: GPTConfig) -> float:
+    return config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale

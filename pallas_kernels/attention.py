@@ -1,0 +1,73 @@
+"""Attention of one new token per row to a key-value cache, checked; see ``pallas_kernels.dispatch``."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import attention_reference
+from pallas_kernels.dispatch import dispatch
+
+
+@partial(jax.jit, static_argnames=("scale", "softcap"))
+def attend_cache(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array | int,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Attention of one query per row and head to the columns [start, stop) of a layer of the cache.
+
+    The kernel reads these columns alone, each once, where they lie; as in FlashAttention (Dao et al., 2022,
+    algorithm 1) it keeps no scores. Rows too few to fill the chip are split over their columns
+    (Flash-Decoding, Dao et al., 2023).
+
+    Args:
+        query: [rows, heads, dim], in the dtype of the cache.
+        keys: [layers, rows, kv_heads, length, dim]; kv_heads divides heads, and query head h reads key head
+            h // (heads / kv_heads).
+        values: as ``keys``.
+        layer: int32 scalar.
+        start: of each row, int32 [rows].
+        stop: of each row, int32 [rows]; more than ``start``, and at most ``length``.
+        scale: factor of the scores.
+        softcap: scores become softcap x tanh(scores / softcap); None leaves them.
+
+    Returns:
+        [rows, heads, dim], in the dtype of the cache. Kernel and specification differ by rounding.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: the dtypes of query, keys and values differ, or ``start`` or ``stop`` is not int32.
+    """
+    if query.ndim != 3 or keys.ndim != 5 or keys.shape != values.shape:
+        raise ValueError(
+            f"query {query.shape}, keys {keys.shape} and values {values.shape}: expected [rows, heads, dim] "
+            "and twice [layers, rows, kv_heads, length, dim]"
+        )
+    rows, heads, dim = query.shape
+    _, cached, kv_heads, _, width = keys.shape
+    if (cached, width) != (rows, dim) or heads % kv_heads:
+        raise ValueError(f"query {query.shape} and keys {keys.shape} differ in rows or dim, or in heads")
+    if not query.dtype == keys.dtype == values.dtype:
+        raise TypeError(f"query, keys and values are {query.dtype}, {keys.dtype} and {values.dtype}")
+    for name, array in (("start", start), ("stop", stop)):
+        if array.shape != (rows,) or array.dtype != jnp.int32:
+            raise TypeError(f"{name} is {array.dtype}{list(array.shape)}: expected int32[{rows}]")
+    return dispatch(
+        "attend_cache",
+        query,
+        keys,
+        values,
+        jnp.asarray(layer, jnp.int32),
+        start,
+        stop,
+        specification=attention_reference,
+        scale=scale,
+        softcap=softcap,
+    )

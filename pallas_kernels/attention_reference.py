@@ -1,0 +1,32 @@
+"""The specification of ``pallas_kernels.attend_cache``."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LEAST = float(jnp.finfo(jnp.float32).min)
+"""The score of a column that is not seen."""
+
+
+def attend_cache(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """See ``pallas_kernels.attend_cache``."""
+    rows, heads, dim = query.shape
+    keys, values = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
+    grouped = query.reshape(rows, keys.shape[1], -1, dim)
+    scores = scale * jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    column = jnp.arange(keys.shape[2])
+    seen = (start[:, None] <= column) & (column < stop[:, None])
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, LEAST), axis=-1)
+    return jnp.einsum("bkgs,bksd->bkgd", weights.astype(values.dtype), values).reshape(rows, heads, dim)
