@@ -41,14 +41,6 @@ biases = false
 """
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(20):
-        (folder / f"{i}.txt").write_text("all work and no play " * (i + 20))
-    return folder
-
-
 def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = str(tmp_path / "run")
     data = ["--data.source", str(text), "--data.validation", "0.2"]

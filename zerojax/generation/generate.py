@@ -126,7 +126,7 @@ def generate_rows(
     if slots is not None and slots < 1:
         raise ConfigurationError(f"slots={slots} must be at least 1.")
     check_there(state)
-    context = checked_context(abstract_model(spec))
+    context = spec.once("context", lambda: checked_context(abstract_model(spec)))
     batch = _agree(spec, lambda: _batch(spec, prompts, limits, context + unread))
     dtype = str(spec.strategy.compute_dtype)
     engine = Engine.of(
@@ -207,7 +207,10 @@ def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters:
     """The copy in the form asked for, or in the one that fits into so many MiB of a device."""
     form: Any = weights
     if weights == "auto":
-        form = fitting_form(spec, engine, room, adapters=adapters)
+        form = spec.once(
+            f"form of {engine} in {room} {adapters}",
+            lambda: fitting_form(spec, engine, room, adapters=adapters),
+        )
     return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )

@@ -30,14 +30,6 @@ LORA: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(20):
-        (folder / f"{i}.txt").write_text("all work and no play " * (i + 20))
-    return folder
-
-
 def begun(model: Path, text: Path, folder: Path) -> RunConfig:
     """The settings of a run from a model, whose small files are in its folder."""
     source, run = ModelFolder.open(model), RunFolder(folder)
