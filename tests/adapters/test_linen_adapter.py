@@ -167,7 +167,7 @@ class Caller:
         (with_state, ()),
         (applied, (Coder,)),
         pytest.param(applied_by_collection, (Coder,), marks=pytest.mark.slow),
-        (inside, (Coder,)),
+        pytest.param(inside, (Coder,), marks=pytest.mark.slow),
         pytest.param(by_methods, (Model,), marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(cls.__name__ for cls in value),

@@ -156,6 +156,7 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in usage for name in COMMANDS)
 
 
+@pytest.mark.slow
 def test_a_source_tree_without_installation(config: Path, tmp_path: Path) -> None:
     """Without metadata of zerojax: ``python -S`` sees all other packages of this environment."""
     packages = tmp_path / "packages"

@@ -90,6 +90,7 @@ def test_a_models_chat_template_is_kept_used_and_exported(
         folder.write_config(replace(config, data=replace(config.data, chat_template="chatml")))
 
 
+@pytest.mark.slow
 def test_train_from_an_adapter_and_export_both_ways(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

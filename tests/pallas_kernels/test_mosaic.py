@@ -105,6 +105,7 @@ def _can_compile() -> bool:
     return aot.compiler_dir().is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not _can_compile(), reason="no CUDA compiler: run scripts/install_cuda_compiler.sh")
 def test_kernels_compile_without_a_gpu(request):

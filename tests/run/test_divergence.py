@@ -205,6 +205,7 @@ def strange(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 SPIKES = {"spike_deviations": 4.0, "spike_window": 4}
 
 
+@pytest.mark.slow
 def test_a_spike_is_skipped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strange(monkeypatch, {9})
     train(config(text, train=SPIKES), tmp_path / "run")

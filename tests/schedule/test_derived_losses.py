@@ -122,8 +122,8 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
         pytest.param(Listed, weight_penalty, (4, 2), {"stage": 0}, marks=pytest.mark.slow),
         (Stacked, both, (2, 4), {"hpz": True, "remat": "none"}),
         pytest.param(Stacked, both, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
-        (Stacked, both, (2, 2), EXACT_DELTA),
-        (TWO_LAYERS, third_derivative, (2, 1), {}),
+        pytest.param(Stacked, both, (2, 2), EXACT_DELTA, marks=pytest.mark.slow),
+        pytest.param(TWO_LAYERS, third_derivative, (2, 1), {}, marks=pytest.mark.slow),
         pytest.param(
             Stacked,
             weight_penalty,
@@ -151,9 +151,8 @@ def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
 
 
 # A stack is run by test_kernels_in_step.py every time.
-@pytest.mark.parametrize(
-    ("kind", "units"), [pytest.param(Stacked, (), marks=pytest.mark.slow), (Listed, (Block,))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "units"), [(Stacked, ()), (Listed, (Block,))])
 def test_quantized_gradients_of_a_penalty_are_near(kind, units):
     """zero++ sends second derivatives by the same hops: int4's error, not a missing part."""
     _, grads = reference(kind, gradient_penalty)

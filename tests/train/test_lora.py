@@ -82,7 +82,8 @@ def test_adapters_train_as_explicitly_low_rank_weights_do(name, mesh, options):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("preset", [pytest.param("zero++", marks=pytest.mark.slow), "delta"])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["zero++", "delta"])
 def test_presets_send_adapters_alone(preset):
     losses, _ = wanted("stack")
     chosen = zerojax.ZeroConfig.preset(preset)

@@ -163,9 +163,8 @@ IN_FP8 = (
     ("delta", "full", 1, "gpt-1.3b", 1),
 )
 FAST = ("zero3", "none", 4, "gpt-tiny", 4)
-FAST_IN_BREADTH = ("zero3", "none", 2, "gpt-tiny", 4)
 IN_BREADTH = (
-    FAST_IN_BREADTH,
+    ("zero3", "none", 2, "gpt-tiny", 4),
     ("delta", "full", 4, "gpt-tiny", 4),
     ("zero3", "full", 4, "gpt-350m", 2),
     ("zero3", "none", 4, "gpt2-124m", 4),
@@ -222,14 +221,8 @@ def test_planned_memory_and_bytes_are_those_of_the_compiled_step(check_plan, cas
     compare(check_plan, *case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param((*case, "breadth"), marks=() if case == FAST_IN_BREADTH else pytest.mark.slow)
-        for case in IN_BREADTH
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(*case, "breadth") for case in IN_BREADTH], ids=str)
 def test_so_they_are_in_breadth(check_plan, case):
     compare(check_plan, *case)
 
