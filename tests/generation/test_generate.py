@@ -64,6 +64,20 @@ def test_greedy_answers_are_those_of_the_model_without_a_cache(name, mesh, form)
     assert_same(got, expected)
 
 
+def test_several_tokens_end_a_row_in_their_order():
+    state = create(SMALL, 1, 1)
+    free = zerojax.generate(state, prompts(), 7, temperature=0).tokens.tolist()
+    stop = [tuple(free[0][1:4]), free[1][2]]
+    got = zerojax.generate(state, prompts(), 7, temperature=0, stop=stop)
+    for row, (tokens, length) in zip(free, zip(got.tokens.tolist(), got.lengths, strict=True), strict=True):
+        places = [n for n in range(1, 8) if row[n - 1] == stop[1] or tuple(row[max(0, n - 3) : n]) == stop[0]]
+        end = min([*places, 7])
+        assert (tokens[:end], length) == (row[:end], end)
+    assert got.lengths[0] <= 4
+    assert got.lengths[1] <= 3
+    assert got.lengths.max() == 7
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"top_k": 5, "top_p": 0.9, "temperature": 0.7}, marks=pytest.mark.slow)],

@@ -13,6 +13,9 @@ from zerojax.generation.protocol import PROTOCOL
 from zerojax.sharding.param_tree import Path
 from zerojax.train.spec import TrainSpec
 
+Stop = int | Sequence[int | Sequence[int]] | None
+"""What ends a row: a token, or any of several, each a token or tokens in their order."""
+
 
 def abstract_model(spec: TrainSpec) -> Any:
     """The model with shapes and dtypes for weights, to read its attributes and to trace its methods."""
@@ -55,6 +58,23 @@ def checked_prompts(prompts: Sequence[Any]) -> list[Int[np.ndarray, " prompt"]]:
         if row.min() < 0:
             raise ConfigurationError(f"prompt {number} has the token id {row.min()}: ids begin at 0.")
     return [row.astype(np.int32) for row in rows]
+
+
+def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:
+    """What ends a row, as tokens in their order.
+
+    Raises:
+        ConfigurationError: there is something else than ids.
+    """
+    if stop is None:
+        return ()
+    ends = [stop] if isinstance(stop, int) else stop
+    found = tuple((end,) if isinstance(end, int) else tuple(map(int, end)) for end in ends)
+    if any(not end or min(end) < 0 for end in found):
+        raise ConfigurationError(
+            f"stop={stop!r}: give a token, or a list of tokens and of tuples of tokens in their order."
+        )
+    return found
 
 
 def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float) -> None:

@@ -81,7 +81,7 @@ class Engine:
         length: of a slot's cache, in tokens.
         dtype: of the cache.
         how: to draw tokens.
-        stop: the token that ends a row; None for none.
+        stop: what ends a row: any of these tokens in their order.
         group: a mesh axis whose devices gather weights from each other, and so must run the same layers at
             the same time; None if there is none.
     """
@@ -92,7 +92,7 @@ class Engine:
     length: int
     dtype: str
     how: Sampling
-    stop: int | None
+    stop: tuple[tuple[int, ...], ...]
     group: str | None = None
 
     @staticmethod
@@ -104,7 +104,7 @@ class Engine:
         *,
         dtype: str,
         how: Sampling,
-        stop: int | None,
+        stop: tuple[tuple[int, ...], ...] = (),
         slots: int | None = None,
     ) -> "Engine":
         """The engine for so many rows of a device, and the most tokens of a prompt and of an answer."""
@@ -214,13 +214,15 @@ class Engine:
         limit = queue.limits.at[row].get(mode="fill", fill_value=1)
         token, log_prob = sample(model.logits(hidden), row_keys(key, number, position), self.how)
         ended = made + 1 >= limit
-        if self.stop is not None:
-            ended |= token == self.stop
         out = Drawn(
             out.tokens.at[row, made].set(token, mode="drop"),
             out.lengths.at[row].set(made + 1, mode="drop"),
             out.log_probs.at[row, made].set(log_prob, mode="drop"),
         )
+        for tokens in self.stop:
+            places = made[:, None] + jnp.arange(1 - len(tokens), 1)
+            last = out.tokens.at[row[:, None], places].get(mode="fill", fill_value=-1)
+            ended |= jnp.all((last == jnp.asarray(tokens)) & (places >= 0), axis=1)
         return token, out, ended
 
 

@@ -14,7 +14,14 @@ from jaxtyping import Float, Int
 
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
-from zerojax.generation.checks import abstract_model, check_limits, checked_context, checked_prompts
+from zerojax.generation.checks import (
+    Stop,
+    abstract_model,
+    check_limits,
+    checked_context,
+    checked_prompts,
+    checked_stop,
+)
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length
 from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
@@ -32,7 +39,7 @@ class Completions(NamedTuple):
 
     Attributes:
         tokens: int32, without the prompts; 0 after the end of a row.
-        lengths: new tokens of each row, int32; the stop token counts.
+        lengths: new tokens of each row, int32; those that end it count.
         log_probs: of each token under softmax(logits / temperature), before ``top_k`` and ``top_p``, fp32; of
             the logits themselves at temperature 0; 0 after the end of a row.
     """
@@ -50,7 +57,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: int | None = None,
+    stop: Stop = None,
     seed: int = 0,
     weights: Literal["auto", "compute", "fp8", "int8", "gathered"] = "auto",
     slots: int | None = None,
@@ -73,7 +80,8 @@ def generate(
         temperature: divisor of the logits; 0 takes the likeliest token.
         top_k: draw only from this many likeliest tokens.
         top_p: draw only from the fewest likeliest tokens whose probabilities sum to this.
-        stop: a token that ends its row.
+        stop: what ends a row: a token, or a list of such ends, each a token or a tuple of tokens in their
+            order.
         seed: of the random bits. These depend on the seed, the row's index over all processes, and the
             position in the answer alone: so the result is the same on every mesh and with any ``slots``, up
             to rounding.
@@ -86,8 +94,8 @@ def generate(
 
     Raises:
         ConfigurationError: a prompt is empty, no vector, or too long for the model's context together with
-            max_new_tokens; the model lacks a method; the state is abstract or was donated; processes pass
-            different numbers of prompts.
+            max_new_tokens; ``stop`` is something else; the model lacks a method; the state is
+            abstract or was donated; processes pass different numbers of prompts.
     """
     return generate_rows(
         state,
@@ -109,7 +117,7 @@ def generate_rows(
     limits: Sequence[int],
     *,
     how: Sampling,
-    stop: int | None = None,
+    stop: Stop = None,
     seed: int = 0,
     weights: Literal["auto"] | Form = "auto",
     slots: int | None = None,
@@ -126,11 +134,12 @@ def generate_rows(
     if slots is not None and slots < 1:
         raise ConfigurationError(f"slots={slots} must be at least 1.")
     check_there(state)
+    ends = checked_stop(stop)
     context = spec.once("context", lambda: checked_context(abstract_model(spec)))
     batch = _agree(spec, lambda: _batch(spec, prompts, limits, context + unread))
     dtype = str(spec.strategy.compute_dtype)
     engine = Engine.of(
-        batch.rows, batch.prompt, batch.new, context, dtype=dtype, how=how, stop=stop, slots=slots
+        batch.rows, batch.prompt, batch.new, context, dtype=dtype, how=how, stop=ends, slots=slots
     )
     copy = _copy(spec, engine, weights, batch.room, adapters=adapters)
     if copy.form == "gathered" and spec.world.local > 1:

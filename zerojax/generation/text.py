@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from zerojax.errors import ConfigurationError
-from zerojax.generation.checks import checked_context, checked_prompts
+from zerojax.generation.checks import checked_context, checked_prompts, checked_stop
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
 from zerojax.generation.protocol import decoded
 from zerojax.generation.sampling import Sampling, sample
@@ -128,7 +128,9 @@ def _engine(
     weights = jax.tree.leaves(nnx.state(model, nnx.Param))
     dtype = next(x.dtype.name for x in weights if jnp.issubdtype(x.dtype, jnp.floating))
     new_tokens = padded_length(limit, context)
-    return Engine.of(rows, prompt, new_tokens, context, dtype=dtype, how=how or Sampling(), stop=stop)
+    return Engine.of(
+        rows, prompt, new_tokens, context, dtype=dtype, how=how or Sampling(), stop=checked_stop(stop)
+    )
 
 
 @partial(jax.jit, static_argnames=("graph", "engine"))

@@ -43,7 +43,7 @@ class RoleMemory:
         rows, prompt = math.ceil(rollout_rows(config) / spec.world.size), longest_prompt(config)
         dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
         new = config.posttrain.max_new_tokens
-        engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling(), stop=None)
+        engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling())
         form = fitting_form(spec, engine, free_memory(spec) if room is None else room)
         held = None
         if config.posttrain.kl:

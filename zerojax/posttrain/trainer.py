@@ -200,7 +200,7 @@ class PostTrainer(OpenRun):
             [prompt.tokens for prompt in prompts],
             self.config.posttrain.max_new_tokens,
             temperature=temperature,
-            stop=self.end.token,
+            stop=self.end.stop,
             seed=seed,
         )
         return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)

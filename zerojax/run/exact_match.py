@@ -87,7 +87,7 @@ class ExactMatch:
         longest = max(len(item.completion) for item in items)
         # Prompt and completion fit into a row of training: what goes beyond the context is wrong anyway.
         limits = [min(longest, self.longest - len(row)) for row in rows]
-        answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.token)
+        answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.stop)
         right = 0
         for item, answer, length in zip(mine, answers.tokens, answers.lengths, strict=False):
             given, wanted = (

@@ -18,11 +18,13 @@ class AnswerEnd:
 
     Attributes:
         token: that ends it.
-        text: that ends it if it is not a single token, as for bytes; else empty.
+        text: that ends it as well if it is not a single token, as for bytes; else empty.
+        tokens: of that text.
     """
 
     token: int
     text: str = ""
+    tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> Self:
@@ -34,8 +36,13 @@ class AnswerEnd:
         if template is None:
             return cls(tokenizer.end_of_text)
         ending = template.turn_end.strip() or template.turn_end
-        tokens = tokenizer.encode(ending.encode())
-        return cls(int(tokens[0])) if len(tokens) == 1 else cls(tokenizer.end_of_text, ending)
+        tokens = tuple(map(int, tokenizer.encode(ending.encode())))
+        return cls(tokens[0]) if len(tokens) == 1 else cls(tokenizer.end_of_text, ending, tokens)
+
+    @property
+    def stop(self) -> list[int | tuple[int, ...]]:
+        """What ends an answer, for ``zerojax.generate``."""
+        return [self.token, self.tokens] if self.tokens else [self.token]
 
     def read(self, tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, bool]:
         """The text of an answer up to its end, and whether it has ended."""
