@@ -100,6 +100,7 @@ class Trainer(OpenRun):
                 another process trains in the folder.
             RunError: the disk is full.
         """
+        config.model.check_language_model("zerojax train")
         setup = RunSetup.of(config)
         setup.check()
         lock = RunLock(folder)
