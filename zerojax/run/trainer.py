@@ -191,6 +191,7 @@ class Trainer(BatchTrainer):
                 another process trains in the folder.
             RunError: the disk is full.
         """
+        config.model.check_language_model("zerojax train")
         setup = RunSetup.of(config)
         setup.check()
         lock = RunLock(folder)
