@@ -10,7 +10,7 @@ from zerojax.generation.copy import GenerationCopy, device_bytes
 from zerojax.generation.engine import Engine
 from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
 from zerojax.generation.sampling import Sampling
-from zerojax.posttrain.methods import PREFERENCES
+from zerojax.posttrain.methods import PREFERENCES, REFERENCED
 from zerojax.posttrain.reference import reference_setup
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
 from zerojax.run.config import RunConfig
@@ -42,7 +42,7 @@ class RoleMemory:
             room: MiB of a device for the generator; None asks the devices.
         """
         held, learns_from_pairs = None, config.posttrain.method in PREFERENCES
-        if learns_from_pairs or config.posttrain.kl:
+        if config.posttrain.method in REFERENCED or config.posttrain.kl:
             setup = reference_setup(config, spec)
             held = 0 if setup is None else device_bytes(abstract_fields(setup.abstract_state().spec))
         return RoleMemory(

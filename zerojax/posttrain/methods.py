@@ -5,7 +5,10 @@ import dataclasses
 from zerojax.errors import ConfigurationError
 from zerojax.run.config import PosttrainSection
 
-PREFERENCES = ("dpo", "ipo")
+REFERENCED = ("dpo", "ipo")
+"""The methods that compare the model with its first weights on pairs of answers."""
+
+PREFERENCES = (*REFERENCED, "reward")
 """The methods that learn from pairs of answers."""
 
 _ROLLOUT = (
@@ -13,7 +16,7 @@ _ROLLOUT = (
     *("clip_low", "clip_high", "scale_advantages", "kl", "kl_estimator", "eval_prompts", "samples"),
 )
 
-READS: dict[str, tuple[str, ...]] = {"grpo": _ROLLOUT, "dpo": ("beta",), "ipo": ("beta",)}
+READS: dict[str, tuple[str, ...]] = {"grpo": _ROLLOUT, "dpo": ("beta",), "ipo": ("beta",), "reward": ()}
 """The keys of [posttrain] that each method reads, beside the method itself."""
 
 

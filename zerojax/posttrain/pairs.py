@@ -11,6 +11,7 @@ from jaxtyping import Float32, Int32
 from zerojax.posttrain.prompts import files_of
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, rank, validation_limit
+from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, text_of
 from zerojax.run.data.formats import read_rows
 
@@ -125,27 +126,30 @@ class Pairs:
 def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair]:
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
-    columns = (given, data.chosen_column, data.rejected_column)
-    rows = (row for path in files_of(data, "pairs") for row in read_rows(path, columns))
+    answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template).token
+    rows = (row for path in files_of(data, "pairs") for row in read_rows(path, (given, *answers)))
     for some in itertools.batched(rows, _AT_ONCE):
-        documents = [_documents(row, place, data, template) for place, row in some]
-        encoded = examples.encode(tokenizer, [one for both in documents for one in both])
-        for (document, _), chosen, rejected in zip(documents, encoded[::2], encoded[1::2], strict=True):
-            ((start, _),) = document.targets or ()
-            yield Pair(chosen, rejected, document.text.decode()[:start].encode())
+        documents = [
+            _document(row, column, place, data, template) for place, row in some for column in answers
+        ]
+        encoded = examples.encode(tokenizer, documents)
+        for document, chosen, rejected in zip(documents[::2], encoded[::2], encoded[1::2], strict=True):
+            assert document.targets is not None
+            start = document.targets[0][0]
+            yield Pair(_ended(chosen, end), _ended(rejected, end), document.text.decode()[:start].encode())
 
 
-def _documents(
-    row: dict[str, Any], place: str, data: DataSection, template: ChatTemplate | None
-) -> tuple[Document, Document]:
-    """The prompt or conversation of a row with each of its answers."""
+def _ended(text: Encoded, end: int) -> Encoded:
+    """A text up to the token that ends an answer: templates write a line break after it, models do not."""
+    ends = np.flatnonzero(text.mask & (text.tokens == end))
+    return Encoded(*(x[: ends[-1] + 1] for x in text)) if len(ends) else text
+
+
+def _document(
+    row: dict[str, Any], answer: str, place: str, data: DataSection, template: ChatTemplate | None
+) -> Document:
+    """The prompt or conversation of a row with the answer of a column."""
     if template is None:
-        return tuple(
-            Completions(data.prompt_column, column).document(row, place)
-            for column in (data.chosen_column, data.rejected_column)
-        )
+        return Completions(data.prompt_column, answer).document(row, place)
     conversations = Conversations(template, data.messages_column)
-    return tuple(
-        conversations.document(row, place, answer=text_of(row, column, place))
-        for column in (data.chosen_column, data.rejected_column)
-    )
+    return conversations.document(row, place, answer=text_of(row, answer, place))

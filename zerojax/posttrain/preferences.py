@@ -16,6 +16,7 @@ from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.posttrain.memory import RoleMemory
+from zerojax.posttrain.methods import REFERENCED
 from zerojax.posttrain.pairs import PairRows, Pairs
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
@@ -85,11 +86,12 @@ class PreferenceTrainer(BatchTrainer):
                     "zerojax posttrain begins with a trained model: name its run in --init-from, or import "
                     "one into the run's folder (zerojax import)"
                 )
-            start = start_run(setup, folder, manifest, init_from, reader, reference=True)
+            referenced = settings.method in REFERENCED
+            start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
             if start.position:
                 batches.set_state(start.position)
             state, base, batch = start.state, start.base, abstract_pairs(config)
-            reference = Reference.of(config, folder, base, state, reader)
+            reference = Reference.of(config, folder, base, state, reader) if referenced else None
             run = run_services(
                 config, folder, lock, manifest, state=state, base=base, batch=batch, peers=peers
             )
@@ -176,15 +178,20 @@ def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Ba
     Raises:
         DataError: the held-out pairs do not fill a micro-batch.
     """
-    train = config.train
-    place = {"process": jax.process_index(), "processes": jax.process_count()}
-    length = train.sequence_length
-    size = train.batch_size // train.accumulate
+    train, process, processes = config.train, jax.process_index(), jax.process_count()
     validation = validation_batches(
-        [PairRows(pairs.held_out, length)], batch_size=size, batches=train.eval_batches, **place
+        [PairRows(pairs.held_out, train.sequence_length)],
+        batch_size=train.batch_size // train.accumulate,
+        batches=train.eval_batches,
+        process=process,
+        processes=processes,
     )
     batches = TrainBatches(
-        [PairRows(pairs.train, length)], batch_size=train.batch_size, seed=train.seed, **place
+        [PairRows(pairs.train, train.sequence_length)],
+        batch_size=train.batch_size,
+        seed=train.seed,
+        process=process,
+        processes=processes,
     )
     return batches, validation
 

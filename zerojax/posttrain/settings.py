@@ -65,7 +65,7 @@ def check_settings(config: RunConfig, processes: int) -> None:
 
 
 def refuse_dropout(config: RunConfig) -> None:
-    """Refuse dropout, for losses of a ratio of probabilities.
+    """Refuse dropout.
 
     Raises:
         ConfigurationError: names the setting.
@@ -73,7 +73,8 @@ def refuse_dropout(config: RunConfig) -> None:
     for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
         if rate:
             raise ConfigurationError(
-                f"{name} must be 0 in zerojax posttrain: with it, the ratio of two probabilities is noise"
+                f"{name} must be 0 in zerojax posttrain: with it, a comparison of two probabilities, or of "
+                "two scores, is noise"
             )
 
 

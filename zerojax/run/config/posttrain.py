@@ -14,7 +14,8 @@ class PosttrainSection:
 
     Attributes:
         method: "grpo" compares the completions of a prompt with each other, by a reward; "dpo" and "ipo"
-            learn from pairs of answers which is better; "none" is for `zerojax train`.
+            learn from pairs of answers which is better; "reward" learns to score answers from such pairs;
+            "none" is for `zerojax train`.
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: Scores a completion: "path/to/file.py:function", run in a process of its own.
         reward_seconds: Seconds after which a reward is given up and its completion left out.
@@ -32,7 +33,7 @@ class PosttrainSection:
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
 
-    method: Literal["none", "grpo", "dpo", "ipo"] = "none"
+    method: Literal["none", "grpo", "dpo", "ipo", "reward"] = "none"
     beta: float = 0.1
     reward: str = ""
     reward_seconds: float = 10.0
