@@ -213,8 +213,10 @@ def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> No
     Raises:
         ConfigurationError: the model has changed.
     """
+    # A model of scores gets a new head.
+    head = {"model.outputs", "model.tied"} if now.model.outputs is not None else set()
     for name, (old, new) in _changes(before, now).items():
-        if name.startswith("model.") and name not in _FREE_KEYS:
+        if name.startswith("model.") and name not in _FREE_KEYS | head:
             raise ConfigurationError(
                 f"{folder.path} holds an imported model with {name} = {old!r}, which cannot be {new!r}"
             )

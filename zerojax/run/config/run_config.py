@@ -52,8 +52,11 @@ class RunConfig:
     def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
         """The library's `ZeroConfig` of the run; with adapters all else is frozen, unless `zero.frozen` says.
 
+        A model of scores trains its head as well, which is new.
+
         Raises:
             ConfigurationError: options that contradict each other.
         """
-        frozen = {"frozen": ("*",)} if self.lora.rank and self.zero.frozen is None else {}
+        own_head = () if self.model.outputs is None else ("!head/*",)
+        frozen = {"frozen": ("*", *own_head)} if self.lora.rank and self.zero.frozen is None else {}
         return self.zero.to_zero(units=units, accumulate=self.train.accumulate, **frozen)
