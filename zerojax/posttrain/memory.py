@@ -10,6 +10,7 @@ from zerojax.generation.copy import GenerationCopy, device_bytes
 from zerojax.generation.engine import Engine
 from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
 from zerojax.generation.sampling import Sampling
+from zerojax.posttrain.methods import PREFERENCES, REFERENCED
 from zerojax.posttrain.reference import reference_setup
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
 from zerojax.run.config import RunConfig
@@ -23,12 +24,12 @@ class RoleMemory:
 
     Attributes:
         policy: the train state.
-        generator: what is there while tokens are made.
+        generator: what is there while tokens are made; None without rollouts.
         reference: the first weights; None without a reference, 0 for a base with its adapters off.
     """
 
     policy: int
-    generator: GenerationMemory
+    generator: GenerationMemory | None
     reference: int | None
 
     @staticmethod
@@ -40,25 +41,21 @@ class RoleMemory:
             spec: of the policy.
             room: MiB of a device for the generator; None asks the devices.
         """
-        rows, prompt = math.ceil(rollout_rows(config) / spec.world.size), longest_prompt(config)
-        dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
-        new = config.posttrain.max_new_tokens
-        engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling(), stop=None)
-        form = fitting_form(spec, engine, free_memory(spec) if room is None else room)
-        held = None
-        if config.posttrain.kl:
+        held, learns_from_pairs = None, config.posttrain.method in PREFERENCES
+        if config.posttrain.method in REFERENCED or config.posttrain.kl:
             setup = reference_setup(config, spec)
             held = 0 if setup is None else device_bytes(abstract_fields(setup.abstract_state().spec))
         return RoleMemory(
             policy=device_bytes(abstract_fields(spec)),
-            generator=GenerationMemory.of(GenerationCopy.of(spec, form), engine),
+            generator=None if learns_from_pairs else _generator(config, spec, room),
             reference=held,
         )
 
     @property
     def rollout(self) -> int:
         """Bytes while tokens are made."""
-        return self.policy + self.generator.weights + self.generator.cache + (self.reference or 0)
+        made = 0 if self.generator is None else self.generator.weights + self.generator.cache
+        return self.policy + made + (self.reference or 0)
 
     def table(self) -> Table:
         """The roles, a row each."""
@@ -68,10 +65,21 @@ class RoleMemory:
         table.add_column("bytes", justify="right")
         table.add_column("")
         table.add_row("policy", size(self.policy), "the train state")
-        table.add_row("generator", size(made.weights), f"weights={made.form}")
-        table.add_row("cache", size(made.cache), f"{made.slots} slots of {made.length} tokens")
+        if made is not None:
+            table.add_row("generator", size(made.weights), f"weights={made.form}")
+            table.add_row("cache", size(made.cache), f"{made.slots} slots of {made.length} tokens")
         if self.reference is not None:
             what = "the first weights, frozen" if self.reference else "the policy's base, adapters off"
             table.add_row("reference", size(self.reference), what)
-        table.add_row("rollout", size(self.rollout), "all of these while tokens are made")
+        if made is not None:
+            table.add_row("rollout", size(self.rollout), "all of these while tokens are made")
         return table
+
+
+def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> GenerationMemory:
+    rows, prompt = math.ceil(rollout_rows(config) / spec.world.size), longest_prompt(config)
+    dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
+    new = config.posttrain.max_new_tokens
+    engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling(), stop=None)
+    form = fitting_form(spec, engine, free_memory(spec) if room is None else room)
+    return GenerationMemory.of(GenerationCopy.of(spec, form), engine)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import optax
 
 import zerojax
@@ -48,12 +47,12 @@ class Reference:
         path = folder.path / base  # an absolute one stands for itself
         if not path.exists():
             raise ConfigurationError(
-                f"{folder.path} began with the weights in {path}, which is gone: put it back, or set "
-                "posttrain.kl to 0 in a new run."
+                f"{folder.path} is compared with its first weights, which were in {path}: it is gone, put it "
+                "back."
             )
         return cls(reader.weights(path, setup.initial_state(base=False)))
 
-    def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> jax.Array:
+    def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> Any:
         """``predict_step`` with the reference's weights."""
         if self.state is None:
             return zerojax.predict_step(trained, batch, fn, adapters=False)

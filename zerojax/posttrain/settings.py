@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import ConfigurationError
+from zerojax.posttrain.methods import check_method
 from zerojax.run.config import RunConfig
 
 
@@ -30,8 +31,7 @@ def check_settings(config: RunConfig, processes: int) -> None:
         ConfigurationError: names the setting and a value that works.
     """
     train, settings, rows = config.train, config.posttrain, rollout_rows(config)
-    if settings.method == "none":
-        raise ConfigurationError('posttrain.method is "none": set it to "grpo", or use zerojax train')
+    check_method(settings)
     if not settings.reward:
         raise ConfigurationError('posttrain.reward is empty: name a function, as "path/to/file.py:function"')
     if rows % train.batch_size:
@@ -61,10 +61,20 @@ def check_settings(config: RunConfig, processes: int) -> None:
     }
     for name in (name for name, value in idle.items() if value):
         raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
+    refuse_dropout(config)
+
+
+def refuse_dropout(config: RunConfig) -> None:
+    """Refuse dropout.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
     for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
         if rate:
             raise ConfigurationError(
-                f"{name} must be 0 in zerojax posttrain: with it, the ratio of two probabilities is noise"
+                f"{name} must be 0 in zerojax posttrain: with it, a comparison of two probabilities, or of "
+                "two scores, is noise"
             )
 
 

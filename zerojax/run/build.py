@@ -295,18 +295,29 @@ def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
 
 
 def measure_loss(state: zerojax.TrainState, batches: list[Batch]) -> tuple[jax.Array, jax.Array]:
-    """As ``mean_loss``, and the number of those tokens, of all processes.
+    """As ``mean_loss``, and the number of those tokens, of all processes."""
+    means = mean_metrics(state, batches)
+    return means["loss"], means["tokens"]
 
-    The last batches are dispatched without waiting for them.
+
+def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
+    """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
+
+    The means are over "tokens" if the loss counts them, else over batches. The last batches are dispatched
+    without waiting for them.
     """
     measured = []
     for batch in batches:
         measured.append(zerojax.eval_step(state, batch))
         # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
         jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
-    loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
-    tokens = jnp.asarray(sum(metrics["tokens"] for metrics in measured))
-    return jnp.asarray(loss / tokens), tokens
+    counts = [metrics.pop("tokens", 1.0) for metrics in measured]
+    total = jnp.asarray(sum(counts))
+    sums = {
+        name: sum(metrics[name] * count for metrics, count in zip(measured, counts, strict=True))
+        for name in measured[0]
+    }
+    return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
 
 
 def is_first() -> bool:

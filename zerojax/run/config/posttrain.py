@@ -9,10 +9,14 @@ from zerojax.validation.bounds import check_numbers
 
 @dataclass(frozen=True)
 class PosttrainSection:
-    """Reinforcement learning of a trained model, for `zerojax posttrain`; docs/posttrain.md.
+    """Training of a trained model by rewards or preferences, for `zerojax posttrain`; docs/posttrain.md and
+    docs/preferences.md.
 
     Attributes:
-        method: "grpo" compares the completions of a prompt with each other; "none" is for `zerojax train`.
+        method: "grpo" compares the completions of a prompt with each other, by a reward; "dpo" and "ipo"
+            learn from pairs of answers which is better; "reward" learns to score answers from such pairs;
+            "none" is for `zerojax train`.
+        beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: Scores a completion: "path/to/file.py:function", run in a process of its own.
         reward_seconds: Seconds after which a reward is given up and its completion left out.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
@@ -29,7 +33,8 @@ class PosttrainSection:
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
 
-    method: Literal["none", "grpo"] = "none"
+    method: Literal["none", "grpo", "dpo", "ipo", "reward"] = "none"
+    beta: float = 0.1
     reward: str = ""
     reward_seconds: float = 10.0
     rollout_rows: int = 0
@@ -52,7 +57,7 @@ class PosttrainSection:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ConfigurationError(f"posttrain.{name} must be at least {least}")
-        for name in ("temperature", "reward_seconds"):
+        for name in ("temperature", "reward_seconds", "beta"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"posttrain.{name} must be positive")
         if not 0 <= self.clip_low < 1:

@@ -1,0 +1,40 @@
+"""The methods of post-training, and which settings each reads."""
+
+import dataclasses
+
+from zerojax.errors import ConfigurationError
+from zerojax.run.config import PosttrainSection
+
+REFERENCED = ("dpo", "ipo")
+"""The methods that compare the model with its first weights on pairs of answers."""
+
+PREFERENCES = (*REFERENCED, "reward")
+"""The methods that learn from pairs of answers."""
+
+_ROLLOUT = (
+    *("reward", "reward_seconds", "rollout_rows", "group_size", "epochs", "max_new_tokens", "temperature"),
+    *("clip_low", "clip_high", "scale_advantages", "kl", "kl_estimator", "eval_prompts", "samples"),
+)
+
+READS: dict[str, tuple[str, ...]] = {"grpo": _ROLLOUT, "dpo": ("beta",), "ipo": ("beta",), "reward": ()}
+"""The keys of [posttrain] that each method reads, beside the method itself."""
+
+
+def check_method(settings: PosttrainSection) -> None:
+    """Refuse to run without a method, and keys that the method does not read.
+
+    Raises:
+        ConfigurationError: names the key.
+    """
+    method = settings.method
+    if method == "none":
+        raise ConfigurationError(
+            f'posttrain.method is "none": set it to one of {", ".join(READS)}, or use zerojax train'
+        )
+    for field in dataclasses.fields(settings):
+        if field.name == "method" or field.name in READS[method]:
+            continue
+        if getattr(settings, field.name) != field.default:
+            raise ConfigurationError(
+                f'posttrain.{field.name} is not read by posttrain.method = "{method}": leave it out'
+            )
