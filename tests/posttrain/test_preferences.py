@@ -1,6 +1,5 @@
 """Learning from preferences: the step equals a plain loop, and a run resumes bit by bit."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, micro_config
+from micro_run import micro_config
 
 import zerojax
-from zerojax.errors import ConfigurationError
-from zerojax.posttrain.preference_loss import answer_log_probs
 from zerojax.posttrain.preferences import PreferenceTrainer, make_batches, read_pairs
-from zerojax.posttrain.reference import Reference
-from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.weights import CHECKPOINTS
 
 BETA, RATE = 0.5, 0.2
 

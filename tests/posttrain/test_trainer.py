@@ -11,9 +11,8 @@ from micro_run import Stop, die_at, micro_config
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.rewards import RewardProcess
-from zerojax.posttrain.rollout import measure
-from zerojax.posttrain.trainer import PostTrainer
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
@@ -66,8 +65,8 @@ def two_rollouts(place: Path) -> RunConfig:
     )
 
 
-def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PostTrainer:
-    with PostTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
+def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> GRPOTrainer:
+    with GRPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
         trainer.train()
     return trainer
 
@@ -134,7 +133,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
     place: Path, finished: RunFolder, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    with PostTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
+    with GRPOTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
         rollout = trainer.rollout()
         assert len(rollout.texts) == 32
         assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
@@ -150,7 +149,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         scale = np.sqrt(2 / 3)
         wanted = np.asarray([-1, 0, 1])[:, None] / scale * rows["mask"][:3]
         np.testing.assert_allclose(rows["advantages"][:3], wanted, atol=1e-4)
-        measured = measure(rollout, rewards, rows, 4)
+        measured = trainer.measure(rollout, rewards, rows)
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
         trainer.rewards.close()
@@ -179,13 +178,13 @@ def test_settings_that_do_not_fit_are_refused(
     place: Path, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        PostTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
+        GRPOTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="begins with a trained model: name its run in --init-from"):
-        PostTrainer.open(config(place), RunFolder(tmp_path / "run"))
+        GRPOTrainer.open(config(place), RunFolder(tmp_path / "run"))
 
 
 def test_zerojax_train_refuses_a_config_of_posttrain(

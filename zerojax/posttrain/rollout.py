@@ -94,23 +94,19 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
             yield {name: x[order[first : first + size]] for name, x in rows.items()}
 
 
-def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows, group_size: int) -> dict[str, float]:
+def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
     """The metrics of a rollout: means over the completions, or tokens, of all processes.
 
     Args:
         rollout: of this process.
         rewards: of its completions, NaN for lost ones.
         rows: with the trainer's "old_log_probs", and the "mask" of what counts.
-        group_size: completions per prompt.
     """
     there = np.isfinite(rewards)
-    groups = rewards.reshape(-1, group_size)
-    differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
     every = np.ones_like(there)
     found = mean_over_processes(
         {
             "reward": (rewards, there),
-            "mixed_groups": (differ, np.ones_like(differ)),
             "length": (rollout.lengths, every),
             "ended": (rollout.ended, every),
             "lost_rewards": (~there, every),
@@ -118,6 +114,15 @@ def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows, group_size: int) 
         }
     )
     return {name: value for name, value in found.items() if value is not None}
+
+
+def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
+    """The share of the groups of all processes whose completions differ in reward."""
+    groups = rewards.reshape(-1, group_size)
+    differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
+    share = mean_over_processes({"mixed_groups": (differ, np.ones_like(differ))})["mixed_groups"]
+    assert share is not None
+    return share
 
 
 def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:

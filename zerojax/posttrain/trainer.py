@@ -1,10 +1,10 @@
-"""A run of post-training: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
+"""A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.posttrain.advantages import group_advantages
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.policy import log_probs_of, policy_loss
 from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process
@@ -32,11 +31,7 @@ from zerojax.posttrain.settings import (
     rollout_rows,
     steps_per_rollout,
 )
-from zerojax.run.build import (
-    RunSetup,
-    choose_checkpoint,
-    is_first,
-)
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
@@ -46,12 +41,15 @@ from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
-from zerojax.train.step import local_rows
+from zerojax.train.step import Metrics, local_rows
 
 
 @dataclass
 class PostTrainer(OpenRun):
-    """A run of post-training; a context manager.
+    """A run that learns from rewards for its own completions; a context manager.
+
+    A method of learning, such as GRPO, is a subclass: it has ``rows``, and perhaps ``take_step`` and more
+    roles.
 
     Attributes:
         prompts: of rollouts and evaluations.
@@ -60,7 +58,6 @@ class PostTrainer(OpenRun):
         end: of a completion.
         samples: the file of completions, on process zero.
         reference: the model that the run began with, or None.
-        log_probs: for ``predict_step``.
         rollouts: rollouts done.
     """
 
@@ -70,7 +67,6 @@ class PostTrainer(OpenRun):
     end: AnswerEnd
     samples: MetricsFile | None
     reference: Reference | None
-    log_probs: Callable[..., Any]
     rollouts: int
 
     @classmethod
@@ -99,9 +95,9 @@ class PostTrainer(OpenRun):
             RunError: the disk is full.
         """
         settings = config.posttrain
+        check_settings(config, jax.process_count())
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
         setup.check()
-        check_settings(config, jax.process_count())
         lock = RunLock(folder)
         with ExitStack() as on_error, disk_errors_explained(folder):
             on_error.callback(lock.close)
@@ -134,7 +130,6 @@ class PostTrainer(OpenRun):
                 end=AnswerEnd.of(tokenizer, template),
                 samples=MetricsFile(folder.samples, start=run["step"]) if is_first() else None,
                 reference=reference,
-                log_probs=log_probs_of(settings),
                 rollouts=start.position.get("rollouts", 0),
             )
             notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
@@ -177,7 +172,7 @@ class PostTrainer(OpenRun):
                 rewards = self.score(rollout)
                 rows = self.rows(rollout, rewards)
                 self.write_samples(rollout, rewards)
-                self.update(rows, measure(rollout, rewards, rows, self.config.posttrain.group_size))
+                self.update(rows, self.measure(rollout, rewards, rows))
                 self.save_if_due(stop=signalled.received)
             self.finish()
 
@@ -217,23 +212,42 @@ class PostTrainer(OpenRun):
         return rewards
 
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """What the loss reads of each completion (``policy_loss``); a lost one counts nowhere."""
-        settings = self.config.posttrain
+        """What the method learns from each completion; a lost one (NaN) counts nowhere.
+
+        "tokens" and "mask" as of ``Rollout``, "old_log_probs", and what else the method's losses read.
+        """
+        raise NotImplementedError
+
+    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
+        """The metrics of a rollout, the same in all processes."""
+        return measure(rollout, rewards, rows)
+
+    def take_step(self, batch: Rows) -> Metrics:
+        """Dispatch a step on some of the rows; returns its metrics."""
+        raise NotImplementedError
+
+    def scored(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
+        """The columns that all methods need: tokens, the mask of what counts, and log-probabilities."""
         counted = np.isfinite(rewards).astype(np.float32)
-        advantages = group_advantages(
-            jnp.asarray(rewards),
-            jnp.asarray(counted),
-            group_size=settings.group_size,
-            scale=settings.scale_advantages,
-        )
-        mask = rollout.mask * counted[:, None]
-        rows = {"tokens": rollout.tokens, "mask": mask}
-        parts = [zerojax.predict_step(self.state, part, self.log_probs) for part in self.parts(rows)]
-        more = {"old_log_probs": np.concatenate([local_rows(part) for part in parts])}
+        rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
+        found = {"old_log_probs": self.predict(rows, self.own_log_probs)}
         if self.reference is not None:
-            parts = [self.reference.log_probs(self.state, part, self.log_probs) for part in self.parts(rows)]
-            more["reference_log_probs"] = np.concatenate([local_rows(part) for part in parts])
-        return rows | more | {"advantages": mask * np.asarray(advantages)[:, None]}
+            found["reference_log_probs"] = self.predict(rows, self.reference_log_probs)
+        return rows | found
+
+    def own_log_probs(self, rows: Rows) -> jax.Array:
+        """The trainer's log-probabilities of all tokens of completions."""
+        return zerojax.predict_step(self.state, rows, log_probs_of(self.config.posttrain))
+
+    def reference_log_probs(self, rows: Rows) -> jax.Array:
+        """Those of the reference."""
+        assert self.reference is not None
+        return self.reference.log_probs(self.state, rows, log_probs_of(self.config.posttrain))
+
+    def predict(self, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
+        """What a prediction says of this process's rows."""
+        # The reading comes after all parts are dispatched, so that the devices need not wait for it.
+        return np.concatenate([local_rows(part) for part in [predict(part) for part in self.parts(rows)]])
 
     def parts(self, rows: Rows) -> list[Rows]:
         """The rows in parts of the size of a micro-batch, so that they need no more memory than a step."""
@@ -252,7 +266,7 @@ class PostTrainer(OpenRun):
         shared = {name: jnp.float32(value) for name, value in measured.items()}
         for batch in minibatches(rows, size, self.config.posttrain.epochs, seed):
             self.watchdog.step(self.step + 1)
-            self.state, metrics = zerojax.train_step(self.state, batch)
+            metrics = self.take_step(batch)
             self.step += 1
             due = self.is_due(train.eval_every)
             self.log.step(self.step, metrics | shared, self.evaluation if due else None)
