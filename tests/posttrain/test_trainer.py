@@ -13,6 +13,7 @@ from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.rewards import RewardProcess
+from zerojax.posttrain.scorers import FunctionScorer
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
@@ -139,7 +140,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
         for row, prompt in enumerate(rollout.prompts):
             drawn = rollout.tokens[row, 1:][rollout.mask[row] > 0]
-            assert trainer.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
+            assert trainer.environment.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
             assert rollout.tokens[row, : len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         rewards = np.arange(32, dtype=np.float32)
         rewards[[3, 4, 5, 6, 7]] = np.nan
@@ -152,8 +153,8 @@ def test_a_completion_without_a_reward_counts_nowhere(
         measured = trainer.measure(rollout, rewards, rows)
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
-        trainer.rewards.close()
-        trainer.rewards = RewardProcess(f"{place / 'reward.py'}:refuse", 1.0)
+        trainer.environment.scorer.close()
+        trainer.environment.scorer = FunctionScorer(RewardProcess(f"{place / 'reward.py'}:refuse", 1.0))
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
             trainer.score(rollout)
 
@@ -162,7 +163,10 @@ def test_a_completion_without_a_reward_counts_nowhere(
     ("sections", "message"),
     [
         ({"posttrain": {"method": "none"}}, 'posttrain.method is "none"'),
-        ({"posttrain": {"reward": ""}}, "posttrain.reward is empty"),
+        ({"posttrain": {"reward": ""}}, "posttrain.reward and posttrain.reward_model are empty: set one"),
+        ({"posttrain": {"reward_model": "x"}}, "posttrain.reward and posttrain.reward_model are both set"),
+        ({"critic": {"stage": 2}}, r"\[critic\] is not read by posttrain.method = \"grpo\""),
+        ({"posttrain": {"group_size": 1}}, "group_size must be at least 2: grpo compares"),
         ({"posttrain": {"rollout_rows": 24}}, "rollout_rows 24 is no multiple of train.batch_size 16: 32"),
         ({"posttrain": {"group_size": 3}}, "do not divide into groups of posttrain.group_size 3"),
         ({"posttrain": {"epochs": 3}}, "train.steps 4 ends within a rollout, which has 3 steps: 6"),

@@ -19,14 +19,14 @@ class GRPOTrainer(PostTrainer):
         advantages = group_advantages(
             jnp.asarray(rewards),
             jnp.isfinite(rewards).astype(jnp.float32),
-            group_size=settings.group_size,
+            group_size=settings.completions,
             scale=settings.scale_advantages,
         )
         return rows | {"advantages": rows["mask"] * np.asarray(advantages)[:, None]}
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
         """The metrics of a rollout; see ``PostTrainer.measure``."""
-        mixed = mixed_groups(rewards, self.config.posttrain.group_size)
+        mixed = mixed_groups(rewards, self.config.posttrain.completions)
         return super().measure(rollout, rewards, rows) | {"mixed_groups": mixed}
 
     def take_step(self, batch: Rows) -> Metrics:

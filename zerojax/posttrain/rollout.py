@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float32, Int32
 from zerojax.generation import Completions
 from zerojax.posttrain.processes import mean_over_processes
 from zerojax.posttrain.prompts import Prompt
-from zerojax.posttrain.rewards import LostReward, RewardProcess
 from zerojax.run.data import Tokenizer
 from zerojax.run.data.answers import AnswerEnd
 
@@ -72,17 +71,6 @@ class Rollout:
     def lengths(self) -> Float32[np.ndarray, " rows"]:
         """Tokens of the completions."""
         return self.mask.sum(axis=1)
-
-
-def score(rollout: Rollout, rewards: RewardProcess) -> tuple[Float32[np.ndarray, " rows"], str]:
-    """The rewards of completions, NaN for those that are lost; and why one was lost, or ""."""
-    found, why = np.full(len(rollout.texts), np.nan, np.float32), ""
-    for row, (prompt, text) in enumerate(zip(rollout.prompts, rollout.texts, strict=True)):
-        try:
-            found[row] = rewards.score(prompt.text, text, prompt.row)
-        except LostReward as error:
-            why = str(error)
-    return found, why
 
 
 def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iterator[Rows]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -17,31 +18,24 @@ from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
+from zerojax.posttrain.environment import Environment
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.policy import log_probs_of, policy_loss
-from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process
-from zerojax.posttrain.prompts import Prompt, Prompts
+from zerojax.posttrain.predictions import predict_rows
+from zerojax.posttrain.processes import any_process, mean_over_processes
 from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.rewards import RewardProcess
-from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of, score
-from zerojax.posttrain.settings import (
-    abstract_batch,
-    check_settings,
-    longest_prompt,
-    rollout_rows,
-    steps_per_rollout,
-)
+from zerojax.posttrain.roles import Roles
+from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of
+from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
 from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Tokenizer, open_template, open_tokenizer
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, run_services
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
-from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
-from zerojax.train.step import Metrics, local_rows
+from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
+from zerojax.train.step import Metrics
 
 
 @dataclass
@@ -52,19 +46,13 @@ class PostTrainer(OpenRun):
     roles.
 
     Attributes:
-        prompts: of rollouts and evaluations.
-        rewards: the process that scores completions.
-        tokenizer: of the model.
-        end: of a completion.
+        environment: the prompts, and what scores completions.
         samples: the file of completions, on process zero.
         reference: the model that the run began with, or None.
         rollouts: rollouts done.
     """
 
-    prompts: Prompts
-    rewards: RewardProcess
-    tokenizer: Tokenizer
-    end: AnswerEnd
+    environment: Environment
     samples: MetricsFile | None
     reference: Reference | None
     rollouts: int
@@ -79,7 +67,7 @@ class PostTrainer(OpenRun):
         peers: Peers | None = None,
         reader: WeightReader = CHECKPOINTS,
     ) -> Self:
-        """Read the prompts, start the reward's process, and take the first weights or the newest checkpoint.
+        """Open the environment, and take the first weights or the newest checkpoint of each role.
 
         Args:
             config: the settings.
@@ -103,11 +91,8 @@ class PostTrainer(OpenRun):
             on_error.callback(lock.close)
             unlocked = run_on_process_zero(lock.take)
             run_on_process_zero(folder.create)
-            tokenizer = open_tokenizer(config.data, folder.data)
-            template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
-            prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
-            rewards = RewardProcess(settings.reward, settings.reward_seconds)
-            on_error.callback(rewards.close)
+            environment = Environment.open(config, folder, reader)
+            on_error.callback(environment.scorer.close)
             manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
                 notes.append(unlocked)
@@ -119,33 +104,44 @@ class PostTrainer(OpenRun):
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state, base, batch = start.state, start.base, abstract_batch(config)
             reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
-            run = run_services(
-                config, folder, lock, manifest, state=state, base=base, batch=batch, peers=peers
-            )
+            roles = cls.roles(config, folder, 0 if manifest is None else manifest.step, start, reader)
+            states = {"state": state, "base": base, "batch": batch, "beside": roles.trained}
+            run = run_services(config, folder, lock, manifest, **states, peers=peers)
             trainer = cls(
                 **run,
-                prompts=prompts,
-                rewards=rewards,
-                tokenizer=tokenizer,
-                end=AnswerEnd.of(tokenizer, template),
+                **roles.fields,
+                environment=environment,
                 samples=MetricsFile(folder.samples, start=run["step"]) if is_first() else None,
                 reference=reference,
                 rollouts=start.position.get("rollouts", 0),
             )
             notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
-            if prompts.left_out:
-                notes.append(f"{prompts.left_out:,} prompts are too long, and are left out")
             trainer.announce(
-                f"{settings.method}, {parameter_count(config.model):,} parameters, "
-                f"{len(prompts.train):,} prompts and {len(prompts.held_out):,} held out",
-                [*notes, *start.notes],
+                f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
+                [*notes, *environment.notes(), *start.notes, *roles.notes],
             )
             on_error.pop_all()
             return trainer
 
+    @classmethod
+    def roles(
+        cls, config: RunConfig, folder: RunFolder, step: int, start: Start, reader: WeightReader
+    ) -> Roles:
+        """The roles that a method adds to policy, reference and reward.
+
+        Args:
+            config: the settings.
+            folder: of the run.
+            step: of the checkpoint that it goes on from.
+            start: what the policy starts with.
+            reader: reads weights.
+        """
+        del config, folder, step, start, reader
+        return Roles()
+
     def close_inputs(self) -> None:
-        """End the reward's process."""
-        self.rewards.close()
+        """End the reward's process, if there is one."""
+        self.environment.scorer.close()
 
     def close_files(self) -> None:
         """Close the file of completions."""
@@ -178,27 +174,8 @@ class PostTrainer(OpenRun):
 
     def rollout(self) -> Rollout:
         """Complete this process's prompts of the next rollout."""
-        settings = self.config.posttrain
         self.watchdog.phase(f"rollout {self.rollouts + 1}")
-        groups = rollout_rows(self.config) // settings.group_size
-        prompts = of_this_process(self.prompts.of_rollout(self.rollouts, groups, self.config.train.seed))
-        return self.complete(
-            [prompt for prompt in prompts for _ in range(settings.group_size)],
-            temperature=settings.temperature,
-            seed=int(np.random.SeedSequence((self.config.train.seed, self.rollouts)).generate_state(1)[0]),
-        )
-
-    def complete(self, prompts: list[Prompt], *, temperature: float, seed: int = 0) -> Rollout:
-        """Generate a completion of each prompt."""
-        completions = zerojax.generate(
-            self.state,
-            [prompt.tokens for prompt in prompts],
-            self.config.posttrain.max_new_tokens,
-            temperature=temperature,
-            stop=self.end.token,
-            seed=seed,
-        )
-        return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
+        return self.environment.rollout(self.state, self.rollouts)
 
     def score(self, rollout: Rollout) -> np.ndarray:
         """The reward of each completion, fp32, NaN for a lost one.
@@ -206,7 +183,7 @@ class PostTrainer(OpenRun):
         Raises:
             RunError: all of them are lost.
         """
-        rewards, why = score(rollout, self.rewards)
+        rewards, why = self.environment.score(rollout)
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards
@@ -230,33 +207,16 @@ class PostTrainer(OpenRun):
         """The columns that all methods need: tokens, the mask of what counts, and log-probabilities."""
         counted = np.isfinite(rewards).astype(np.float32)
         rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
-        found = {"old_log_probs": self.predict(rows, self.own_log_probs)}
-        if self.reference is not None:
-            found["reference_log_probs"] = self.predict(rows, self.reference_log_probs)
-        return rows | found
-
-    def own_log_probs(self, rows: Rows) -> jax.Array:
-        """The trainer's log-probabilities of all tokens of completions."""
-        return zerojax.predict_step(self.state, rows, log_probs_of(self.config.posttrain))
-
-    def reference_log_probs(self, rows: Rows) -> jax.Array:
-        """Those of the reference."""
-        assert self.reference is not None
-        return self.reference.log_probs(self.state, rows, log_probs_of(self.config.posttrain))
+        log_probs = log_probs_of(self.config.posttrain)
+        own = self.predict(rows, partial(zerojax.predict_step, self.state, fn=log_probs))
+        if self.reference is None:
+            return rows | {"old_log_probs": own}
+        reference = self.predict(rows, partial(self.reference.log_probs, self.state, fn=log_probs))
+        return rows | {"old_log_probs": own, "reference_log_probs": reference}
 
     def predict(self, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
         """What a prediction says of this process's rows."""
-        # The reading comes after all parts are dispatched, so that the devices need not wait for it.
-        return np.concatenate([local_rows(part) for part in [predict(part) for part in self.parts(rows)]])
-
-    def parts(self, rows: Rows) -> list[Rows]:
-        """The rows in parts of the size of a micro-batch, so that they need no more memory than a step."""
-        train = self.config.train
-        size = train.batch_size // train.accumulate // jax.process_count()
-        return [
-            {name: x[first : first + size] for name, x in rows.items()}
-            for first in range(0, len(rows["tokens"]), size)
-        ]
+        return predict_rows(self.config, rows, predict)
 
     def update(self, rows: Rows, measured: dict[str, float]) -> None:
         """Train on the rows, and log each step with what was measured of the rollout."""
@@ -281,12 +241,11 @@ class PostTrainer(OpenRun):
 
     def evaluation(self) -> dict[str, jax.Array]:
         """The mean reward of greedy completions of held-out prompts; nothing if there are none."""
-        prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
-        prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
-        if not prompts:
-            return {}
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        rewards, _ = score(self.complete(prompts, temperature=0.0), self.rewards)
+        answers = self.environment.answers(self.state)
+        if answers is None:
+            return {}
+        rewards, _ = self.environment.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 
