@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,52 +140,81 @@ def plain_run(method: str, start: Any, batches: list[dict[str, Any]]) -> tuple[l
     return losses, accuracies, nnx.to_pure_dict(weights)
 
 
-@pytest.mark.parametrize("method", ["dpo", pytest.param("ipo", marks=pytest.mark.slow), "reward"])
-def test_a_run_equals_a_plain_loop(method: str, place: Path, finished: RunFolder, tmp_path: Path) -> None:
-    settings = config(place, **METHODS[method])
-    with open_run(settings, tmp_path / "run", finished) as trainer:
+class Trained(NamedTuple):
+    """A trained run: its first model, the batches it should have seen, and itself."""
+
+    start: Any
+    batches: list[dict[str, Any]]
+    trainer: PreferenceTrainer
+
+
+def trained(settings: RunConfig, folder: Path, first: RunFolder) -> Trained:
+    with open_run(settings, folder, first) as trainer:
         start = zerojax.gather_model(trainer.state)
         stream, _ = make_batches(settings, read_pairs(settings, trainer.folder))
-        batches = [next(stream) for _ in range(6)]
+        batches = [next(stream) for _ in range(settings.train.steps)]
         stream.close()
         trainer.train()
-        after = zerojax.gather_params(trainer.state)
-    losses, accuracies, wanted = plain_run(method, start, batches)
-    found = lines(tmp_path / "run")
+    return Trained(start, batches, trainer)
+
+
+def of_dpo(place: Path) -> RunConfig:
+    return config(place, train={"eval_every": 4}, checkpoint={"every": 3, "keep_best": 1})
+
+
+@pytest.fixture(scope="module")
+def dpo(place: Path, finished: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained(of_dpo(place), tmp_path_factory.mktemp("dpo") / "run", finished)
+
+
+def check_plain_loop(method: str, run: Trained) -> None:
+    losses, accuracies, wanted = plain_run(method, run.start, run.batches)
+    found = lines(run.trainer.folder.path)
     np.testing.assert_allclose([line["loss"] for line in found], losses, rtol=2e-5)
-    # Before the first step all margins are 0, up to rounding.
+    # Before the first step DPO's margins are 0, up to rounding.
     np.testing.assert_allclose([line["accuracy"] for line in found[1:]], accuracies[1:], rtol=1e-6)
-    before = nnx.to_pure_dict(nnx.state(start, nnx.Param))
+    before = nnx.to_pure_dict(nnx.state(run.start, nnx.Param))
     moved = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), wanted, before)
+    after = zerojax.gather_params(run.trainer.state)
     error = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), after, wanted)
     assert float(optax.tree.norm(error)) < 1e-4 * float(optax.tree.norm(moved))
 
 
+def test_dpo_equals_a_plain_loop(dpo: Trained) -> None:
+    check_plain_loop("dpo", dpo)
+
+
+@pytest.mark.parametrize("method", [pytest.param("ipo", marks=pytest.mark.slow), "reward"])
+def test_others_equal_a_plain_loop(method: str, place: Path, finished: RunFolder, tmp_path: Path) -> None:
+    settings = config(place, mesh={"nodes": 1}, **METHODS[method])
+    check_plain_loop(method, trained(settings, tmp_path / "run", finished))
+
+
 def test_a_torn_run_resumes_bit_by_bit(
-    place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dpo: Trained, place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = config(place, train={"eval_every": 4}, checkpoint={"every": 3, "keep_best": 1})
-    whole = train(settings, tmp_path / "whole", finished)
+    whole = dpo.trainer.folder
     with monkeypatch.context() as patch:
         die_at(patch, 5)  # in the second epoch
         with pytest.raises(Stop):
-            train(settings, tmp_path / "torn", finished)
-    torn = train(settings, tmp_path / "torn", finished, resume="must")
-    assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
-    jax.tree.map(np.testing.assert_array_equal, torn.state.params, whole.state.params)
-    jax.tree.map(np.testing.assert_array_equal, torn.state.opt_state, whole.state.opt_state)
-    found, summary = lines(tmp_path / "whole"), RunFolder(tmp_path / "torn").read_summary()
+            train(of_dpo(place), tmp_path / "torn", finished)
+    torn = train(of_dpo(place), tmp_path / "torn", finished, resume="must")
+    assert lines(tmp_path / "torn") == lines(whole.path)
+    jax.tree.map(np.testing.assert_array_equal, torn.state.params, dpo.trainer.state.params)
+    jax.tree.map(np.testing.assert_array_equal, torn.state.opt_state, dpo.trainer.state.opt_state)
+
+
+def test_a_run_leaves_its_figures(dpo: Trained) -> None:
+    found, summary = lines(dpo.trainer.folder.path), dpo.trainer.folder.read_summary()
     assert [line["step"] for line in found if "validation_accuracy" in line] == [4, 6]
     assert summary["first_validation_loss"] == pytest.approx(np.log(2), rel=1e-5)
     assert summary["status"] == "finished"
     for name in ("validation_loss", "validation_accuracy"):
         assert summary[name] == found[-1][name]
     assert summary["validation_loss"] < summary["first_validation_loss"] - 0.1
-    assert found[-1]["margin"] == pytest.approx(
-        found[-1]["rewards_chosen"] - found[-1]["rewards_rejected"], rel=1e-5
-    )
-    again = train(settings, tmp_path / "whole", finished)
-    assert again.step == 6
+    for line, batch in zip(found, dpo.batches, strict=True):
+        assert line["margin"] == pytest.approx(line["rewards_chosen"] - line["rewards_rejected"], abs=1e-5)
+        assert line["tokens"] == batch["chosen_mask"].sum() + batch["rejected_mask"].sum()
 
 
 def test_every_pair_is_seen_once_an_epoch_in_a_new_order(place: Path) -> None:
@@ -201,6 +230,7 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(place: Path) -> None:
     assert [len(batch["chosen"]) for batch in validation] == [6]
 
 
+@pytest.mark.slow
 def test_a_base_with_its_adapters_off_is_the_reference(
     place: Path, finished: RunFolder, tmp_path: Path
 ) -> None:
