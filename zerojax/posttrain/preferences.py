@@ -198,4 +198,4 @@ def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Ba
 
 def _describe(values: Mapping[str, float]) -> str:
     loss, accuracy = values["validation_loss"], values["validation_accuracy"]
-    return f"validation loss {loss:.4f}, {accuracy:.1%} of held-out pairs in their order"
+    return f"validation loss {loss:.4f}, {accuracy:.1%} of the held-out pairs ranked right"
