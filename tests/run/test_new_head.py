@@ -56,7 +56,7 @@ def test_a_saved_head_is_kept_and_no_other_difference_is_allowed(
     assert len(notes) == 1
     jax.tree.map(np.testing.assert_array_equal, zerojax.gather_params(state), zerojax.gather_params(first))
     source = CHECKPOINTS.find(finished.path)
-    with pytest.raises(ConfigurationError, match="does not fit this run: params: .*norm"):
+    with pytest.raises(ConfigurationError, match=r"does not fit this run: params: .*norm"):
         first_weights(RunSetup.of(scoring(text, norm="rms")), source, CHECKPOINTS)
     language = micro_config(text, mesh=MESH, model={"tied": False})
     with pytest.raises(ConfigurationError, match="head/embedding is float32"):

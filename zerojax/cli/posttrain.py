@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.cli.run_options import RunOptions, read_run
 from zerojax.interop.huggingface import ModelReader, begin_run
+from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.methods import PREFERENCES
+from zerojax.posttrain.ppo import PPOTrainer
 from zerojax.posttrain.preferences import PreferenceTrainer
-from zerojax.posttrain.trainer import PostTrainer
+
+TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES, PreferenceTrainer)
+"""By method; an unknown one, such as "none", is refused by any of them."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,6 @@ def run(arguments: list[str]) -> None:
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
         if source is not None:
             begin_run(source, settings, folder)
-        kind = PreferenceTrainer if settings.posttrain.method in PREFERENCES else PostTrainer
+        kind = TRAINERS.get(settings.posttrain.method, GRPOTrainer)
         with kind.open(settings, folder, options.resume, options.init_from, peers, ModelReader()) as trainer:
             trainer.train()

@@ -3,7 +3,7 @@
 import dataclasses
 
 from zerojax.errors import ConfigurationError
-from zerojax.run.config import PosttrainSection
+from zerojax.run.config import CriticSection, RunConfig
 
 REFERENCED = ("dpo", "ipo")
 """The methods that compare the model with its first weights on pairs of answers."""
@@ -12,21 +12,27 @@ PREFERENCES = (*REFERENCED, "reward")
 """The methods that learn from pairs of answers."""
 
 _ROLLOUT = (
-    *("reward", "reward_seconds", "rollout_rows", "group_size", "epochs", "max_new_tokens", "temperature"),
-    *("clip_low", "clip_high", "scale_advantages", "kl", "kl_estimator", "eval_prompts", "samples"),
+    *("reward", "reward_model", "reward_seconds", "rollout_rows", "group_size", "epochs", "max_new_tokens"),
+    *("temperature", "clip_low", "clip_high", "kl", "eval_prompts", "samples"),
 )
 
-READS: dict[str, tuple[str, ...]] = {"grpo": _ROLLOUT, "dpo": ("beta",), "ipo": ("beta",), "reward": ()}
+READS: dict[str, tuple[str, ...]] = {
+    "grpo": (*_ROLLOUT, "scale_advantages", "kl_estimator"),
+    "ppo": (*_ROLLOUT, "normalize_advantages", "discount", "gae_lambda", "value_clip"),
+    "dpo": ("beta",),
+    "ipo": ("beta",),
+    "reward": (),
+}
 """The keys of [posttrain] that each method reads, beside the method itself."""
 
 
-def check_method(settings: PosttrainSection) -> None:
-    """Refuse to run without a method, and keys that the method does not read.
+def check_method(config: RunConfig) -> None:
+    """Refuse to run without a method, and keys of [posttrain] and [critic] that the method does not read.
 
     Raises:
         ConfigurationError: names the key.
     """
-    method = settings.method
+    settings, method = config.posttrain, config.posttrain.method
     if method == "none":
         raise ConfigurationError(
             f'posttrain.method is "none": set it to one of {", ".join(READS)}, or use zerojax train'
@@ -38,3 +44,5 @@ def check_method(settings: PosttrainSection) -> None:
             raise ConfigurationError(
                 f'posttrain.{field.name} is not read by posttrain.method = "{method}": leave it out'
             )
+    if method != "ppo" and config.critic != CriticSection():
+        raise ConfigurationError(f'[critic] is not read by posttrain.method = "{method}": leave it out')

@@ -21,7 +21,7 @@ def check_preferences(config: RunConfig) -> None:
         ConfigurationError: names the setting and a value that works.
     """
     method = config.posttrain.method
-    check_method(config.posttrain)
+    check_method(config)
     refuse_dropout(config)
     if method in REFERENCED:
         config.model.check_language_model(f'posttrain.method = "{method}"')

@@ -68,7 +68,12 @@ def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
     """
     if all(leaf.frozen for leaf in spec.weights):
         return None
+    return frozen_setup(replace(config, lora=LoRASection()))
+
+
+def frozen_setup(config: RunConfig) -> RunSetup:
+    """How a state of frozen weights alone is built."""
     # A state trains something: here the last norm, the smallest leaf, which no step changes. The others are
     # stored once per node, so that no byte of them crosses nodes.
     zero = replace(config.zero, frozen=("*", "!norm/*"), weights_delta=False, error_feedback=False)
-    return RunSetup.of(replace(config, zero=zero, lora=LoRASection()), optax.identity())
+    return RunSetup.of(replace(config, zero=zero), optax.identity())

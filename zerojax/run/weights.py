@@ -82,12 +82,14 @@ class Start(NamedTuple):
         base: its ``Record.base``.
         position: in the data, of a run that resumes; else empty.
         notes: lines about it for the user.
+        source: where the weights of a new run are from; None of one that resumes, or begins with random ones.
     """
 
     state: TrainState
     base: str
     position: dict[str, Any]
     notes: list[str]
+    source: Path | None = None
 
 
 def start_run(
@@ -122,11 +124,14 @@ def start_run(
     if source is None:
         return Start(setup.initial_state(), "", {}, [])
     state, notes = first_weights(setup, source, reader)
-    base = ""
-    if state.spec.frozen or reference:
-        own = source.resolve().is_relative_to(folder.path.resolve())
-        base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
-    return Start(state, base, {}, notes)
+    base = base_of(folder, source) if state.spec.frozen or reference else ""
+    return Start(state, base, {}, notes, source)
+
+
+def base_of(folder: RunFolder, source: Path) -> str:
+    """The path of weights as ``Record.base`` has it: relative to the run's folder if they are there."""
+    path, own = source.resolve(), folder.path.resolve()
+    return str(path.relative_to(own) if path.is_relative_to(own) else path)
 
 
 def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[TrainState, list[str]]:

@@ -160,8 +160,8 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new:
     part of one layer's leaf.
 
     Returns:
-        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights, but for the
-        new ones.
+        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights, but for
+        the new ones.
 
     Raises:
         ConfigurationError: the second copy of a tied matrix differs from the first.
