@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ from flax import nnx
 from micro_run import Stop, die_at, micro_config
 
 import zerojax
+from zerojax.cli.posttrain import TRAINERS
 from zerojax.errors import ConfigurationError
+from zerojax.posttrain.methods import READS
 from zerojax.posttrain.preferences import PreferenceTrainer, make_batches, read_data
 from zerojax.posttrain.reference import Reference
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
@@ -276,6 +278,13 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PreferenceTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
+
+
+def test_every_method_says_what_it_reads() -> None:
+    methods = set(get_args(PosttrainSection.__annotations__["method"])) - {"none"}
+    assert set(READS) == methods == set(TRAINERS)
+    keys = {field.name for field in dataclasses.fields(PosttrainSection)}
+    assert set().union(*READS.values()) == keys - {"method"}
 
 
 def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:
