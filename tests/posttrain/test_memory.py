@@ -13,6 +13,7 @@ from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.reference import reference_setup
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
+from zerojax.train.spec import TrainSpec
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def config(text: Path) -> RunConfig:
     return dataclasses.replace(base, posttrain=settings)
 
 
-def held(state) -> int:
+def held(state: Any) -> int:
     return device_bytes([x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)])
 
 
@@ -64,5 +65,5 @@ def test_preferences_need_no_generator(config: RunConfig, method: Any, beside: i
     assert roles.table().row_count == 1 + beside
 
 
-def held_frozen(spec) -> int:
+def held_frozen(spec: TrainSpec) -> int:
     return device_bytes({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen})

@@ -115,7 +115,8 @@ class PostTrainer(OpenRun):
                 reference=reference,
                 rollouts=start.position.get("rollouts", 0),
             )
-            notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
+            critic = next((one.state.spec for one in roles.trained), None)
+            notes.append(plain_text(RoleMemory.of(config, state.spec, critic=critic).table()))
             trainer.announce(
                 f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
                 [*notes, *environment.notes(), *start.notes, *roles.notes],
