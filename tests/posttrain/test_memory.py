@@ -12,7 +12,7 @@ from zerojax.generation.copy import GenerationCopy, device_bytes
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.reference import reference_setup
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
 from zerojax.train.spec import TrainSpec
 
 
@@ -53,6 +53,16 @@ def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(conf
     assert (roles.reference, roles.generator.form) == (0, "gathered")
     adapters = GenerationCopy.of(spec, "gathered").device_bytes - held_frozen(spec)
     assert roles.generator.weights == adapters  # the base is the state's own
+
+
+@pytest.mark.parametrize(("method", "beside"), [("dpo", 1), ("reward", 0)])
+def test_preferences_need_no_generator(config: RunConfig, method: Any, beside: int) -> None:
+    config = dataclasses.replace(config, posttrain=PosttrainSection(method=method))
+    spec = RunSetup.of(config).abstract_state().spec
+    roles = RoleMemory.of(config, spec)
+    assert roles.generator is None
+    assert (roles.reference is not None) == beside
+    assert roles.table().row_count == 1 + beside
 
 
 def held_frozen(spec: TrainSpec) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ from flax import nnx
 from micro_run import Stop, die_at, micro_config
 
 import zerojax
+from zerojax.cli.posttrain import TRAINERS
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.preferences import PreferenceTrainer, make_batches, read_pairs
+from zerojax.posttrain.methods import READS
+from zerojax.posttrain.preferences import PreferenceTrainer, make_batches, read_data
 from zerojax.posttrain.reference import Reference
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
@@ -151,7 +153,7 @@ class Trained(NamedTuple):
 def trained(settings: RunConfig, folder: Path, first: RunFolder) -> Trained:
     with open_run(settings, folder, first) as trainer:
         start = zerojax.gather_model(trainer.state)
-        stream, _ = make_batches(settings, read_pairs(settings, trainer.folder))
+        stream, _ = make_batches(settings, read_data(settings, trainer.folder)[0])
         batches = [next(stream) for _ in range(settings.train.steps)]
         stream.close()
         trainer.train()
@@ -214,12 +216,13 @@ def test_a_run_leaves_its_figures(dpo: Trained) -> None:
     assert summary["validation_loss"] < summary["first_validation_loss"] - 0.1
     for line, batch in zip(found, dpo.batches, strict=True):
         assert line["margin"] == pytest.approx(line["rewards_chosen"] - line["rewards_rejected"], abs=1e-5)
-        assert line["tokens"] == batch["chosen_mask"].sum() + batch["rejected_mask"].sum()
+        counted = batch["chosen_mask"].sum() + batch["rejected_mask"].sum()
+        assert line["length"] == pytest.approx(counted / 24)
 
 
 def test_every_pair_is_seen_once_an_epoch_in_a_new_order(place: Path) -> None:
     settings = config(place)
-    pairs = read_pairs(settings, RunFolder(place.parent / "run"))
+    pairs = read_data(settings, RunFolder(place.parent / "run"))[0]
     stream, validation = make_batches(settings, pairs)
     count = len(pairs.train)
     seen = np.concatenate([next(stream)["chosen"] for _ in range(2 * count // 12 + 1)])
@@ -262,11 +265,9 @@ def test_a_base_with_its_adapters_off_is_the_reference(
         ({"model": {"tied": False, "outputs": 1}}, 'posttrain.method = "dpo" needs a language model'),
         ({"posttrain": {"method": "reward", "beta": 0.1}}, "set model.outputs = 1 and model.tied = false"),
         (
-            {
-                "train": {"eval_exact_match": 4},
-                "data": {"kind": "completion", "packing": "documents"},
-            },
-            "train.eval_exact_match is for zerojax train",
+            METHODS["reward"]
+            | {"train": {"eval_exact_match": 4}, "data": {"kind": "completion", "packing": "documents"}},
+            "train.eval_exact_match: a model of scores gives no answers",
         ),
         ({"train": {"sequence_length": 4}}, "none of 43 pairs is left: 43 have more than 5 tokens"),
         ({"data": {"validation": 0.01}}, "raise data.validation"),
@@ -277,6 +278,13 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PreferenceTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
+
+
+def test_every_method_says_what_it_reads() -> None:
+    methods = set(get_args(PosttrainSection.__annotations__["method"])) - {"none"}
+    assert set(READS) == methods == set(TRAINERS)
+    keys = {field.name for field in dataclasses.fields(PosttrainSection)}
+    assert set().union(*READS.values()) == keys - {"method"}
 
 
 def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:

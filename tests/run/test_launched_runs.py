@@ -71,3 +71,24 @@ def test_two_processes_post_train_as_one(config: Path, tmp_path: Path) -> None:
     two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     for name in ("reward", "length", "kl", "grad_norm", "validation_reward"):
         np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_from_preferences_as_one(config: Path, tmp_path: Path) -> None:
+    run_through("train", config, "--run-dir", tmp_path / "start", "--train.steps", 2)
+    rows = "".join(f'{{"prompt": "all {i}", "chosen": "a{i}", "rejected": "bb"}}\n' for i in range(60))
+    (tmp_path / "pairs.jsonl").write_text(rows)
+    options = {
+        "--init-from": tmp_path / "start",
+        "--data.source": tmp_path / "pairs.jsonl",
+        "--posttrain.method": "dpo",
+        "--train.steps": 4,
+        "--train.accumulate": 2,
+    }
+    command = ("posttrain", config, *(word for pair in options.items() for word in pair))
+    run_through(*LAUNCH, *command, "--run-dir", tmp_path / "two")
+    run_through(*command, "--run-dir", tmp_path / "one")
+    two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    for name in ("loss", "margin", "grad_norm", "length", "validation_loss"):
+        found, wanted = ([x[name] for x in lines if name in x] for lines in (two, one))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ from jaxtyping import Float32, Int32
 from zerojax.posttrain.prompts import files_of
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, rank, validation_limit
-from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.answers import AnswerEnd, Item
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, text_of
 from zerojax.run.data.formats import read_rows
 
@@ -121,6 +121,16 @@ class Pairs:
         if self.equal:
             notes.append(f"{self.equal:,} pairs are of two equal answers, and are left out")
         return notes
+
+
+def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
+    """At most ``count`` prompts with their chosen answers, spread evenly over some pairs."""
+    items = []
+    for index in np.linspace(0, len(pairs) - 1, min(count, len(pairs))).astype(int).tolist():
+        tokens, mask = pairs[index].chosen
+        start = int(np.argmax(mask))
+        items.append(Item(tokens[:start].astype(np.int32), tokens[start:].astype(np.int32)))
+    return items
 
 
 def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair]:

@@ -30,10 +30,8 @@ def check_preferences(config: RunConfig) -> None:
             f'posttrain.method = "{method}" trains a model of scores: set model.outputs = 1 and model.tied = '
             "false"
         )
-    if config.train.eval_exact_match:
-        raise ConfigurationError(
-            "train.eval_exact_match is for zerojax train, whose data say what is right: set it to 0"
-        )
+    elif config.train.eval_exact_match:
+        raise ConfigurationError("train.eval_exact_match: a model of scores gives no answers: set it to 0")
 
 
 def abstract_pairs(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:

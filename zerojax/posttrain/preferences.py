@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.errors import ConfigurationError
@@ -17,13 +18,15 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.methods import REFERENCED
-from zerojax.posttrain.pairs import PairRows, Pairs
+from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
 from zerojax.run.build import RunSetup, choose_checkpoint, is_first, mean_metrics
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, TrainBatches, open_template, open_tokenizer, validation_batches
+from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.open_run import run_services
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
@@ -38,9 +41,11 @@ class PreferenceTrainer(BatchTrainer):
 
     Attributes:
         reference: the model that the run began with; None if the method compares with none.
+        exact_match: the prompts of every evaluation with their chosen answers, or None.
     """
 
     reference: Reference | None
+    exact_match: ExactMatch | None
 
     @classmethod
     def open(
@@ -76,7 +81,7 @@ class PreferenceTrainer(BatchTrainer):
             on_error.callback(lock.close)
             unlocked = run_on_process_zero(lock.take)
             run_on_process_zero(folder.create)
-            pairs = read_pairs(config, folder)
+            pairs, exact_match = read_data(config, folder)
             batches, validation = make_batches(config, pairs)
             manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
@@ -100,6 +105,7 @@ class PreferenceTrainer(BatchTrainer):
                 batches=batches,
                 validation=validation,
                 reference=reference,
+                exact_match=exact_match,
             )
             notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
             trainer.announce(
@@ -113,15 +119,14 @@ class PreferenceTrainer(BatchTrainer):
     def begin(self) -> None:
         """Say what the first weights reach, and record it in run.json."""
         values = {name: float(value) for name, value in self.evaluation().items()}
-        self.log.say(f"before the first step: {_describe(values)}")
+        self.log.say(f"before the first step: {self.describe(values)}")
         if is_first():
             self.folder.update_summary(**{f"first_{name}": value for name, value in values.items()})
         self.log.restart_clock()
 
     def take_step(self, batch: Batch) -> Metrics:
-        """Dispatch a step on pairs; "tokens" are those of their answers."""
-        metrics = super().take_step(self.with_reference(batch))
-        return metrics | {"tokens": 2 * self.config.train.batch_size * metrics["length"]}
+        """Dispatch a step on pairs; returns its metrics."""
+        return super().take_step(self.with_reference(batch))
 
     def with_reference(self, batch: Batch) -> Batch:
         """A batch with what the reference says about its answers."""
@@ -150,26 +155,42 @@ class PreferenceTrainer(BatchTrainer):
         return [self.with_reference(batch) for batch in self.validation]
 
     def evaluation(self) -> Metrics:
-        """Dispatch the measurement of loss and accuracy on the held-out pairs."""
+        """Measure exact match if asked to, and dispatch the measurement on the held-out pairs."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        values = mean_metrics(self.state, self.held_out)
-        return {f"validation_{name}": values[name] for name in ("loss", "accuracy")}
+        right = {}
+        if self.exact_match is not None:
+            right["exact_match"] = jnp.asarray(self.exact_match.measure(self.state))
+        means = mean_metrics(self.state, self.held_out)
+        return right | {f"validation_{name}": means[name] for name in ("loss", "accuracy")}
 
     def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
         """See ``BatchTrainer.result``."""
-        values = {name: last[name] for name in ("validation_loss", "validation_accuracy")}
-        return values, _describe(values)
+        names = ("validation_loss", "validation_accuracy", "exact_match")
+        return {name: last[name] for name in names if name in last}, self.describe(last)
+
+    def describe(self, values: Mapping[str, float]) -> str:
+        """The values of an evaluation in words."""
+        loss, accuracy = values["validation_loss"], values["validation_accuracy"]
+        return (
+            f"validation loss {loss:.4f}, {accuracy:.1%} of the held-out pairs ranked right"
+            f"{describe_matches(values, self.exact_match)}"
+        )
 
 
-def read_pairs(config: RunConfig, folder: RunFolder) -> Pairs:
-    """The pairs of a run.
+def read_data(config: RunConfig, folder: RunFolder) -> tuple[Pairs, ExactMatch | None]:
+    """The pairs of a run, and the prompts of its evaluations if ``train.eval_exact_match`` asks for them.
 
     Raises:
         DataError: as of ``Pairs.read``; or the tokenizer or its chat template is not there.
     """
     tokenizer = open_tokenizer(config.data, folder.data)
     template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
-    return Pairs.read(config.data, tokenizer, template, longest_answer(config))
+    pairs = Pairs.read(config.data, tokenizer, template, longest_answer(config))
+    count = config.train.eval_exact_match
+    if not count:
+        return pairs, None
+    items = [(AnswerEnd.of(tokenizer, template), chosen_items(pairs.held_out, count))]
+    return pairs, ExactMatch(items, tokenizer, longest_answer(config))
 
 
 def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Batch]]:
@@ -194,8 +215,3 @@ def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Ba
         processes=processes,
     )
     return batches, validation
-
-
-def _describe(values: Mapping[str, float]) -> str:
-    loss, accuracy = values["validation_loss"], values["validation_accuracy"]
-    return f"validation loss {loss:.4f}, {accuracy:.1%} of the held-out pairs ranked right"

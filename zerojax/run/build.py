@@ -42,6 +42,7 @@ from zerojax.train.initial import initializer
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
+_TEXTS = ("tokens", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,8 @@ def make_log(
         del counted["collectives"]
         folder.update_summary(communication=counted)
     schedule = make_schedule(config.optimizer, train.steps)
-    tokens = train.batch_size * train.sequence_length
+    batch = trained[0].batch
+    tokens = sum(batch[name].shape[0] for name in _TEXTS if name in batch) * train.sequence_length
     flops = sum(
         flops_per_token(one.model, train.sequence_length) - _spared_flops(one.state) for one in trained
     )
