@@ -242,6 +242,36 @@ def test_a_torn_run_resumes_bit_by_bit(
         train(settings, tmp_path / "torn", finished, resume="must")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lora": {"rank": 2}},
+        {"zero": {"preset": "delta"}, "critic": {"preset": "zero++"}, "mesh": {"nodes": 2, "local": 1}},
+        {"train": {"accumulate": 2}, "posttrain": {"group_size": 2, "kl": 0.0}},
+    ],
+    ids=["adapters", "formats", "groups"],
+)
+def test_other_runs_learn_and_resume(
+    place: Path, finished: RunFolder, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    settings = config(place, **sections)
+    first = replace(settings, train=replace(settings.train, steps=4))
+    trainer = train(first, tmp_path, finished)
+    if "lora" in sections:
+        trained = {leaf.path[0] for leaf in trainer.critic.state.spec.leaves}
+        assert trained == {"blocks", "head"}
+        assert trainer.reference is not None
+        assert trainer.reference.state is None
+    assert trainer.state.spec.zero.weights_delta == (sections.get("zero", {}).get("preset") == "delta")
+    assert not trainer.critic.state.spec.zero.weights_delta
+    train(settings, tmp_path, finished, resume="must")
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, 9))
+    assert all(np.isfinite(line["value_loss"]) and not line["skipped_in_row"] for line in found)
+    assert ("kl" in found[0]) == (settings.posttrain.kl > 0)
+
+
 def test_a_critic_of_another_step_is_refused(place: Path, tmp_path: Path) -> None:
     folder, settings = RunFolder(tmp_path), config(place)
     for step in (3, 6):
