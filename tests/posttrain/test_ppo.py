@@ -138,7 +138,13 @@ def adam(rate: float) -> Any:
 
 def test_an_update_equals_a_plain_loop(place: Path, finished: RunFolder, tmp_path: Path) -> None:
     optimizer = {"weight_decay": 0.0, "eps": 1e-4}
-    settings = config(place, mesh={"nodes": 2, "local": 4}, critic={"stage": 2}, optimizer=optimizer)
+    settings = config(
+        place,
+        mesh={"nodes": 2, "local": 4},
+        critic={"stage": 2},
+        optimizer=optimizer,
+        zero={"compute_dtype": "float32", "remat": "none"},
+    )
     (rollout, rewards), folder = ragged_rollout(), RunFolder(tmp_path)
     with PPOTrainer.open(settings, folder, init_from=finished.path) as trainer:
         policy, policy_weights = plain(settings, zerojax.gather_params(trainer.state))

@@ -55,13 +55,16 @@ def held(state: zerojax.TrainState) -> int:
 
 
 def expected(config: RunConfig, state: zerojax.TrainState, rollout: Rollout) -> list[float]:
-    """The scores of one text after the other, without padding, by the whole model on one device."""
-    model = GPT(config.model, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(jnp.asarray, zerojax.gather_params(state)))
-    head = np.asarray(model.head.embedding)[0]
+    """The scores by the whole model on one device, with other tokens after the end of each text."""
+    graph, weights = nnx.split(nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(weights, jax.tree.map(jnp.asarray, zerojax.gather_params(state)))
+    head = np.asarray(weights["head"]["embedding"][...])[0]
     ends = [int(np.flatnonzero(mask)[-1]) + 2 for mask in rollout.mask]
-    texts = [row[None, :end] for row, end in zip(rollout.tokens, ends, strict=True)]
-    return [float(np.asarray(model.hidden(jnp.asarray(text)))[0, -1] @ head) for text in texts]
+    tokens = rollout.tokens.copy()
+    for row, end in enumerate(ends):
+        tokens[row, end:] = 7
+    hidden = jax.jit(lambda weights, tokens: nnx.merge(graph, weights).hidden(tokens))(weights, tokens)
+    return [float(np.asarray(own)[end - 1] @ head) for own, end in zip(hidden, ends, strict=True)]
 
 
 def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_a_saved_head_is_kept_and_no_other_difference_is_allowed(
         first_weights(RunSetup.of(language), tmp_path / "1", CHECKPOINTS)
 
 
+@pytest.mark.slow
 def test_beside_adapters_the_head_is_trained(text: Path, finished: RunFolder, tmp_path: Path) -> None:
     config = replace(scoring(text), lora=LoRASection(rank=2))
     folder, setup = RunFolder(tmp_path), RunSetup.of(config)
@@ -75,9 +76,8 @@ def test_beside_adapters_the_head_is_trained(text: Path, finished: RunFolder, tm
         start_run(RunSetup.of(frozen), folder, None, finished.path)
 
 
-@pytest.mark.parametrize(  # of which one has a head of its own
-    "name", ["llama2", pytest.param("llama3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama2", "llama3"])  # of which one has a head of its own
 def test_hugging_face_models(name: str, text: Path, tmp_path: Path) -> None:
     model, folder = FIXTURES / name, RunFolder(tmp_path)
     config = run_settings(ModelFolder.open(model), scoring(text), folder)
