@@ -25,10 +25,11 @@ from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
 
-BETA, RATE = 0.5, 0.2
+BETA = 0.5
+RATES = {"dpo": 0.2, "ipo": 5e-4, "reward": 0.2}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "dpo": {},
-    "ipo": {"posttrain": {"method": "ipo"}},
+    "ipo": {"posttrain": {"method": "ipo"}, "optimizer": {"learning_rate": RATES["ipo"]}},
     "reward": {"posttrain": {"method": "reward", "beta": 0.1}, "model": {"tied": False, "outputs": 1}},
 }
 
@@ -59,7 +60,7 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
         "data": {"validation": 0.3},
         "optimizer": {
             "name": "sgd",
-            "learning_rate": RATE,
+            "learning_rate": RATES["dpo"],
             "schedule": "constant",
             "warmup_steps": 0,
             "weight_decay": 0.0,
@@ -117,7 +118,7 @@ def plain_margins(method: str, model: Any, start: Any, batch: dict[str, Any]) ->
 def plain_run(method: str, start: Any, batches: list[dict[str, Any]]) -> tuple[list[float], list[float], Any]:
     """Losses, accuracies and the weights after all batches, of an ordinary optax loop on one device."""
     graph, weights, rest = nnx.split(start, nnx.Param, ...)
-    tx = optax.sgd(RATE, momentum=0.9)
+    tx = optax.sgd(RATES[method], momentum=0.9)
 
     def loss(weights: Any, batch: dict[str, Any]) -> Any:
         margins = plain_margins(method, nnx.merge(graph, weights, rest), start, batch)
