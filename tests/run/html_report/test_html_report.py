@@ -126,6 +126,16 @@ def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) ->
     assert "<19>" in page.text
 
 
+def test_a_run_of_ppo_shows_its_critic(tmp_path: Path) -> None:
+    values = {"loss": 0.01, "reward": 0.25, "score": 0.5, "kl": 0.125}
+    values |= {"value_loss": 2.0, "explained_variance": 0.5}
+    lines = [json.dumps({"step": step, **values}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    page = page_of(tmp_path)
+    assert titles(page) == ["Reward by step", "Value loss by step", "Explained variance by step"]
+    assert "0.125" in page.text
+
+
 def test_a_run_on_preferences_shows_accuracy_and_rewards(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "finished"}')
     values = {"accuracy": 0.5, "validation_accuracy": 0.75, "rewards_chosen": 1.0, "rewards_rejected": -1.0}

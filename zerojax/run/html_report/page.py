@@ -71,6 +71,8 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         facts.append(("reward", f"{reward:.3f}", "mean of the last rollout"))
     if (reward := run.last("validation_reward")) is not None:
         facts.append(("held-out reward", f"{reward:.3f}", "of greedy answers"))
+    if (divergence := run.last("kl")) is not None:
+        facts.append(("divergence", f"{divergence:.3g}", "from the first weights, per token"))
     if (right := run.last("exact_match")) is not None:
         facts.append(("exact match", percent(right), "of held-out prompts"))
     if (tokens := _typical(run, "tokens_per_second")) is not None:
@@ -118,11 +120,21 @@ def _preference_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | Non
     ]
 
 
+def _critic_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
+    """How well the critic of PPO expects what completions earn."""
+    explained = [Series("variance", *run.series("explained_variance"))]
+    return [
+        _draw(run, "Value loss", "of the critic", smoothed("loss", *run.series("value_loss")), marks=skipped),
+        _draw(run, "Explained variance", "of the returns, before a rollout's steps", explained),
+    ]
+
+
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     rate, norm = run.series("learning_rate"), run.series("grad_norm")
     seconds = run.series("step_seconds") if run.series("mfu")[0] else ([], [])  # charts go in pairs
     found = [
         *_preference_charts(run, skipped),
+        *_critic_charts(run, skipped),
         _draw(
             run,
             "Gradient norm",
