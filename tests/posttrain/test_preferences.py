@@ -29,7 +29,12 @@ BETA = 0.5
 RATES = {"dpo": 0.2, "ipo": 5e-4, "reward": 0.2}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "dpo": {},
-    "ipo": {"posttrain": {"method": "ipo"}, "optimizer": {"learning_rate": RATES["ipo"]}},
+    "ipo": {
+        "posttrain": {"method": "ipo"},
+        "optimizer": {"learning_rate": RATES["ipo"]},
+        "train": {"eval_exact_match": 4},
+        "data": {"kind": "completion", "packing": "documents"},
+    },
     "reward": {"posttrain": {"method": "reward", "beta": 0.1}, "model": {"tied": False, "outputs": 1}},
 }
 
@@ -190,7 +195,10 @@ def test_dpo_equals_a_plain_loop(dpo: Trained) -> None:
 @pytest.mark.parametrize("method", [pytest.param("ipo", marks=pytest.mark.slow), "reward"])
 def test_others_equal_a_plain_loop(method: str, place: Path, finished: RunFolder, tmp_path: Path) -> None:
     settings = config(place, mesh={"nodes": 1}, **METHODS[method])
-    check_plain_loop(method, trained(settings, tmp_path / "run", finished))
+    run = trained(settings, tmp_path / "run", finished)
+    check_plain_loop(method, run)
+    figures = run.trainer.folder.read_summary()
+    assert ("exact_match" in figures) == ("first_exact_match" in figures) == (method == "ipo")
 
 
 def test_a_torn_run_resumes_bit_by_bit(
