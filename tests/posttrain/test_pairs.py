@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.pairs import PairRows, Pairs
+from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
 from zerojax.run.config import DataSection
 from zerojax.run.data import ByteTokenizer, ChatTemplate
 from zerojax.run.data.chat_template import CHATML
@@ -41,6 +41,19 @@ def test_a_row_has_both_answers_and_what_counts(tmp_path: Path) -> None:
         assert one["chosen_mask"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0]  # the end counts
         assert one["rejected_mask"].tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
         assert {x.dtype.name for x in one.values()} == {"int32", "float32"}
+
+
+def test_prompts_with_their_chosen_answers(tmp_path: Path) -> None:
+    pairs = read(write(tmp_path / "rows.jsonl", [row(i) for i in range(9)]))
+    items = chosen_items(pairs.train, 3)
+    assert len(items) == 3
+    for item in items:
+        assert item.prompt[0] == 0
+        assert bytes(item.prompt[1:].tolist()) in {b"%02d" % i for i in range(9)}
+        assert bytes(item.completion.tolist()) == b" yes\0"
+        assert item.prompt.dtype == np.int32
+    assert len(chosen_items(pairs.train, 99)) == len(pairs.train)
+    assert chosen_items([], 3) == []
 
 
 def test_pairs_that_are_too_long_or_equal_are_left_out(tmp_path: Path) -> None:

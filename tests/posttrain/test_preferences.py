@@ -25,10 +25,16 @@ from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
 
-BETA, RATE = 0.5, 0.2
+BETA = 0.5
+RATES = {"dpo": 0.2, "ipo": 5e-4, "reward": 0.2}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "dpo": {},
-    "ipo": {"posttrain": {"method": "ipo"}},
+    "ipo": {
+        "posttrain": {"method": "ipo"},
+        "optimizer": {"learning_rate": RATES["ipo"]},
+        "train": {"eval_exact_match": 4},
+        "data": {"kind": "completion", "packing": "documents"},
+    },
     "reward": {"posttrain": {"method": "reward", "beta": 0.1}, "model": {"tied": False, "outputs": 1}},
 }
 
@@ -59,7 +65,7 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
         "data": {"validation": 0.3},
         "optimizer": {
             "name": "sgd",
-            "learning_rate": RATE,
+            "learning_rate": RATES["dpo"],
             "schedule": "constant",
             "warmup_steps": 0,
             "weight_decay": 0.0,
@@ -117,7 +123,7 @@ def plain_margins(method: str, model: Any, start: Any, batch: dict[str, Any]) ->
 def plain_run(method: str, start: Any, batches: list[dict[str, Any]]) -> tuple[list[float], list[float], Any]:
     """Losses, accuracies and the weights after all batches, of an ordinary optax loop on one device."""
     graph, weights, rest = nnx.split(start, nnx.Param, ...)
-    tx = optax.sgd(RATE, momentum=0.9)
+    tx = optax.sgd(RATES[method], momentum=0.9)
 
     def loss(weights: Any, batch: dict[str, Any]) -> Any:
         margins = plain_margins(method, nnx.merge(graph, weights, rest), start, batch)
@@ -189,7 +195,10 @@ def test_dpo_equals_a_plain_loop(dpo: Trained) -> None:
 @pytest.mark.parametrize("method", [pytest.param("ipo", marks=pytest.mark.slow), "reward"])
 def test_others_equal_a_plain_loop(method: str, place: Path, finished: RunFolder, tmp_path: Path) -> None:
     settings = config(place, mesh={"nodes": 1}, **METHODS[method])
-    check_plain_loop(method, trained(settings, tmp_path / "run", finished))
+    run = trained(settings, tmp_path / "run", finished)
+    check_plain_loop(method, run)
+    figures = run.trainer.folder.read_summary()
+    assert ("exact_match" in figures) == ("first_exact_match" in figures) == (method == "ipo")
 
 
 def test_a_torn_run_resumes_bit_by_bit(
