@@ -63,6 +63,7 @@ def test_two_processes_post_train_as_one(config: Path, tmp_path: Path, method: s
         "--posttrain.reward": f"{tmp_path / 'reward.py'}:reward",
         "--posttrain.group-size": 4 if method == "grpo" else 1,
         "--posttrain.max-new-tokens": 4,
+        "--checkpoint.keep-best": 0,
         "--posttrain.kl": 0.01,
         "--train.steps": 3,
     }
