@@ -25,6 +25,7 @@ from zerojax.posttrain.rollout import Rollout
 from zerojax.run.checkpoints import Record, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import RunConfig, ZeroSection
+from zerojax.run.data import BPETokenizer
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
@@ -304,6 +305,18 @@ def test_the_critic_has_settings_of_its_own(place: Path, finished: RunFolder) ->
     assert critic_config(config(place, critic={"learning_rate": None})).optimizer == settings.optimizer
     named = critic_config(config(place, critic={"init_from": str(finished.path)}))
     assert named.model == replace(finished.read_config().model, outputs=1, tied=False)
+
+
+def test_a_critic_of_another_tokenizer_is_refused(place: Path, finished: RunFolder, tmp_path: Path) -> None:
+    BPETokenizer.train([b"all work and no play"] * 9, 270).save(tmp_path / "tokenizer.json")
+    settings = config(
+        place,
+        data={"tokenizer": str(tmp_path / "tokenizer.json")},
+        critic={"init_from": str(finished.path)},
+    )
+    source = CHECKPOINTS.find(finished.path)
+    with pytest.raises(ConfigurationError, match=r"critic.init_from .* has another tokenizer"):
+        Critic.begin(settings, RunFolder(tmp_path / "run"), source, CHECKPOINTS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.policy import value_loss, values_of
 from zerojax.posttrain.rollout import Rows
-from zerojax.posttrain.saved_runs import saved_settings
+from zerojax.posttrain.saved_runs import check_tokenizer, saved_settings
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import (
     Checkpoints,
@@ -25,6 +25,7 @@ from zerojax.run.checkpoints import (
     verify,
 )
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
+from zerojax.run.data import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, base_of, first_weights, with_base
 from zerojax.train.state import TrainState
@@ -68,10 +69,13 @@ class Critic:
             reader: reads the critic's.
 
         Raises:
-            ConfigurationError: its first weights cannot be had, or are of another model.
+            ConfigurationError: its first weights cannot be had, or are of another model or tokenizer.
         """
-        own = critic_config(config)
-        named = named_run(config)
+        own, named = critic_config(config), named_run(config)
+        if config.critic.init_from:
+            check_tokenizer(
+                config.critic.init_from, "critic.init_from", open_tokenizer(config.data, folder.data)
+            )
         source = first if named is None else Path(run_on_process_zero(lambda: str(reader.find(Path(named)))))
         state, notes = first_weights(RunSetup.of(own, loss_fn=value_loss(own.posttrain)), source, reader)
         base = base_of(folder, source) if state.spec.frozen else ""
