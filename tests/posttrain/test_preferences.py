@@ -35,7 +35,11 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"eval_exact_match": 4},
         "data": {"kind": "completion", "packing": "documents"},
     },
-    "reward": {"posttrain": {"method": "reward", "beta": 0.1}, "model": {"tied": False, "outputs": 1}},
+    "reward": {
+        "posttrain": {"method": "reward", "beta": 0.1},
+        "model": {"tied": False, "outputs": 1},
+        "train": {"steps": 3, "batch_size": 10, "accumulate": 1, "eval_every": 0},
+    },
 }
 
 

@@ -1,8 +1,10 @@
 """The methods of post-training, and which settings each reads."""
 
 import dataclasses
+from pathlib import Path
 
 from zerojax.errors import ConfigurationError
+from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import CriticSection, RunConfig
 
 REFERENCED = ("dpo", "ipo")
@@ -46,3 +48,20 @@ def check_method(config: RunConfig) -> None:
             )
     if method != "ppo" and config.critic != CriticSection():
         raise ConfigurationError(f'[critic] is not read by posttrain.method = "{method}": leave it out')
+
+
+def check_first_weights(manifest: Manifest | None, init_from: Path | None) -> None:
+    """Refuse to begin with random weights.
+
+    Args:
+        manifest: of the checkpoint in the run's folder, if there is one.
+        init_from: what gives a new run its first weights.
+
+    Raises:
+        ConfigurationError: neither is there.
+    """
+    if manifest is None and init_from is None:
+        raise ConfigurationError(
+            "zerojax posttrain begins with a trained model: name its run in --init-from, or import one into "
+            "the run's folder (zerojax import)"
+        )

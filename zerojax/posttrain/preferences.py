@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.posttrain.memory import RoleMemory
-from zerojax.posttrain.methods import REFERENCED
+from zerojax.posttrain.methods import REFERENCED, check_first_weights
 from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
@@ -86,11 +85,7 @@ class PreferenceTrainer(BatchTrainer):
             manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
                 notes.append(unlocked)
-            if manifest is None and init_from is None:
-                raise ConfigurationError(
-                    "zerojax posttrain begins with a trained model: name its run in --init-from, or import "
-                    "one into the run's folder (zerojax import)"
-                )
+            check_first_weights(manifest, init_from)
             referenced = settings.method in REFERENCED
             start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
             if start.position:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zerojax
-from zerojax.errors import ConfigurationError, RunError
+from zerojax.errors import RunError
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
@@ -20,6 +20,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.environment import Environment
 from zerojax.posttrain.memory import RoleMemory
+from zerojax.posttrain.methods import check_first_weights
 from zerojax.posttrain.policy import log_probs_of, policy_loss
 from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.processes import any_process, mean_over_processes
@@ -96,11 +97,7 @@ class PostTrainer(OpenRun):
             manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
                 notes.append(unlocked)
-            if manifest is None and init_from is None:
-                raise ConfigurationError(
-                    "zerojax posttrain begins with a trained model: name its run in --init-from, or import "
-                    "one into the run's folder (zerojax import)"
-                )
+            check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state, base, batch = start.state, start.base, abstract_batch(config)
             reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
