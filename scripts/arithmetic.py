@@ -4,6 +4,7 @@ python scripts/arithmetic.py > arithmetic.jsonl
 python scripts/arithmetic.py --more 1 > more.jsonl    # "one more than nine plus nine minus two is"
 python scripts/arithmetic.py --rough > rough.jsonl    # with wrong results
 python scripts/arithmetic.py --column answer > sums.jsonl    # for a reward to compare with
+python scripts/arithmetic.py --pairs > pairs.jsonl    # each result is preferred to one that is one too many
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main() -> None:
     )
     parser.add_argument("--column", default="completion", help="name of the results")
     parser.add_argument("--rough", action="store_true", help="and four times a result that is one too many")
+    parser.add_argument("--pairs", action="store_true", help="chosen and rejected results")
     parser.add_argument("--more", type=int, choices=range(3), default=0, help="to be added to each")
     options = parser.parse_args()
     more = options.more
@@ -37,8 +39,12 @@ def main() -> None:
         if result < 0:
             continue
         prompt = f"{before}{words(a)} {first} {words(b)} {second} {words(c)} is"
-        for number in [result] + 4 * [result + 1] * options.rough:
-            print(json.dumps({"prompt": prompt, options.column: f" {words(number + more)}"}))
+        right, wrong = (f" {words(number + more)}" for number in (result, result + 1))
+        if options.pairs:
+            print(json.dumps({"prompt": prompt, "chosen": right, "rejected": wrong}))
+            continue
+        for answer in [right] + 4 * [wrong] * options.rough:
+            print(json.dumps({"prompt": prompt, options.column: answer}))
 
 
 if __name__ == "__main__":

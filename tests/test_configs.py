@@ -10,6 +10,9 @@ FOLDER = ROOT / "configs"
 SIZES = {
     "arithmetic": 0.156e6,
     "arithmetic-grpo": 0.156e6,
+    "arithmetic-ppo": 0.156e6,
+    "arithmetic-dpo": 0.156e6,
+    "arithmetic-reward": 0.156e6,
     "gpt-tiny": 0.557e6,
     "gpt2-124m": 124.5e6,
     "gpt-350m": 356e6,

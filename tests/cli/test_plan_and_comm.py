@@ -41,3 +41,20 @@ def test_a_config_without_a_mesh_is_refused(command, capsys):
     assert "--mesh.nodes" in capsys.readouterr().err
     assert main([command]) == 2
     assert "name a config first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", [pytest.param("dpo", marks=pytest.mark.slow), "reward"])
+def test_pairs_are_two_texts(method, capsys):
+    scores = ["--model.outputs", "1", "--model.no-tied"] if method == "reward" else []
+    command = [*TINY, *scores, "--posttrain.method", method, "--json"]
+    assert main(["plan", *command]) == 0
+    roles = json.loads(capsys.readouterr().out)["roles"]
+    assert roles["generator"] is None
+    assert (roles["reference"] is None) == (method == "reward")
+    assert main(["comm", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["between_nodes"] > 0
+    rows = []
+    for options in (command, [*TINY, *scores, "--json", "--sequences", "8"]):
+        assert main(["plan", *options, "--gpu", "h100", "--bandwidth", "100gbit"]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+    assert rows[0] == rows[1]  # 32 pairs on 8 devices

@@ -40,6 +40,8 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"norm_offset": 1.0}, "norm_offset = 1.0 is of RMS norms"),
         ({"attention_softcap": 5.0, "attention": "cudnn"}, "has no attention_softcap"),
         ({"logit_softcap": 0.0}, "logit_softcap = 0.0"),
+        ({"outputs": 1}, "outputs = 1 needs a projection of its own: set tied = false"),
+        ({"outputs": 0, "tied": False}, "outputs = 0: at least 1, or left out"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -53,6 +55,7 @@ def test_wrong_settings_are_named(settings, message):
         {},
         {"biases": False},
         {"tied": False, "mlp": "relu", "scan": False},
+        {"tied": False, "outputs": 1},
         LLAMA,
         LLAMA | {"kv_heads": 2, "ffn": 50, "scan": False},
         {"norm": "rms", "mlp": "swiglu", "kv_heads": 1},

@@ -34,6 +34,14 @@ def test_preference_losses() -> None:
     assert slope == -1
 
 
+def test_the_loss_of_a_reward_model() -> None:
+    chosen, rejected = draw(7), draw(7)
+    found = losses.bradley_terry_loss(chosen, rejected)
+    np.testing.assert_allclose(
+        found, -np.log(np.exp(chosen) / (np.exp(chosen) + np.exp(rejected))), rtol=1e-5
+    )
+
+
 def test_the_policy_loss_clips_on_the_side_that_gains() -> None:
     ratio = array([0.5, 0.7, 1.0, 1.25, 1.5, 0.5, 1.25, 1.5])
     advantage = array([1, 1, 1, 1, 1, -1, -1, -1]) * 2

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -11,7 +12,8 @@ from zerojax.generation.copy import GenerationCopy, device_bytes
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.reference import reference_setup
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
+from zerojax.train.spec import TrainSpec
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def config(text: Path) -> RunConfig:
     return dataclasses.replace(base, posttrain=settings)
 
 
-def held(state) -> int:
+def held(state: Any) -> int:
     return device_bytes([x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)])
 
 
@@ -32,6 +34,7 @@ def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
     assert setup is not None
     reference = held(setup.initial_state())
     assert (roles.policy, roles.reference) == (held(state), reference)
+    assert roles.generator is not None
     made = GenerationCopy.of(state.spec, "compute").make(state)
     assert (roles.generator.form, roles.generator.weights) == ("compute", device_bytes(made))
     model = config.model
@@ -46,10 +49,21 @@ def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(conf
     config = dataclasses.replace(config, lora=LoRASection(rank=2))
     spec = RunSetup.of(config).abstract_state().spec
     roles = RoleMemory.of(config, spec, room=0)
+    assert roles.generator is not None
     assert (roles.reference, roles.generator.form) == (0, "gathered")
     adapters = GenerationCopy.of(spec, "gathered").device_bytes - held_frozen(spec)
     assert roles.generator.weights == adapters  # the base is the state's own
 
 
-def held_frozen(spec) -> int:
+@pytest.mark.parametrize(("method", "beside"), [("dpo", 1), ("reward", 0)])
+def test_preferences_need_no_generator(config: RunConfig, method: Any, beside: int) -> None:
+    config = dataclasses.replace(config, posttrain=PosttrainSection(method=method))
+    spec = RunSetup.of(config).abstract_state().spec
+    roles = RoleMemory.of(config, spec)
+    assert roles.generator is None
+    assert (roles.reference is not None) == beside
+    assert roles.table().row_count == 1 + beside
+
+
+def held_frozen(spec: TrainSpec) -> int:
     return device_bytes({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen})

@@ -11,9 +11,9 @@ from micro_run import Stop, die_at, micro_config
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.rewards import RewardProcess
-from zerojax.posttrain.rollout import measure
-from zerojax.posttrain.trainer import PostTrainer
+from zerojax.posttrain.scorers import FunctionScorer
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
@@ -66,8 +66,8 @@ def two_rollouts(place: Path) -> RunConfig:
     )
 
 
-def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PostTrainer:
-    with PostTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
+def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> GRPOTrainer:
+    with GRPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
         trainer.train()
     return trainer
 
@@ -134,13 +134,13 @@ def test_a_completion_without_a_reward_counts_nowhere(
     place: Path, finished: RunFolder, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    with PostTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
+    with GRPOTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
         rollout = trainer.rollout()
         assert len(rollout.texts) == 32
         assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
         for row, prompt in enumerate(rollout.prompts):
             drawn = rollout.tokens[row, 1:][rollout.mask[row] > 0]
-            assert trainer.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
+            assert trainer.environment.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
             assert rollout.tokens[row, : len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         rewards = np.arange(32, dtype=np.float32)
         rewards[[3, 4, 5, 6, 7]] = np.nan
@@ -150,11 +150,11 @@ def test_a_completion_without_a_reward_counts_nowhere(
         scale = np.sqrt(2 / 3)
         wanted = np.asarray([-1, 0, 1])[:, None] / scale * rows["mask"][:3]
         np.testing.assert_allclose(rows["advantages"][:3], wanted, atol=1e-4)
-        measured = measure(rollout, rewards, rows, 4)
+        measured = trainer.measure(rollout, rewards, rows)
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
-        trainer.rewards.close()
-        trainer.rewards = RewardProcess(f"{place / 'reward.py'}:refuse", 1.0)
+        trainer.environment.scorer.close()
+        trainer.environment.scorer = FunctionScorer(RewardProcess(f"{place / 'reward.py'}:refuse", 1.0))
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
             trainer.score(rollout)
 
@@ -163,7 +163,10 @@ def test_a_completion_without_a_reward_counts_nowhere(
     ("sections", "message"),
     [
         ({"posttrain": {"method": "none"}}, 'posttrain.method is "none"'),
-        ({"posttrain": {"reward": ""}}, "posttrain.reward is empty"),
+        ({"posttrain": {"reward": ""}}, "posttrain.reward and posttrain.reward_model are empty: set one"),
+        ({"posttrain": {"reward_model": "x"}}, "posttrain.reward and posttrain.reward_model are both set"),
+        ({"critic": {"stage": 2}}, r"\[critic\] is not read by posttrain.method = \"grpo\""),
+        ({"posttrain": {"group_size": 1}}, "group_size must be at least 2: grpo compares"),
         ({"posttrain": {"rollout_rows": 24}}, "rollout_rows 24 is no multiple of train.batch_size 16: 32"),
         ({"posttrain": {"group_size": 3}}, "do not divide into groups of posttrain.group_size 3"),
         ({"posttrain": {"epochs": 3}}, "train.steps 4 ends within a rollout, which has 3 steps: 6"),
@@ -179,13 +182,13 @@ def test_settings_that_do_not_fit_are_refused(
     place: Path, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        PostTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
+        GRPOTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="begins with a trained model: name its run in --init-from"):
-        PostTrainer.open(config(place), RunFolder(tmp_path / "run"))
+        GRPOTrainer.open(config(place), RunFolder(tmp_path / "run"))
 
 
 def test_zerojax_train_refuses_a_config_of_posttrain(

@@ -50,7 +50,8 @@ def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_two_processes_post_train_as_one(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_two_processes_post_train_as_one(config: Path, tmp_path: Path, method: str) -> None:
     run_through("train", config, "--run-dir", tmp_path / "start", "--train.steps", 2)
     (tmp_path / "reward.py").write_text("def reward(prompt, completion): return len(set(completion)) / 4")
     rows = "".join(f'{{"prompt": "all {i}"}}\n' for i in range(30))
@@ -58,10 +59,11 @@ def test_two_processes_post_train_as_one(config: Path, tmp_path: Path) -> None:
     options = {
         "--init-from": tmp_path / "start",
         "--data.source": tmp_path / "prompts.jsonl",
-        "--posttrain.method": "grpo",
+        "--posttrain.method": method,
         "--posttrain.reward": f"{tmp_path / 'reward.py'}:reward",
-        "--posttrain.group-size": 4,
+        "--posttrain.group-size": 4 if method == "grpo" else 1,
         "--posttrain.max-new-tokens": 4,
+        "--checkpoint.keep-best": 0,
         "--posttrain.kl": 0.01,
         "--train.steps": 3,
     }
@@ -69,5 +71,28 @@ def test_two_processes_post_train_as_one(config: Path, tmp_path: Path) -> None:
     run_through(*LAUNCH, *command, "--run-dir", tmp_path / "two")
     run_through(*command, "--run-dir", tmp_path / "one")
     two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
-    for name in ("reward", "length", "kl", "grad_norm", "validation_reward"):
+    names = ["reward", "length", "kl", "grad_norm", "validation_reward"]
+    names += ["value_loss", "value_grad_norm", "explained_variance"] if method == "ppo" else []
+    for name in names:
         np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_from_preferences_as_one(config: Path, tmp_path: Path) -> None:
+    run_through("train", config, "--run-dir", tmp_path / "start", "--train.steps", 2)
+    rows = "".join(f'{{"prompt": "all {i}", "chosen": "a{i}", "rejected": "bb"}}\n' for i in range(60))
+    (tmp_path / "pairs.jsonl").write_text(rows)
+    options = {
+        "--init-from": tmp_path / "start",
+        "--data.source": tmp_path / "pairs.jsonl",
+        "--posttrain.method": "dpo",
+        "--train.steps": 4,
+        "--train.accumulate": 2,
+    }
+    command = ("posttrain", config, *(word for pair in options.items() for word in pair))
+    run_through(*LAUNCH, *command, "--run-dir", tmp_path / "two")
+    run_through(*command, "--run-dir", tmp_path / "one")
+    two, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
+    for name in ("loss", "margin", "grad_norm", "length", "validation_loss"):
+        found, wanted = ([x[name] for x in lines if name in x] for lines in (two, one))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)

@@ -26,7 +26,7 @@ from zerojax.versions import VERSION
 # name -> (module with `run(arguments)`, what it does)
 COMMANDS = {
     "train": ("zerojax.cli.train", "train a model from a config, or resume its training"),
-    "posttrain": ("zerojax.cli.posttrain", "train a model by rewards for its completions (GRPO)"),
+    "posttrain": ("zerojax.cli.posttrain", "train a model by rewards or on preferences"),
     "sample": ("zerojax.cli.sample", "generate text with a trained run"),
     "chat": ("zerojax.cli.chat", "talk to a trained run in the terminal"),
     "import": ("zerojax.cli.import_model", "start a run from the weights of a Hugging Face model"),

@@ -41,6 +41,7 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "eval", arguments, default)
     folder = RunFolder(options.run)
     config = folder.read_config()
+    config.model.check_language_model("zerojax eval")
     if options.exact_match is not None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(options.mesh, config.cluster):

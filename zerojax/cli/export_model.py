@@ -97,6 +97,7 @@ def run(arguments: list[str]) -> None:
     folder = RunFolder(options.run)
     # The weights as they are stored are written and measured, whatever the wire formats of training.
     config = as_stored(folder.read_config())
+    config.model.check_language_model("zerojax export")
     how = None
     if options.weights is not None:
         block = options.block_size or config.to_zero().block_size

@@ -18,6 +18,7 @@ from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.posttrain.memory import RoleMemory
+from zerojax.posttrain.methods import PREFERENCES
 from zerojax.run.config import MeshSection
 from zerojax.validation.rates import bytes_per_second
 
@@ -139,5 +140,6 @@ def _outlook(options: Options, cluster: Cluster) -> Outlook:
     state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=1)))
     sequences = options.sequences
     if sequences is None:
-        sequences = max(1, train.batch_size // (cluster.world.size * train.accumulate))
+        rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
+        sequences = max(1, rows // (cluster.world.size * train.accumulate))
     return foresee(state.spec, settings.model, cluster, sequences=sequences, length=train.sequence_length)

@@ -1,16 +1,22 @@
-"""``zerojax posttrain CONFIG [--run-dir DIR] [--section.key value ...]``: train a model by rewards."""
+"""``zerojax posttrain CONFIG [--run-dir DIR] [...]``: train a model by rewards or preferences."""
 
 from dataclasses import dataclass
 
 from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.cli.run_options import RunOptions, read_run
 from zerojax.interop.huggingface import ModelReader, begin_run
-from zerojax.posttrain.trainer import PostTrainer
+from zerojax.posttrain.grpo import GRPOTrainer
+from zerojax.posttrain.methods import PREFERENCES
+from zerojax.posttrain.ppo import PPOTrainer
+from zerojax.posttrain.preferences import PreferenceTrainer
+
+TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES, PreferenceTrainer)
+"""By method; an unknown one, such as "none", is refused by any of them."""
 
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """Train a model by rewards for its own completions, or resume that.
+    """Train a model by rewards for its own completions or by preferences between answers, or resume that.
 
     Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
     config can be overridden; the defaults below are those of the config.
@@ -25,7 +31,6 @@ def run(arguments: list[str]) -> None:
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
         if source is not None:
             begin_run(source, settings, folder)
-        with PostTrainer.open(
-            settings, folder, options.resume, options.init_from, peers, ModelReader()
-        ) as trainer:
+        kind = TRAINERS.get(settings.posttrain.method, GRPOTrainer)
+        with kind.open(settings, folder, options.resume, options.init_from, peers, ModelReader()) as trainer:
             trainer.train()

@@ -57,8 +57,9 @@ class SamplingOptions:
         """The run's model, whole on one device.
 
         Raises:
-            ConfigurationError: as ``open_trained``.
+            ConfigurationError: as ``open_trained``, or the model is one of scores.
         """
         # One device computes with the weights as they are stored: wire formats do not matter.
         config, one = as_stored(folder.read_config()), MeshSection(nodes=1, local=1)
+        config.model.check_language_model("generation")
         return gather_model(open_trained(folder, config, one, ema=self.ema).state)

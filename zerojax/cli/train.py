@@ -43,6 +43,7 @@ def run(arguments: list[str]) -> None:
             f'posttrain.method = "{settings.posttrain.method}" is for zerojax posttrain: run that, or leave '
             "it out"
         )
+    settings.model.check_language_model("zerojax train")
     if options.adapter is not None and not settings.lora.rank:
         settings = replace(settings, lora=LoRASection(**vars(adapter_lora(options.adapter, settings.model))))
     from_files = {"--init-from": options.init_from, "--adapter": options.adapter}

@@ -64,6 +64,6 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     record = read_manifest(path).record
     if not record.position:  # imported weights: no step was taken, and nothing is frozen yet
         config = config.all_trained()
-    state = with_base(abstract_model(config), folder, record.base, config.train.seed, ModelReader())
+    state = with_base(abstract_model(config), folder, record.base, config, ModelReader())
     state = restore(path, state, average=ema)
     return TrainedRun(config, state, choice.step, folder.path / record.base if record.base else None)

@@ -6,6 +6,9 @@ import jax
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ConfigurationError
+from zerojax.posttrain.methods import PREFERENCES
+from zerojax.posttrain.preference_loss import preference_loss
+from zerojax.posttrain.preference_settings import abstract_pairs
 from zerojax.run.build import RunSetup, abstract_batch
 from zerojax.run.config import RunConfig
 from zerojax.train.state import TrainState
@@ -26,5 +29,8 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
     jax.config.update("jax_platforms", "cpu")
     emulated = dataclasses.replace(mesh, emulate=True)
     emulate_devices(emulated, processes=1)
-    state = RunSetup.of(dataclasses.replace(config, mesh=emulated)).abstract_state()
-    return state, abstract_batch(config)
+    run = dataclasses.replace(config, mesh=emulated)
+    if config.posttrain.method in PREFERENCES:
+        setup = RunSetup.of(run, loss_fn=preference_loss(config.posttrain))
+        return setup.abstract_state(), abstract_pairs(config)
+    return RunSetup.of(run).abstract_state(), abstract_batch(config)

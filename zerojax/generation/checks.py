@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from zerojax.errors import ConfigurationError
 from zerojax.generation.protocol import PROTOCOL
+from zerojax.models import GPT
 from zerojax.sharding.param_tree import Path
 from zerojax.train.spec import TrainSpec
 
@@ -30,13 +31,15 @@ def checked_context(model: Any) -> float:
     """The longest sequence of a model that can generate, in tokens; infinity if it does not say.
 
     Raises:
-        ConfigurationError: it lacks a method.
+        ConfigurationError: it lacks a method, or gives scores in place of logits.
     """
     if missing := [name for name in PROTOCOL if not hasattr(model, name)]:
         raise ConfigurationError(
             f"the model has no {' and no '.join(missing)}: to generate, it needs the methods "
             f"{', '.join(PROTOCOL)} (docs/generation.md)."
         )
+    if isinstance(model, GPT):
+        model.config.check_language_model("generation")
     return getattr(model, "context_length", math.inf)
 
 

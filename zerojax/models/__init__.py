@@ -1,8 +1,9 @@
-"""Language models in Flax NNX: GPT-2, OPT, LLaMA and Gemma style decoders, their loss."""
+"""Language models in Flax NNX: GPT-2, OPT, LLaMA and Gemma style decoders, their loss, and scores."""
 
 from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
 from zerojax.models.gpt import GPT, MLP, Attention, Block
 from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
+from zerojax.models.scores import scores
 
 __all__ = [
     "GPT",
@@ -15,4 +16,5 @@ __all__ = [
     "label_log_probs",
     "lm_loss",
     "parameter_count",
+    "scores",
 ]

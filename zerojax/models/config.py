@@ -40,6 +40,8 @@ class GPTConfig:
         embedding_scale: Factor of the token embedding (sqrt(d_model) in Gemma), not of a tied output
             projection.
         tied: Whether the output projection is the token embedding.
+        outputs: Rows of the output projection; None means vocab_size. 1 makes a model of scores, such as a
+            reward model, for `zerojax posttrain`; its tied is false.
         biases: Whether linear layers and layer norms have biases.
         qkv_biases: Whether the query, key and value projections have biases although other layers
             have none (Qwen2).
@@ -99,6 +101,7 @@ class GPTConfig:
     mlp: Activation = "gelu"
     embedding_scale: float = 1.0
     tied: bool = True
+    outputs: int | None = None
     biases: bool = True
     qkv_biases: bool = False
     qk_norm: bool = False
@@ -155,6 +158,11 @@ class GPTConfig:
         return 4 * self.d_model
 
     @property
+    def output_rows(self) -> int:
+        """Rows of the output projection, outputs resolved."""
+        return self.vocab_size if self.outputs is None else self.outputs
+
+    @property
     def attention_scale(self) -> float | None:
         """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
         return None if self.query_scalar is None else self.query_scalar**-0.5
@@ -171,6 +179,21 @@ class GPTConfig:
             return (False,) * self.layers
         pattern = self.sliding_window_pattern
         return tuple(pattern is None or number % pattern != 0 for number in range(1, self.layers + 1))
+
+    def check_language_model(self, what: str) -> None:
+        """Refuse a model of scores.
+
+        Args:
+            what: needs a language model.
+
+        Raises:
+            ConfigurationError: says so.
+        """
+        require(
+            self.outputs is None,
+            f"outputs = {self.outputs} makes a model of scores, and {what} needs a language model: leave it "
+            "out, or use zerojax posttrain",
+        )
 
 
 _MOST_PARAMETERS = 10**15
@@ -200,7 +223,7 @@ def parameter_count(config: GPTConfig) -> int:
     if c.biases:
         hidden = (2 if c.gated else 1) * c.ffn_width
         block += c.d_model + hidden + c.d_model
-    tables = c.vocab_size * (1 if c.tied else 2)
+    tables = c.vocab_size + (0 if c.tied else c.output_rows)
     if c.positions == "learned":
         tables += c.max_seq_len + c.position_offset
     return c.layers * block + tables * c.d_model + _norm_parameters(c)
@@ -220,7 +243,7 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """
     if not 1 <= seq_len <= config.max_seq_len:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
-    matrices = config.layers * _block_matrices(config) + config.vocab_size * config.d_model
+    matrices = config.layers * _block_matrices(config) + config.output_rows * config.d_model
     return 6 * matrices + 12 * config.attention_width * attended_tokens(config, seq_len)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from zerojax.models.config import GPTConfig
 
 _COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
-_OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "sliding_window")
+_OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "outputs", "sliding_window")
 _POSITIVE = (
     "rope_theta",
     "rope_local_theta",
@@ -110,6 +110,10 @@ def _check_rope(c: "GPTConfig") -> None:
 
 
 def _check_features(c: "GPTConfig") -> None:
+    require(
+        c.outputs is None or not c.tied,
+        f"outputs = {c.outputs} needs a projection of its own: set tied = false, or leave outputs out",
+    )
     require(
         not (c.biases and c.qkv_biases),
         "qkv_biases: biases = true gives them to every layer; set it to false, or leave qkv_biases out",

@@ -235,7 +235,7 @@ class GPT(nnx.Module):
             self.blocks = nnx.List([block(rngs=rngs) for _ in range(c.layers)])
         self.norm = residual_norm(c, rngs)
         if not c.tied:
-            self.head = _embedding(c, c.vocab_size, rngs)
+            self.head = _embedding(c, c.output_rows, rngs)
 
     @property
     def unembedding(self) -> Float[Array, "vocab d_model"]:

@@ -323,8 +323,9 @@ def lm_loss(
 
     Raises:
         ConfigurationError: if batch has no "tokens" of two or more columns, or "segments" or "labels" of
-            another shape.
+            another shape; or the model is one of scores.
     """
+    model.config.check_language_model("a loss of tokens")
     tokens = batch.get("tokens")
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] < 2:
         shapes = {name: np.shape(value) for name, value in batch.items()}

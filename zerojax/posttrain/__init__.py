@@ -4,6 +4,7 @@ from zerojax.posttrain.advantages import gae, group_advantages
 from zerojax.posttrain.log_probs import token_log_probs
 from zerojax.posttrain.losses import (
     KLEstimator,
+    bradley_terry_loss,
     clipped_policy_loss,
     clipped_value_loss,
     dpo_loss,
@@ -14,6 +15,7 @@ from zerojax.posttrain.losses import (
 
 __all__ = [
     "KLEstimator",
+    "bradley_terry_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
     "dpo_loss",

@@ -1,8 +1,11 @@
 """Advantages: how much better an action was than expected."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Float32
 
 from zerojax.errors import ConfigurationError
 
@@ -40,6 +43,29 @@ def group_advantages(
         deviation = jnp.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
         centred = centred / (deviation + eps)
     return centred.reshape(-1)
+
+
+def token_rewards(
+    scores: Float[np.ndarray, " rows"], rows: Mapping[str, np.ndarray], kl: float
+) -> Float32[np.ndarray, "rows time"]:
+    """The reward of each token: the score at the last, less the divergence from the reference at each.
+
+    r_t = [t is the last] score - kl (log p_t - log p_t of the reference), the sum of which is the reward of
+    Ziegler et al. (2019, equation 2) and of Ouyang et al. (2022, equation 2, without the pretraining term).
+
+    Args:
+        scores: of the completions; NaN for one that does not count.
+        rows: "mask", and with ``kl`` "old_log_probs" and "reference_log_probs".
+        kl: beta of the papers.
+    """
+    mask = rows["mask"]
+    found = np.zeros_like(mask)
+    if kl:
+        found -= kl * mask * (rows["old_log_probs"] - rows["reference_log_probs"])
+    counted = np.flatnonzero(mask.any(axis=1))
+    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
+    found[counted, last[counted]] += scores[counted]
+    return found
 
 
 def gae(

@@ -46,6 +46,19 @@ def ipo_loss(
     return (margin - 1 / (2 * beta)) ** 2
 
 
+def bradley_terry_loss(
+    chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"]
+) -> Float[Array, " pairs"]:
+    """The loss of a reward model (Ouyang et al., 2022, equation 1, of one pair): -log of the probability that
+    it gives to the choice that was made (Bradley and Terry, 1952).
+
+    Args:
+        chosen: score of the preferred completion.
+        rejected: of the other one.
+    """
+    return -jax.nn.log_sigmoid(chosen - rejected)
+
+
 def clipped_policy_loss(
     log_probs: Float[Array, "*shape"],
     old_log_probs: Float[Array, "*shape"],

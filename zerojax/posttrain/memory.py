@@ -10,8 +10,12 @@ from zerojax.generation.copy import GenerationCopy, device_bytes
 from zerojax.generation.engine import Engine
 from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
 from zerojax.generation.sampling import Sampling
+from zerojax.posttrain.critic import critic_config
+from zerojax.posttrain.methods import PREFERENCES, REFERENCED
 from zerojax.posttrain.reference import reference_setup
+from zerojax.posttrain.scorers import reward_setup
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
+from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
 from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
@@ -19,46 +23,51 @@ from zerojax.train.spec import TrainSpec
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes on one device; a training step takes more beside the policy and the reference (``plan_state``).
+    """Bytes on one device; a training step takes more beside what stays there (``plan_state``).
 
     Attributes:
         policy: the train state.
-        generator: what is there while tokens are made.
+        generator: what is there while tokens are made; None without rollouts.
         reference: the first weights; None without a reference, 0 for a base with its adapters off.
+        critic: its train state; None without a critic.
+        reward_model: frozen; None if a function gives the rewards.
     """
 
     policy: int
-    generator: GenerationMemory
+    generator: GenerationMemory | None
     reference: int | None
+    critic: int | None = None
+    reward_model: int | None = None
 
     @staticmethod
-    def of(config: RunConfig, spec: TrainSpec, room: int | None = None) -> "RoleMemory":
+    def of(
+        config: RunConfig, spec: TrainSpec, room: int | None = None, critic: TrainSpec | None = None
+    ) -> "RoleMemory":
         """The memory of the roles of a run.
 
         Args:
             config: the settings.
             spec: of the policy.
             room: MiB of a device for the generator; None asks the devices.
+            critic: that of PPO; by default the one that the settings say.
         """
-        rows, prompt = math.ceil(rollout_rows(config) / spec.world.size), longest_prompt(config)
-        dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
-        new = config.posttrain.max_new_tokens
-        engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling())
-        form = fitting_form(spec, engine, free_memory(spec) if room is None else room)
-        held = None
-        if config.posttrain.kl:
+        settings, held = config.posttrain, None
+        if settings.method in REFERENCED or settings.kl:
             setup = reference_setup(config, spec)
-            held = 0 if setup is None else device_bytes(abstract_fields(setup.abstract_state().spec))
+            held = 0 if setup is None else _held(setup)
         return RoleMemory(
             policy=device_bytes(abstract_fields(spec)),
-            generator=GenerationMemory.of(GenerationCopy.of(spec, form), engine),
+            generator=None if settings.method in PREFERENCES else _generator(config, spec, room),
             reference=held,
+            critic=None if settings.method != "ppo" else _critic(config, critic),
+            reward_model=_held(reward_setup(config)) if settings.reward_model else None,
         )
 
     @property
     def rollout(self) -> int:
         """Bytes while tokens are made."""
-        return self.policy + self.generator.weights + self.generator.cache + (self.reference or 0)
+        made = 0 if self.generator is None else self.generator.weights + self.generator.cache
+        return self.policy + made + sum(x or 0 for x in (self.reference, self.critic, self.reward_model))
 
     def table(self) -> Table:
         """The roles, a row each."""
@@ -68,10 +77,35 @@ class RoleMemory:
         table.add_column("bytes", justify="right")
         table.add_column("")
         table.add_row("policy", size(self.policy), "the train state")
-        table.add_row("generator", size(made.weights), f"weights={made.form}")
-        table.add_row("cache", size(made.cache), f"{made.slots} slots of {made.length} tokens")
+        if made is not None:
+            table.add_row("generator", size(made.weights), f"weights={made.form}")
+            table.add_row("cache", size(made.cache), f"{made.slots} slots of {made.length} tokens")
         if self.reference is not None:
             what = "the first weights, frozen" if self.reference else "the policy's base, adapters off"
             table.add_row("reference", size(self.reference), what)
-        table.add_row("rollout", size(self.rollout), "all of these while tokens are made")
+        if self.critic is not None:
+            table.add_row("critic", size(self.critic), "a train state")
+        if self.reward_model is not None:
+            table.add_row("reward model", size(self.reward_model), "frozen")
+        if made is not None:
+            table.add_row("rollout", size(self.rollout), "all of these while tokens are made")
         return table
+
+
+def _critic(config: RunConfig, spec: TrainSpec | None) -> int:
+    if spec is None:
+        return _held(RunSetup.of(critic_config(config)))
+    return device_bytes(abstract_fields(spec))
+
+
+def _held(setup: RunSetup) -> int:
+    return device_bytes(abstract_fields(setup.abstract_state().spec))
+
+
+def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> GenerationMemory:
+    rows, prompt = math.ceil(rollout_rows(config) / spec.world.size), longest_prompt(config)
+    dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
+    new = config.posttrain.max_new_tokens
+    engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling())
+    form = fitting_form(spec, engine, free_memory(spec) if room is None else room)
+    return GenerationMemory.of(GenerationCopy.of(spec, form), engine)

@@ -31,6 +31,13 @@ def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
     }
 
 
+def moments_over_processes(values: np.ndarray, counted: np.ndarray) -> tuple[float, float]:
+    """Mean and variance over all processes of values where they count; 0 and 0 if none does."""
+    mean = mean_over_processes({"mean": (values, counted > 0)})["mean"] or 0.0
+    squares = (np.asarray(values, np.float64) - mean) ** 2
+    return mean, mean_over_processes({"variance": (squares, counted > 0)})["variance"] or 0.0
+
+
 def any_process(*flags: bool) -> tuple[bool, ...]:
     """Whether each flag is set in any process."""
     if jax.process_count() == 1:

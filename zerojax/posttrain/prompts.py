@@ -57,7 +57,9 @@ class Prompts:
         Raises:
             DataError: a file is damaged, a row is not as it should be, or all prompts are too long.
         """
-        every = [one for path in _files(data) for one in _read_table(path, data, tokenizer, template)]
+        every = [
+            one for path in files_of(data, "prompts") for one in _read_table(path, data, tokenizer, template)
+        ]
         fitting = [one for one in every if len(one.tokens) <= longest]
         if not fitting:
             raise DataError(
@@ -95,10 +97,19 @@ class Prompts:
         return [self.held_out[i] for i in np.linspace(0, total - 1, min(count, total)).astype(int)]
 
 
-def _files(data: DataSection) -> Sequence[Path]:
+def files_of(data: DataSection, what: str) -> Sequence[Path]:
+    """The files of ``data.source``.
+
+    Args:
+        data: the settings.
+        what: they hold, such as "prompts".
+
+    Raises:
+        DataError: there are none, or no one source is named.
+    """
     if data.mixture or data.source == DataSection.source:
         raise DataError(
-            "zerojax posttrain reads prompts: name one file, folder or glob of them in data.source"
+            f"zerojax posttrain reads {what}: name one file, folder or glob of them in data.source"
         )
     return open_source(data.source, data.pattern).files
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import optax
 
 import zerojax
@@ -48,12 +47,12 @@ class Reference:
         path = folder.path / base  # an absolute one stands for itself
         if not path.exists():
             raise ConfigurationError(
-                f"{folder.path} began with the weights in {path}, which is gone: put it back, or set "
-                "posttrain.kl to 0 in a new run."
+                f"{folder.path} is compared with its first weights, which were in {path}: it is gone, put it "
+                "back."
             )
         return cls(reader.weights(path, setup.initial_state(base=False)))
 
-    def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> jax.Array:
+    def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> Any:
         """``predict_step`` with the reference's weights."""
         if self.state is None:
             return zerojax.predict_step(trained, batch, fn, adapters=False)
@@ -69,7 +68,12 @@ def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
     """
     if all(leaf.frozen for leaf in spec.weights):
         return None
+    return frozen_setup(replace(config, lora=LoRASection()))
+
+
+def frozen_setup(config: RunConfig) -> RunSetup:
+    """How a state of frozen weights alone is built."""
     # A state trains something: here the last norm, the smallest leaf, which no step changes. The others are
     # stored once per node, so that no byte of them crosses nodes.
     zero = replace(config.zero, frozen=("*", "!norm/*"), weights_delta=False, error_feedback=False)
-    return RunSetup.of(replace(config, zero=zero, lora=LoRASection()), optax.identity())
+    return RunSetup.of(replace(config, zero=zero), optax.identity())

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float32, Int32
 from zerojax.generation import Completions
 from zerojax.posttrain.processes import mean_over_processes
 from zerojax.posttrain.prompts import Prompt
-from zerojax.posttrain.rewards import LostReward, RewardProcess
 from zerojax.run.data import Tokenizer
 from zerojax.run.data.answers import AnswerEnd
 
@@ -74,17 +73,6 @@ class Rollout:
         return self.mask.sum(axis=1)
 
 
-def score(rollout: Rollout, rewards: RewardProcess) -> tuple[Float32[np.ndarray, " rows"], str]:
-    """The rewards of completions, NaN for those that are lost; and why one was lost, or ""."""
-    found, why = np.full(len(rollout.texts), np.nan, np.float32), ""
-    for row, (prompt, text) in enumerate(zip(rollout.prompts, rollout.texts, strict=True)):
-        try:
-            found[row] = rewards.score(prompt.text, text, prompt.row)
-        except LostReward as error:
-            why = str(error)
-    return found, why
-
-
 def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iterator[Rows]:
     """Batches of ``size`` rows: all rows once per epoch, in an order that depends on the seed."""
     total = len(rows["tokens"])
@@ -94,23 +82,19 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
             yield {name: x[order[first : first + size]] for name, x in rows.items()}
 
 
-def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows, group_size: int) -> dict[str, float]:
+def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
     """The metrics of a rollout: means over the completions, or tokens, of all processes.
 
     Args:
         rollout: of this process.
         rewards: of its completions, NaN for lost ones.
         rows: with the trainer's "old_log_probs", and the "mask" of what counts.
-        group_size: completions per prompt.
     """
     there = np.isfinite(rewards)
-    groups = rewards.reshape(-1, group_size)
-    differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
     every = np.ones_like(there)
     found = mean_over_processes(
         {
             "reward": (rewards, there),
-            "mixed_groups": (differ, np.ones_like(differ)),
             "length": (rollout.lengths, every),
             "ended": (rollout.ended, every),
             "lost_rewards": (~there, every),
@@ -118,6 +102,15 @@ def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows, group_size: int) 
         }
     )
     return {name: value for name, value in found.items() if value is not None}
+
+
+def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
+    """The share of the groups of all processes whose completions differ in reward."""
+    groups = rewards.reshape(-1, group_size)
+    differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
+    share = mean_over_processes({"mixed_groups": (differ, np.ones_like(differ))})["mixed_groups"]
+    assert share is not None
+    return share
 
 
 def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:

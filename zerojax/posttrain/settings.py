@@ -1,9 +1,13 @@
 """What follows from the settings of a run, and which do not fit each other."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from zerojax.errors import ConfigurationError
+from zerojax.posttrain.methods import check_method
+from zerojax.posttrain.saved_runs import check_reward_model
 from zerojax.run.config import RunConfig
 
 
@@ -30,19 +34,24 @@ def check_settings(config: RunConfig, processes: int) -> None:
         ConfigurationError: names the setting and a value that works.
     """
     train, settings, rows = config.train, config.posttrain, rollout_rows(config)
-    if settings.method == "none":
-        raise ConfigurationError('posttrain.method is "none": set it to "grpo", or use zerojax train')
-    if not settings.reward:
-        raise ConfigurationError('posttrain.reward is empty: name a function, as "path/to/file.py:function"')
+    check_method(config)
+    config.model.check_language_model(f'posttrain.method = "{settings.method}"')
+    if bool(settings.reward) == bool(settings.reward_model):
+        raise ConfigurationError(
+            f"posttrain.reward and posttrain.reward_model are {'both set' if settings.reward else 'empty'}: "
+            'set one, to a function as "path/to/file.py:function" or to the run of a reward model'
+        )
+    if settings.reward_model:
+        check_reward_model(config)
     if rows % train.batch_size:
         raise ConfigurationError(
             f"posttrain.rollout_rows {rows} is no multiple of train.batch_size {train.batch_size}: "
             f"{-(-rows // train.batch_size) * train.batch_size} would be"
         )
-    if rows % (settings.group_size * processes):
+    if rows % (settings.completions * processes):
         raise ConfigurationError(
             f"{rows} completions per rollout do not divide into groups of posttrain.group_size "
-            f"{settings.group_size} on {processes} processes"
+            f"{settings.completions} on {processes} processes"
         )
     steps = steps_per_rollout(config)
     if train.steps % steps:
@@ -61,17 +70,32 @@ def check_settings(config: RunConfig, processes: int) -> None:
     }
     for name in (name for name, value in idle.items() if value):
         raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
+    refuse_dropout(config)
+
+
+def refuse_dropout(config: RunConfig) -> None:
+    """Refuse dropout.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
     for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
         if rate:
             raise ConfigurationError(
-                f"{name} must be 0 in zerojax posttrain: with it, the ratio of two probabilities is noise"
+                f"{name} must be 0 in zerojax posttrain: with it, a comparison of two probabilities, or of "
+                "two scores, is noise"
             )
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a global batch of ``policy_loss``."""
+    in_loss = config.posttrain.kl and config.posttrain.method == "grpo"
+    names = ("tokens", "mask", "advantages", "old_log_probs")
+    return abstract_columns(config, (*names, "reference_log_probs") if in_loss else names)
+
+
+def abstract_columns(config: RunConfig, names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a global batch's "tokens" and, of the tokens from the second on, other columns."""
     rows, time = config.train.batch_size, config.train.sequence_length
-    names = ["mask", "advantages", "old_log_probs"]
-    names += ["reference_log_probs"] if config.posttrain.kl else []
-    batch = {name: jax.ShapeDtypeStruct((rows, time), jnp.float32) for name in names}
-    return batch | {"tokens": jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)}
+    columns = {name: jax.ShapeDtypeStruct((rows, time), jnp.float32) for name in names}
+    return columns | {"tokens": jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)}

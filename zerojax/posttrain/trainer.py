@@ -1,76 +1,61 @@
-"""A run of post-training: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
+"""A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import zerojax
-from zerojax.errors import ConfigurationError, RunError
+from zerojax.errors import RunError
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.posttrain.advantages import group_advantages
+from zerojax.posttrain.environment import Environment
 from zerojax.posttrain.memory import RoleMemory
+from zerojax.posttrain.methods import check_first_weights
 from zerojax.posttrain.policy import log_probs_of, policy_loss
-from zerojax.posttrain.processes import any_process, mean_over_processes, of_this_process
-from zerojax.posttrain.prompts import Prompt, Prompts
+from zerojax.posttrain.predictions import predict_rows
+from zerojax.posttrain.processes import any_process, mean_over_processes
 from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.rewards import RewardProcess
-from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of, score
-from zerojax.posttrain.settings import (
-    abstract_batch,
-    check_settings,
-    longest_prompt,
-    rollout_rows,
-    steps_per_rollout,
-)
-from zerojax.run.build import (
-    RunSetup,
-    choose_checkpoint,
-    is_first,
-)
+from zerojax.posttrain.roles import Roles
+from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of
+from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Tokenizer, open_template, open_tokenizer
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, run_services
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trainer import disk_errors_explained, divergence_explained
-from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
-from zerojax.train.step import local_rows
+from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
+from zerojax.train.step import Metrics
 
 
 @dataclass
 class PostTrainer(OpenRun):
-    """A run of post-training; a context manager.
+    """A run that learns from rewards for its own completions; a context manager.
+
+    A method of learning, such as GRPO, is a subclass: it has ``rows``, and perhaps ``take_step`` and more
+    roles.
 
     Attributes:
-        prompts: of rollouts and evaluations.
-        rewards: the process that scores completions.
-        tokenizer: of the model.
-        end: of a completion.
+        environment: the prompts, and what scores completions.
         samples: the file of completions, on process zero.
         reference: the model that the run began with, or None.
-        log_probs: for ``predict_step``.
         rollouts: rollouts done.
     """
 
-    prompts: Prompts
-    rewards: RewardProcess
-    tokenizer: Tokenizer
-    end: AnswerEnd
+    environment: Environment
     samples: MetricsFile | None
     reference: Reference | None
-    log_probs: Callable[..., Any]
     rollouts: int
 
     @classmethod
@@ -83,7 +68,7 @@ class PostTrainer(OpenRun):
         peers: Peers | None = None,
         reader: WeightReader = CHECKPOINTS,
     ) -> Self:
-        """Read the prompts, start the reward's process, and take the first weights or the newest checkpoint.
+        """Open the environment, and take the first weights or the newest checkpoint of each role.
 
         Args:
             config: the settings.
@@ -99,58 +84,62 @@ class PostTrainer(OpenRun):
             RunError: the disk is full.
         """
         settings = config.posttrain
+        check_settings(config, jax.process_count())
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
         setup.check()
-        check_settings(config, jax.process_count())
         lock = RunLock(folder)
         with ExitStack() as on_error, disk_errors_explained(folder):
             on_error.callback(lock.close)
             unlocked = run_on_process_zero(lock.take)
             run_on_process_zero(folder.create)
-            tokenizer = open_tokenizer(config.data, folder.data)
-            template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
-            prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
-            rewards = RewardProcess(settings.reward, settings.reward_seconds)
-            on_error.callback(rewards.close)
+            environment = Environment.open(config, folder, reader)
+            on_error.callback(environment.scorer.close)
             manifest, notes = choose_checkpoint(config, folder, resume)
             if unlocked is not None:
                 notes.append(unlocked)
-            if manifest is None and init_from is None:
-                raise ConfigurationError(
-                    "zerojax posttrain begins with a trained model: name its run in --init-from, or import "
-                    "one into the run's folder (zerojax import)"
-                )
+            check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state, base, batch = start.state, start.base, abstract_batch(config)
             reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
-            run = run_services(
-                config, folder, lock, manifest, state=state, base=base, batch=batch, peers=peers
-            )
+            roles = cls.roles(config, folder, 0 if manifest is None else manifest.step, start, reader)
+            states = {"state": state, "base": base, "batch": batch, "beside": roles.trained}
+            run = run_services(config, folder, lock, manifest, **states, peers=peers)
             trainer = cls(
                 **run,
-                prompts=prompts,
-                rewards=rewards,
-                tokenizer=tokenizer,
-                end=AnswerEnd.of(tokenizer, template),
+                **roles.fields,
+                environment=environment,
                 samples=MetricsFile(folder.samples, start=run["step"]) if is_first() else None,
                 reference=reference,
-                log_probs=log_probs_of(settings),
                 rollouts=start.position.get("rollouts", 0),
             )
-            notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
-            if prompts.left_out:
-                notes.append(f"{prompts.left_out:,} prompts are too long, and are left out")
+            critic = next((one.state.spec for one in roles.trained), None)
+            notes.append(plain_text(RoleMemory.of(config, state.spec, critic=critic).table()))
             trainer.announce(
-                f"{settings.method}, {parameter_count(config.model):,} parameters, "
-                f"{len(prompts.train):,} prompts and {len(prompts.held_out):,} held out",
-                [*notes, *start.notes],
+                f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
+                [*notes, *environment.notes(), *start.notes, *roles.notes],
             )
             on_error.pop_all()
             return trainer
 
+    @classmethod
+    def roles(
+        cls, config: RunConfig, folder: RunFolder, step: int, start: Start, reader: WeightReader
+    ) -> Roles:
+        """The roles that a method adds to policy, reference and reward.
+
+        Args:
+            config: the settings.
+            folder: of the run.
+            step: of the checkpoint that it goes on from.
+            start: what the policy starts with.
+            reader: reads weights.
+        """
+        del config, folder, step, start, reader
+        return Roles()
+
     def close_inputs(self) -> None:
-        """End the reward's process."""
-        self.rewards.close()
+        """End the reward's process, if there is one."""
+        self.environment.scorer.close()
 
     def close_files(self) -> None:
         """Close the file of completions."""
@@ -177,33 +166,14 @@ class PostTrainer(OpenRun):
                 rewards = self.score(rollout)
                 rows = self.rows(rollout, rewards)
                 self.write_samples(rollout, rewards)
-                self.update(rows, measure(rollout, rewards, rows, self.config.posttrain.group_size))
+                self.update(rows, self.measure(rollout, rewards, rows))
                 self.save_if_due(stop=signalled.received)
             self.finish()
 
     def rollout(self) -> Rollout:
         """Complete this process's prompts of the next rollout."""
-        settings = self.config.posttrain
         self.watchdog.phase(f"rollout {self.rollouts + 1}")
-        groups = rollout_rows(self.config) // settings.group_size
-        prompts = of_this_process(self.prompts.of_rollout(self.rollouts, groups, self.config.train.seed))
-        return self.complete(
-            [prompt for prompt in prompts for _ in range(settings.group_size)],
-            temperature=settings.temperature,
-            seed=int(np.random.SeedSequence((self.config.train.seed, self.rollouts)).generate_state(1)[0]),
-        )
-
-    def complete(self, prompts: list[Prompt], *, temperature: float, seed: int = 0) -> Rollout:
-        """Generate a completion of each prompt."""
-        completions = zerojax.generate(
-            self.state,
-            [prompt.tokens for prompt in prompts],
-            self.config.posttrain.max_new_tokens,
-            temperature=temperature,
-            stop=self.end.stop,
-            seed=seed,
-        )
-        return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
+        return self.environment.rollout(self.state, self.rollouts)
 
     def score(self, rollout: Rollout) -> np.ndarray:
         """The reward of each completion, fp32, NaN for a lost one.
@@ -211,38 +181,40 @@ class PostTrainer(OpenRun):
         Raises:
             RunError: all of them are lost.
         """
-        rewards, why = score(rollout, self.rewards)
+        rewards, why = self.environment.score(rollout)
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards
 
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """What the loss reads of each completion (``policy_loss``); a lost one counts nowhere."""
-        settings = self.config.posttrain
-        counted = np.isfinite(rewards).astype(np.float32)
-        advantages = group_advantages(
-            jnp.asarray(rewards),
-            jnp.asarray(counted),
-            group_size=settings.group_size,
-            scale=settings.scale_advantages,
-        )
-        mask = rollout.mask * counted[:, None]
-        rows = {"tokens": rollout.tokens, "mask": mask}
-        parts = [zerojax.predict_step(self.state, part, self.log_probs) for part in self.parts(rows)]
-        more = {"old_log_probs": np.concatenate([local_rows(part) for part in parts])}
-        if self.reference is not None:
-            parts = [self.reference.log_probs(self.state, part, self.log_probs) for part in self.parts(rows)]
-            more["reference_log_probs"] = np.concatenate([local_rows(part) for part in parts])
-        return rows | more | {"advantages": mask * np.asarray(advantages)[:, None]}
+        """What the method learns from each completion; a lost one (NaN) counts nowhere.
 
-    def parts(self, rows: Rows) -> list[Rows]:
-        """The rows in parts of the size of a micro-batch, so that they need no more memory than a step."""
-        train = self.config.train
-        size = train.batch_size // train.accumulate // jax.process_count()
-        return [
-            {name: x[first : first + size] for name, x in rows.items()}
-            for first in range(0, len(rows["tokens"]), size)
-        ]
+        "tokens" and "mask" as of ``Rollout``, "old_log_probs", and what else the method's losses read.
+        """
+        raise NotImplementedError
+
+    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
+        """The metrics of a rollout, the same in all processes."""
+        return measure(rollout, rewards, rows)
+
+    def take_step(self, batch: Rows) -> Metrics:
+        """Dispatch a step on some of the rows; returns its metrics."""
+        raise NotImplementedError
+
+    def scored(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
+        """The columns that all methods need: tokens, the mask of what counts, and log-probabilities."""
+        counted = np.isfinite(rewards).astype(np.float32)
+        rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
+        log_probs = log_probs_of(self.config.posttrain)
+        own = self.predict(rows, partial(zerojax.predict_step, self.state, fn=log_probs))
+        if self.reference is None:
+            return rows | {"old_log_probs": own}
+        reference = self.predict(rows, partial(self.reference.log_probs, self.state, fn=log_probs))
+        return rows | {"old_log_probs": own, "reference_log_probs": reference}
+
+    def predict(self, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
+        """What a prediction says of this process's rows."""
+        return predict_rows(self.config, rows, predict)
 
     def update(self, rows: Rows, measured: dict[str, float]) -> None:
         """Train on the rows, and log each step with what was measured of the rollout."""
@@ -252,7 +224,7 @@ class PostTrainer(OpenRun):
         shared = {name: jnp.float32(value) for name, value in measured.items()}
         for batch in minibatches(rows, size, self.config.posttrain.epochs, seed):
             self.watchdog.step(self.step + 1)
-            self.state, metrics = zerojax.train_step(self.state, batch)
+            metrics = self.take_step(batch)
             self.step += 1
             due = self.is_due(train.eval_every)
             self.log.step(self.step, metrics | shared, self.evaluation if due else None)
@@ -267,12 +239,11 @@ class PostTrainer(OpenRun):
 
     def evaluation(self) -> dict[str, jax.Array]:
         """The mean reward of greedy completions of held-out prompts; nothing if there are none."""
-        prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
-        prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
-        if not prompts:
-            return {}
         self.watchdog.phase(f"the evaluation after step {self.step}")
-        rewards, _ = score(self.complete(prompts, temperature=0.0), self.rewards)
+        answers = self.environment.answers(self.state)
+        if answers is None:
+            return {}
+        rewards, _ = self.environment.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 

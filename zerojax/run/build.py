@@ -4,8 +4,9 @@ import functools
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import zerojax
 from zerojax.adapters import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Block, flops_per_token, lm_loss
+from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
@@ -41,6 +42,7 @@ from zerojax.train.initial import initializer
 from zerojax.versions import installed
 
 _EVALUATIONS_AHEAD = 8
+_TEXTS = ("tokens", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -227,28 +229,44 @@ def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 
+class Trained(NamedTuple):
+    """A state that each step of a run trains.
+
+    Attributes:
+        model: its shape.
+        state: of the run.
+        batch: shapes and dtypes of a global batch.
+    """
+
+    model: GPTConfig
+    state: zerojax.TrainState
+    batch: Any
+
+
 def make_log(
-    config: RunConfig, folder: RunFolder, state: zerojax.TrainState, step: int, skipped: int, batch: Any
+    config: RunConfig, folder: RunFolder, trained: Sequence[Trained], step: int, skipped: int
 ) -> RunLog:
     """The log of a run that starts at ``step``; records the bytes that a step sends in run.json.
 
     Args:
         config: the settings.
         folder: of the run.
-        state: of the run.
+        trained: what each step trains; the bytes in run.json are those of the first.
         step: steps done.
         skipped: those of them without an update.
-        batch: shapes and dtypes of a global batch.
     """
     train = config.train
-    report = comm_report(state, batch)
+    reports = [comm_report(one.state, one.batch) for one in trained]
     if is_first():
-        counted = report.to_dict()
+        counted = reports[0].to_dict()
         del counted["collectives"]
         folder.update_summary(communication=counted)
     schedule = make_schedule(config.optimizer, train.steps)
-    tokens = train.batch_size * train.sequence_length
-    flops = flops_per_token(config.model, train.sequence_length) - _spared_flops(state)
+    batch = trained[0].batch
+    tokens = sum(batch[name].shape[0] for name in _TEXTS if name in batch) * train.sequence_length
+    flops = sum(
+        flops_per_token(one.model, train.sequence_length) - _spared_flops(one.state) for one in trained
+    )
     return RunLog(
         folder,
         config,
@@ -257,8 +275,8 @@ def make_log(
         StepCosts(
             tokens=tokens,
             flops=tokens * flops,
-            devices=state.spec.world.size,
-            internode_bytes=report.between_nodes,
+            devices=trained[0].state.spec.world.size,
+            internode_bytes=sum(report.between_nodes for report in reports),
         ),
         start=step,
         skipped=skipped,
@@ -295,18 +313,29 @@ def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
 
 
 def measure_loss(state: zerojax.TrainState, batches: list[Batch]) -> tuple[jax.Array, jax.Array]:
-    """As ``mean_loss``, and the number of those tokens, of all processes.
+    """As ``mean_loss``, and the number of those tokens, of all processes."""
+    means = mean_metrics(state, batches)
+    return means["loss"], means["tokens"]
 
-    The last batches are dispatched without waiting for them.
+
+def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
+    """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
+
+    The means are over "tokens" if the loss counts them, else over batches. The last batches are dispatched
+    without waiting for them.
     """
     measured = []
     for batch in batches:
         measured.append(zerojax.eval_step(state, batch))
         # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
         jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
-    loss = sum(metrics["loss"] * metrics["tokens"] for metrics in measured)
-    tokens = jnp.asarray(sum(metrics["tokens"] for metrics in measured))
-    return jnp.asarray(loss / tokens), tokens
+    counts = [metrics.pop("tokens", 1.0) for metrics in measured]
+    total = jnp.asarray(sum(counts))
+    sums = {
+        name: sum(metrics[name] * count for metrics, count in zip(measured, counts, strict=True))
+        for name in measured[0]
+    }
+    return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
 
 
 def is_first() -> bool:

@@ -12,7 +12,7 @@ from zerojax.analysis.plan import describe_plan
 from zerojax.errors import Stopped
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog
-from zerojax.run.build import environment, is_first, make_log, make_watchdog
+from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
     Checkpoints,
     Manifest,
@@ -98,8 +98,17 @@ class OpenRun:
             metrics: the names of those to record.
             despite_skips: save it all the same.
         """
+        record = self.record(position, metrics)
+        if not self.checkpoints.save(self.step, self.state, record, despite_skips=despite_skips):
+            return False
+        self.clock.saved()
+        self.log.restart_clock()
+        return True
+
+    def record(self, position: dict[str, Any], metrics: Sequence[str]) -> Record:
+        """What is saved with the arrays; arguments as of ``save_checkpoint``."""
         mesh = self.state.spec.mesh
-        record = Record(
+        return Record(
             config=config_to_dict(self.config),
             position=position,
             skipped=self.log.skipped,
@@ -108,11 +117,6 @@ class OpenRun:
             base=self.base,
             metrics={name: x for name, x in self.log.last.items() if name in metrics},
         )
-        if not self.checkpoints.save(self.step, self.state, record, despite_skips=despite_skips):
-            return False
-        self.clock.saved()
-        self.log.restart_clock()
-        return True
 
     def note_end(self, error: BaseException) -> None:
         """Record in run.json why the run did not finish, unless the disk is full."""
@@ -164,6 +168,7 @@ def run_services(
     base: str,
     batch: Any,
     peers: Peers | None,
+    beside: Sequence[Trained] = (),
 ) -> dict[str, Any]:
     """The fields of an ``OpenRun``, once it has a state; writes the settings to the run's folder.
 
@@ -176,12 +181,15 @@ def run_services(
         base: as of ``OpenRun``.
         batch: shapes and dtypes of a global batch.
         peers: the other processes of the run, if there are any.
+        beside: further states that each step trains.
     """
     record, step = (Record(), 0) if manifest is None else (manifest.record, manifest.step)
     if is_first():
         folder.write_config(config)
-    reserve_host_memory(state)
-    log, saving = make_log(config, folder, state, step, record.skipped, batch), config.checkpoint
+    trained = [Trained(config.model, state, batch), *beside]
+    for one in trained:
+        reserve_host_memory(one.state)
+    log, saving = make_log(config, folder, trained, step, record.skipped), config.checkpoint
     checkpoints = Checkpoints(
         folder.checkpoints,
         Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),

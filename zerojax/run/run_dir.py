@@ -8,6 +8,7 @@ RUN/data/            tokens and tokenizer
 RUN/huggingface/     config.json and other files of an imported model, for its export
 RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder per step
+RUN/critic/          likewise, of the critic of PPO
 RUN/metrics.jsonl    one JSON object per step
 RUN/tensorboard/     the same as events
 RUN/samples.jsonl    completions with their rewards, of a run of ``zerojax posttrain``
@@ -57,6 +58,7 @@ class RunFolder:
         huggingface: files of an imported model, except its weights.
         tokenizer: the tokenizer of an imported model.
         checkpoints: one folder per step.
+        critic: likewise, of the critic of PPO.
         metrics: one JSON object per step.
         samples: completions with their rewards.
         curve: the loss curve.
@@ -73,6 +75,7 @@ class RunFolder:
         self.huggingface = path / "huggingface"
         self.tokenizer = path / "tokenizer" / "tokenizer.json"
         self.checkpoints = path / "checkpoints"
+        self.critic = path / "critic"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.curve = path / "loss.png"
@@ -213,8 +216,10 @@ def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> No
     Raises:
         ConfigurationError: the model has changed.
     """
+    # A model of scores gets a new head.
+    head = {"model.outputs", "model.tied"} if now.model.outputs is not None else set()
     for name, (old, new) in _changes(before, now).items():
-        if name.startswith("model.") and name not in _FREE_KEYS:
+        if name.startswith("model.") and name not in _FREE_KEYS | head:
             raise ConfigurationError(
                 f"{folder.path} holds an imported model with {name} = {old!r}, which cannot be {new!r}"
             )

@@ -1,16 +1,15 @@
-"""A training run: ``Trainer.open`` prepares it, ``Trainer.train`` is the loop."""
+"""A training run: ``Trainer.open`` prepares it, ``BatchTrainer.train`` is the loop."""
 
 import errno
 import functools
 import math
 import shlex
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 
 import zerojax
@@ -29,10 +28,7 @@ from zerojax.run.build import (
     mean_loss,
     prepare_data,
 )
-from zerojax.run.checkpoints import (
-    Checkpoints,
-    step_dirs,
-)
+from zerojax.run.checkpoints import Checkpoints, step_dirs
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.exact_match import ExactMatch, describe_matches
@@ -42,6 +38,7 @@ from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.fp8_report import fp8_metrics
+from zerojax.train.step import Metrics
 
 _DISK_ERRORS = (
     errno.ENOSPC,
@@ -55,20 +52,114 @@ _DISK_ERRORS = (
 
 
 @dataclass
-class Trainer(OpenRun):
+class BatchTrainer(OpenRun):
+    """The loop of a run whose batches are known beforehand; a context manager.
+
+    Attributes:
+        batches: the training batches, at the run's position.
+        validation: the batches of every evaluation.
+    """
+
+    batches: TrainBatches
+    validation: list[Batch]
+
+    def close_inputs(self) -> None:
+        """Close the data."""
+        self.batches.close()
+
+    def train(self) -> None:
+        """Train from the current step to the last.
+
+        Raises:
+            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
+            RunError: the disk is full.
+            Stopped: a process of the run was asked to stop by a signal; the run has saved.
+        """
+        agreement, requests = Agreement(self.state.spec.mesh), Requests()
+        with (
+            StopRequest() as signalled,
+            disk_errors_explained(self.folder),
+            divergence_explained(self.folder, self.checkpoints),
+        ):
+            if self.step == 0:
+                self.begin()
+            while self.step < self.config.train.steps:
+                self.watchdog.step(self.step + 1)
+                agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
+                metrics = self.take_step(next(self.batches))
+                self.step += 1
+                self.log.step(self.step, metrics, self.evaluation_if_due())
+                self.checkpoints.check()
+                requests |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
+                if (requests.save or requests.stop) and self.save():
+                    agreement.forget()
+                    if requests.stop and self.step < self.config.train.steps:
+                        self.stop()
+                    requests = Requests()
+            self.finish()
+
+    def begin(self) -> None:
+        """What a new run does before its first step."""
+
+    def take_step(self, batch: Batch) -> Metrics:
+        """Dispatch a step on a batch; returns its metrics."""
+        self.state, metrics = zerojax.train_step(self.state, batch)
+        return metrics
+
+    def evaluation_if_due(self) -> Callable[[], Metrics] | None:
+        """``evaluation`` at steps where it is due and at the last; None at others."""
+        return self.evaluation if self.is_due(self.config.train.eval_every) else None
+
+    def evaluation(self) -> Metrics:
+        """Dispatch the measurement of "validation_loss" and others on the held-out data."""
+        raise NotImplementedError
+
+    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+        """What a finished run records in run.json, and what it prints.
+
+        Args:
+            last: the values of the last evaluation.
+        """
+        raise NotImplementedError
+
+    def save(self) -> bool:
+        """Begin to save a checkpoint; False if it must wait because the step was skipped."""
+        self.log.drain()
+        self.watchdog.phase(f"the checkpoint at step {self.step}")
+        # A skipped last step cannot wait for a later one, but the evaluation shows that its weights are good.
+        at_end = self.step == self.config.train.steps
+        good = at_end and math.isfinite(self.log.last.get("validation_loss", math.nan))
+        return self.save_checkpoint(self.batches.get_state(), ("loss", "validation_loss"), despite_skips=good)
+
+    def finish(self) -> None:
+        """Wait for the last step and checkpoint, draw the loss curve, print and record the result."""
+        self.log.drain()
+        self.watchdog.phase("the end of the run")
+        self.checkpoints.wait()
+        last = self.log.last
+        if "validation_loss" not in last:  # the run had already finished
+            last = {name: float(value) for name, value in self.evaluation().items()}
+        if not math.isfinite(last["validation_loss"]):
+            skipped = int(last.get("skipped_in_row", 0))
+            raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
+        values, words = self.result(last)
+        if is_first():
+            draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
+            self.folder.update_summary(status="finished", step=self.step, skipped=self.log.skipped, **values)
+        self.log.say(f"{words}; the run is in {self.folder.path}, its curve in {self.folder.curve.name}")
+
+
+@dataclass
+class Trainer(BatchTrainer):
     """A run of training; a context manager.
 
     Attributes:
         data: training and validation tokens.
-        batches: the training batches, at the run's position.
-        validation: the batches of every evaluation.
         exact_match: the prompts of every evaluation, or None.
         profile: traces the requested steps.
     """
 
     data: Dataset
-    batches: TrainBatches
-    validation: list[Batch]
     exact_match: ExactMatch | None
     profile: StepProfile
 
@@ -100,6 +191,7 @@ class Trainer(OpenRun):
                 another process trains in the folder.
             RunError: the disk is full.
         """
+        config.model.check_language_model("zerojax train")
         setup = RunSetup.of(config)
         setup.check()
         lock = RunLock(folder)
@@ -138,45 +230,13 @@ class Trainer(OpenRun):
     def close_inputs(self) -> None:
         """Close the profile and the data."""
         self.profile.close()
-        self.batches.close()
+        super().close_inputs()
 
-    def train(self) -> None:
-        """Train from the current step to the last.
+    def take_step(self, batch: Batch) -> Metrics:
+        """Dispatch a step on a batch, and trace it if that was requested; returns its metrics."""
+        return self.profile.step(self.step + 1, functools.partial(super().take_step, batch))
 
-        Raises:
-            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
-            RunError: the disk is full.
-            Stopped: a process of the run was asked to stop by a signal; the run has saved.
-        """
-        agreement, requests = Agreement(self.state.spec.mesh), Requests()
-        with (
-            StopRequest() as signalled,
-            disk_errors_explained(self.folder),
-            divergence_explained(self.folder, self.checkpoints),
-        ):
-            while self.step < self.config.train.steps:
-                self.watchdog.step(self.step + 1)
-                agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
-                batch = next(self.batches)
-                self.state, metrics = self.profile.step(
-                    self.step + 1, functools.partial(zerojax.train_step, self.state, batch)
-                )
-                self.step += 1
-                self.log.step(self.step, metrics, self.evaluation_if_due())
-                self.checkpoints.check()
-                requests |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
-                if (requests.save or requests.stop) and self.save():
-                    agreement.forget()
-                    if requests.stop and self.step < self.config.train.steps:
-                        self.stop()
-                    requests = Requests()
-            self.finish()
-
-    def evaluation_if_due(self) -> Callable[[], dict[str, jax.Array]] | None:
-        """``evaluation`` at steps where it is due and at the last; None at others."""
-        return self.evaluation if self.is_due(self.config.train.eval_every) else None
-
-    def evaluation(self) -> dict[str, jax.Array]:
+    def evaluation(self) -> Metrics:
         """Measure what is asked for beside the validation loss, and dispatch the measurement of that."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
         values = fp8_metrics(self.state) if self.config.log.fp8 else {}
@@ -184,44 +244,14 @@ class Trainer(OpenRun):
             values |= {"exact_match": jnp.asarray(self.exact_match.measure(self.state))}
         return values | {"validation_loss": mean_loss(self.state, self.validation)}
 
-    def save(self) -> bool:
-        """Begin to save a checkpoint; False if it must wait because the step was skipped."""
-        self.log.drain()
-        self.watchdog.phase(f"the checkpoint at step {self.step}")
-        # A skipped last step cannot wait for a later one, but the evaluation shows that its weights are good.
-        at_end = self.step == self.config.train.steps
-        good = at_end and math.isfinite(self.log.last.get("validation_loss", math.nan))
-        return self.save_checkpoint(self.batches.get_state(), ("loss", "validation_loss"), despite_skips=good)
-
-    def finish(self) -> None:
-        """Wait for the last step and checkpoint, draw the loss curve, print and record the result."""
-        self.log.drain()
-        self.watchdog.phase("the end of the run")
-        self.checkpoints.wait()
-        loss = self.log.last.get("validation_loss")
-        if loss is None:  # the run had already finished
-            loss = float(mean_loss(self.state, self.validation))
-        if not math.isfinite(loss):
-            skipped = int(self.log.last.get("skipped_in_row", 0))
-            raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
-        per_byte = loss / self.data.bytes_per_token
-        measured = {"validation_loss": loss, "validation_loss_per_byte": per_byte}
+    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+        """See ``BatchTrainer.result``."""
+        loss = last["validation_loss"]
+        measured = {"validation_loss": loss, "validation_loss_per_byte": loss / self.data.bytes_per_token}
         if self.exact_match is not None:
-            right = self.log.last.get("exact_match")
-            measured["exact_match"] = self.exact_match.measure(self.state) if right is None else right
-        if is_first():
-            draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
-            self.folder.update_summary(
-                status="finished",
-                step=self.step,
-                skipped=self.log.skipped,
-                **measured,
-                sources=self.data.account(self.batches.rounds(self.step)),
-            )
-        self.log.say(
-            f"{self.data.describe_loss(loss, digits=4)}{describe_matches(measured, self.exact_match)}; "
-            f"the run is in {self.folder.path}, its curve in {self.folder.curve.name}"
-        )
+            measured["exact_match"] = last["exact_match"]
+        words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
+        return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words
 
 
 @contextmanager

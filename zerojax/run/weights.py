@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from zerojax.errors import ConfigurationError
+from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
-from zerojax.run.config import config_from_dict
+from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.run.optimizers import rate_changes
 from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
 from zerojax.train.state import TrainState, initial_base
@@ -24,16 +25,25 @@ class WeightReader(Protocol):
         """
         ...
 
-    def weights(self, path: Path, state: TrainState) -> TrainState:
+    def outputs(self, path: Path) -> int | None:
+        """``GPTConfig.outputs`` of the model whose weights are at a path that ``find`` returned."""
+        ...
+
+    def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """A filled state with the model's weights, trained and frozen.
+
+        Args:
+            path: that ``find`` returned.
+            state: filled, but for frozen weights.
+            new: the first name in the paths of trained weights that keep their values, as "head".
 
         Raises:
             ConfigurationError: they are of another model.
         """
         ...
 
-    def base(self, path: Path, state: TrainState) -> TrainState:
-        """A state, filled or abstract, with the model's frozen weights.
+    def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
+        """A state, filled or abstract, with the model's frozen weights; arguments as of ``weights``.
 
         Raises:
             ConfigurationError: they are of another model.
@@ -48,13 +58,17 @@ class CheckpointReader:
         """A checkpoint, or the newest one of a run."""
         return checkpoints.find(path)
 
-    def weights(self, path: Path, state: TrainState) -> TrainState:
-        """As ``checkpoints.restore_weights``."""
-        return checkpoints.restore_weights(path, state)
+    def outputs(self, path: Path) -> int | None:
+        """As the run's settings say; None for a checkpoint of a loop of its own."""
+        return checkpoints.read_manifest(path).record.config.get("model", {}).get("outputs")
 
-    def base(self, path: Path, state: TrainState) -> TrainState:
+    def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
+        """As ``checkpoints.restore_weights``."""
+        return checkpoints.restore_weights(path, state, new=new)
+
+    def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """As ``checkpoints.restore_base``."""
-        return checkpoints.restore_base(path, state)
+        return checkpoints.restore_base(path, state, new=new)
 
 
 CHECKPOINTS = CheckpointReader()
@@ -68,12 +82,14 @@ class Start(NamedTuple):
         base: its ``Record.base``.
         position: in the data, of a run that resumes; else empty.
         notes: lines about it for the user.
+        source: where the weights of a new run are from; None of one that resumes, or begins with random ones.
     """
 
     state: TrainState
     base: str
     position: dict[str, Any]
     notes: list[str]
+    source: Path | None = None
 
 
 def start_run(
@@ -107,12 +123,44 @@ def start_run(
         source = folder.checkpoints / str(manifest.step)
     if source is None:
         return Start(setup.initial_state(), "", {}, [])
-    state = reader.weights(source, setup.initial_state(base=False))
-    base = ""
-    if state.spec.frozen or reference:
-        own = source.resolve().is_relative_to(folder.path.resolve())
-        base = str(source.resolve().relative_to(folder.path.resolve()) if own else source.resolve())
-    return Start(state, base, {}, [f"beginning with the weights of {source}"])
+    state, notes = first_weights(setup, source, reader)
+    base = base_of(folder, source) if state.spec.frozen or reference else ""
+    return Start(state, base, {}, notes, source)
+
+
+def base_of(folder: RunFolder, source: Path) -> str:
+    """The path of weights as ``Record.base`` has it: relative to the run's folder if they are there."""
+    path, own = source.resolve(), folder.path.resolve()
+    return str(path.relative_to(own) if path.is_relative_to(own) else path)
+
+
+def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[TrainState, list[str]]:
+    """A state at step 0 with the weights at a path, and lines about it for the user.
+
+    Args:
+        setup: of the state.
+        source: that ``reader.find`` returned. If its model differs in ``outputs``, and so perhaps in
+            ``tied``, the head is new.
+        reader: reads it.
+
+    Raises:
+        ConfigurationError: the weights are of another model, or the head would be new and frozen.
+    """
+    model, state = setup.config.model, setup.initial_state(base=False)
+    new = _new_head(model, source, reader)
+    if new is not None and any(leaf.path[0] == new for leaf in state.spec.frozen):
+        raise ConfigurationError(
+            f"zero.frozen includes the head, which is new: add '!{new}/*' to its patterns"
+        )
+    notes = [f"beginning with the weights of {source}"]
+    if new is not None:
+        notes.append(f"model.outputs = {model.outputs}: the head is new, drawn by train.seed")
+    return reader.weights(source, state, new=new), notes
+
+
+def _new_head(model: GPTConfig, source: Path, reader: WeightReader) -> str | None:
+    """The name of a head that the weights at a path do not have; None if they have all."""
+    return "head" if model.outputs not in (None, reader.outputs(source)) else None
 
 
 def _resumed(
@@ -122,21 +170,23 @@ def _resumed(
     before = config_from_dict(record.config)
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
-    state = with_base(setup.abstract_state(), folder, record.base, setup.config.train.seed, reader)
+    state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
     state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
     return Start(
         state, record.base, record.position, ["; ".join([f"resuming from step {manifest.step}", *changes])]
     )
 
 
-def with_base(state: TrainState, folder: RunFolder, base: str, seed: int, reader: WeightReader) -> TrainState:
+def with_base(
+    state: TrainState, folder: RunFolder, base: str, config: RunConfig, reader: WeightReader
+) -> TrainState:
     """The abstract state of a run with the frozen weights that it began with, if it has any.
 
     Args:
         state: abstract.
         folder: of the run.
         base: as in ``Record.base``.
-        seed: of the run, for weights that are from nowhere else.
+        config: of the run; its seed is for weights that are from nowhere else.
         reader: reads the base.
 
     Raises:
@@ -145,11 +195,11 @@ def with_base(state: TrainState, folder: RunFolder, base: str, seed: int, reader
     if not state.spec.frozen:
         return state
     if not base:
-        return initial_base(state, seed)
+        return initial_base(state, config.train.seed)
     path = folder.path / base  # an absolute one stands for itself
     if not path.exists():
         raise ConfigurationError(
             f"{folder.path} has adapters, or trained parts, of a model whose other weights were in {path}, "
             "which is gone: put it back."
         )
-    return reader.base(path, state)
+    return reader.base(path, state, new=_new_head(config.model, path, reader))

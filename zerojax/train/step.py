@@ -198,7 +198,7 @@ def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
         if isinstance(x, NUMBER):
             return x
         sharding = spec.sharding(_batch_spec(spec, x))
-        if isinstance(x, jax.Array) and x.sharding == sharding:
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         _check_rows(np.shape(x), spec.world.size // processes, accumulate)
         if processes == 1:

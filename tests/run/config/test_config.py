@@ -168,10 +168,11 @@ def test_options_are_frozen_in() -> None:
     del options["model"], options["zero"]
     assert options == {
         "train": 12,
-        "data": 14,
+        "data": 16,
         "optimizer": 12,
         "lora": 5,
-        "posttrain": 15,
+        "posttrain": 21,
+        "critic": 10,
         "mesh": 3,
         "checkpoint": 7,
         "cluster": 6,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.cli import main
-from zerojax.formatting import abbreviated
+from zerojax.formatting import abbreviated, percent
 from zerojax.run.html_report import read_run_data, render
 from zerojax.run.html_report.charts import Series, draw, smoothed, thinned, ticks
 from zerojax.run.run_dir import RunFolder
@@ -124,6 +124,27 @@ def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) ->
     assert "<3>" not in page.text
     assert page.text.count("lost") == page.text.count("1 + 1 =") == 16
     assert "<19>" in page.text
+
+
+def test_a_run_of_ppo_shows_its_critic(tmp_path: Path) -> None:
+    values = {"loss": 0.01, "reward": 0.25, "score": 0.5, "kl": 0.125}
+    values |= {"value_loss": 2.0, "explained_variance": 0.5}
+    lines = [json.dumps({"step": step, **values}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    page = page_of(tmp_path)
+    assert titles(page) == ["Reward by step", "Value loss by step", "Explained variance by step"]
+    assert "0.125" in page.text
+
+
+def test_a_run_on_preferences_shows_accuracy_and_rewards(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"status": "finished"}')
+    values = {"accuracy": 0.5, "validation_accuracy": 0.75, "rewards_chosen": 1.0, "rewards_rejected": -1.0}
+    lines = [json.dumps({"step": step, "loss": 0.6931, **values}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    page = page_of(tmp_path)
+    assert titles(page) == ["Loss by step", "Accuracy by step", "Rewards by step"]
+    assert "mean over pairs" in page.text
+    assert percent(0.75) in page.text
 
 
 def test_before_the_first_step(tmp_path: Path, finished: RunFolder) -> None:

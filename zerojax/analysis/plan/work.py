@@ -106,7 +106,7 @@ def decoder_work(
     """
     c, tokens, flash = config, sequences * length, flash_attention(config, dtype)
     model_flops = tokens * flops_per_token(c, length)
-    unembedding = 6 * c.vocab_size * c.d_model * tokens
+    unembedding = 6 * c.output_rows * c.d_model * tokens
     per_pair = 12 * c.attention_width * tokens
     matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
     attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
@@ -174,6 +174,9 @@ def _working_width(c: GPTConfig, remat: Remat) -> float:
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
     chunks = -(-tokens // c.loss_chunk)
+    if c.outputs is not None:  # all at once, and no gradient of the size of the embedding beside its own
+        scores, tables = tokens * c.outputs, (c.vocab_size + c.outputs) * c.d_model
+        return {"loss": 4 * scores + 8 * tokens * c.d_model * item, "head": 4 * scores, "tables": 4 * tables}
     columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
     logits, table = -(-tokens // chunks) * columns, columns * c.d_model
     sums = 2 * 4 * table

@@ -31,13 +31,17 @@ class ModelReader(CheckpointReader):
         """The folder of a model, a checkpoint, or the newest one of a run."""
         return path if is_model(path) else super().find(path)
 
-    def weights(self, path: Path, state: TrainState) -> TrainState:
-        """As ``load_weights``, or ``checkpoints.restore_weights``."""
-        return load_weights(state, path) if is_model(path) else super().weights(path, state)
+    def outputs(self, path: Path) -> int | None:
+        """None of a Hugging Face model."""
+        return None if is_model(path) else super().outputs(path)
 
-    def base(self, path: Path, state: TrainState) -> TrainState:
+    def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
+        """As ``load_weights``, or ``checkpoints.restore_weights``."""
+        return load_weights(state, path, new=new) if is_model(path) else super().weights(path, state, new=new)
+
+    def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """As ``load_base``, or ``checkpoints.restore_base``."""
-        return load_base(state, path) if is_model(path) else super().base(path, state)
+        return load_base(state, path, new=new) if is_model(path) else super().base(path, state, new=new)
 
 
 def run_settings(source: ModelFolder, settings: RunConfig, folder: RunFolder) -> RunConfig:

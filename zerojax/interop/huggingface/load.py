@@ -46,7 +46,7 @@ _TILE = 256
 """Rows and columns that are copied at a time: 256 KiB, which a core's cache holds."""
 
 
-def load_base(state: TrainState, folder: Path | str) -> TrainState:
+def load_base(state: TrainState, folder: Path | str, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a Hugging Face model; all processes must call it.
 
     Each process reads the parts of the tensors that its own devices hold, encodes them and drops them, one
@@ -57,6 +57,8 @@ def load_base(state: TrainState, folder: Path | str) -> TrainState:
             as ``TrainState.create(..., base=)`` it gives the base to new adapters, and
             ``checkpoints.restore`` fills in the trained ones.
         folder: holds config.json and safetensors files.
+        new: the first name in the paths of weights that are trained and are not the model's: "head" of a
+            state with other outputs.
 
     Raises:
         ConfigurationError: the folder has no model that zerojax supports, or it is another.
@@ -64,7 +66,7 @@ def load_base(state: TrainState, folder: Path | str) -> TrainState:
     spec = state.spec
     if not spec.frozen:
         return state
-    files, parts = _open(spec, Path(folder))
+    files, parts = _open(spec, Path(folder), new)
 
     def read(leaf: ParamLayout, layer: int | None) -> jax.Array:
         one = dataclasses.replace(leaf, stack=() if layer is None else (1,))
@@ -78,7 +80,7 @@ def load_base(state: TrainState, folder: Path | str) -> TrainState:
     return state.replace(**load_frozen(spec, read))
 
 
-def load_weights(state: TrainState, folder: Path | str) -> TrainState:
+def load_weights(state: TrainState, folder: Path | str, *, new: str | None = None) -> TrainState:
     """The state with the weights of a Hugging Face model, frozen and trained; all processes must call it.
 
     Adapters, which the model does not have, keep their values.
@@ -86,19 +88,20 @@ def load_weights(state: TrainState, folder: Path | str) -> TrainState:
     Args:
         state: as of ``load_base``, filled, but for frozen weights; keeps its optimizer state, step and seed.
         folder: as of ``load_base``.
+        new: as of ``load_base``; these keep their values as well.
 
     Raises:
         ConfigurationError: as ``load_base``.
     """
-    state = load_base(state, folder)
+    state = load_base(state, folder, new=new)
     check_there(state)
     if all(leaf.frozen for leaf in state.spec.weights):
         return state
-    found = from_tree(load_params(state.spec, *_open(state.spec, Path(folder))))
+    found = from_tree(load_params(state.spec, *_open(state.spec, Path(folder), new), new=new))
     return with_params(state, to_tree(from_tree(state.params) | found))
 
 
-def _open(train_spec: TrainSpec, folder: Path) -> tuple[SafetensorFiles, TensorParts]:
+def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[SafetensorFiles, TensorParts]:
     """The checked files of a folder, and the tensors of each leaf.
 
     Raises:
@@ -107,20 +110,34 @@ def _open(train_spec: TrainSpec, folder: Path) -> tuple[SafetensorFiles, TensorP
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
     files = SafetensorFiles(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
-    places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in train_spec.weights}
-    if lacking := [name for name, own in places.items() if not own <= parts.keys()]:
+    own = _model_weights(train_spec, new)
+    places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in own}
+    if lacking := [name for name, found in places.items() if not found <= parts.keys()]:
         raise ConfigurationError(f"the model of {folder} has no {lacking[0]!r}: it is not that of the state")
-    check_tensors(train_spec, files, family, parts)
+    check_tensors(train_spec, files, family, parts, new)
     return files, parts
 
 
-def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family, parts: TensorParts) -> None:
+def _model_weights(train_spec: TrainSpec, new: str | None) -> list[ParamLayout]:
+    """The weights that the files have: all but the new ones."""
+    return [leaf for leaf in train_spec.weights if leaf.path[0] != new]
+
+
+def check_tensors(
+    train_spec: TrainSpec,
+    files: SafetensorFiles,
+    family: Family,
+    parts: TensorParts,
+    new: str | None = None,
+) -> None:
     """Compare the tensors of the files with those of the model, by headers alone.
 
     Raises:
         ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
     """
-    needed = {tensor.name: tensor for leaf in train_spec.weights for tensor in tensors_of(leaf, parts)}
+    leaves = _model_weights(train_spec, new)
+    needed = {tensor.name: tensor for leaf in leaves for tensor in tensors_of(leaf, parts)}
+    replaced = {part.name for name in parts if name.partition("/")[0] == new for part in parts[name]}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
@@ -133,25 +150,27 @@ def check_tensors(train_spec: TrainSpec, files: SafetensorFiles, family: Family,
             raise ConfigurationError(
                 f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
             )
-    unknown = [name for name in files.specs if name not in needed and not family.is_buffer(name)]
+    known = needed.keys() | replaced
+    unknown = [name for name in files.specs if name not in known and not family.is_buffer(name)]
     if unknown:
         raise ConfigurationError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
 
 
-def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts) -> PyTree:
+def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new: str | None = None) -> PyTree:
     """Load master weights from checked files, each process the ranges that its own devices hold.
 
     One leaf is placed before the next is read, so a host needs memory for its shards and for one device's
     part of one layer's leaf.
 
     Returns:
-        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights.
+        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights, but for
+        the new ones.
 
     Raises:
         ConfigurationError: the second copy of a tied matrix differs from the first.
     """
     placed = {}
-    for leaf in (leaf for leaf in train_spec.weights if not leaf.frozen):
+    for leaf in (leaf for leaf in _model_weights(train_spec, new) if not leaf.frozen):
         sharding = train_spec.sharding(train_spec.param_spec(leaf))
 
         def read(index: Index | None, leaf: ParamLayout = leaf) -> np.ndarray:

@@ -83,5 +83,9 @@ def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging F
 
 
 def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:
-    """An imported model's shape, with the settings of ``wanted`` that do not change what it computes."""
-    return replace(source, **{name: getattr(wanted, name) for name in FREE})
+    """An imported model's shape, with the settings of ``wanted`` that do not change what it computes.
+
+    With ``wanted.outputs`` it gets a new head of so many rows.
+    """
+    head = {} if wanted.outputs is None else {"outputs": wanted.outputs, "tied": False}
+    return replace(source, **{name: getattr(wanted, name) for name in FREE}, **head)

@@ -57,7 +57,7 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
     return from_canonical(state, tree | {"params": tree.pop("average")["params"]})
 
 
-def restore_weights(path: Path, state: TrainState) -> TrainState:
+def restore_weights(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with a checkpoint's parameters and other model state, such as batch statistics.
 
     Adapters, which such a checkpoint does not have, keep their values.
@@ -65,14 +65,16 @@ def restore_weights(path: Path, state: TrainState) -> TrainState:
     Args:
         path: of a verified checkpoint of the same model under any optimizer.
         state: filled, but for frozen weights; keeps its optimizer state, step and seed.
+        new: the first name in the paths of weights that keep their values, too, because the checkpoint has
+            others or none there: "head" of a model with other outputs. They are trained.
 
     Raises:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
             differences.
     """
-    saved = _saved_model(path, state)
+    saved = _saved_model(path, state, new)
     state = _with_base(path, state)
-    trained = [leaf for leaf in state.spec.weights if not leaf.frozen and leaf.count]
+    trained = [leaf for leaf in state.spec.weights if not leaf.frozen and leaf.count and leaf.path[0] != new]
     params = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in trained})
     wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind == "other"}
     with ocp.Context(pytree_options=_PARTIAL):
@@ -82,7 +84,7 @@ def restore_weights(path: Path, state: TrainState) -> TrainState:
     return with_weights(state, found)
 
 
-def restore_base(path: Path, state: TrainState) -> TrainState:
+def restore_base(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a checkpoint of the whole model.
 
     They are read and encoded one by one: no more than one whole weight is in memory beside them, spread over
@@ -91,17 +93,18 @@ def restore_base(path: Path, state: TrainState) -> TrainState:
     Args:
         path: of a verified checkpoint of the same model under any optimizer, all of it trained.
         state: filled or abstract.
+        new: as of ``restore_weights``.
 
     Raises:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone.
     """
     if not state.spec.frozen:
         return state
-    _saved_model(path, state)
+    _saved_model(path, state, new)
     return _with_base(path, state)
 
 
-def _saved_model(path: Path, state: TrainState) -> dict[str, Any]:
+def _saved_model(path: Path, state: TrainState, new: str | None) -> dict[str, Any]:
     """What a checkpoint holds, as ``_saved``.
 
     Raises:
@@ -110,7 +113,10 @@ def _saved_model(path: Path, state: TrainState) -> dict[str, Any]:
     saved = _saved(path)
     # Those without elements are in no checkpoint.
     wanted = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in state.spec.weights if leaf.count})
-    if differences := _differences(wanted, saved.get("params")):
+    params = saved.get("params")
+    if new is not None and params is not None:
+        wanted, params = ({k: v for k, v in tree.items() if k != new} for tree in (wanted, params))
+    if differences := _differences(wanted, params):
         raise ConfigurationError(f"{path} does not fit this run: params: {'; '.join(differences[:3])}")
     return saved
 

@@ -52,6 +52,8 @@ class DataSection:
         messages_column: Which column holds a conversation: a list of {"role", "content"}.
         prompt_column: Which column holds a prompt.
         completion_column: Which column holds its completion.
+        chosen_column: Which column holds the better of two answers, to learn from preferences.
+        rejected_column: Which column holds the other one.
         chat_template: What turns a conversation into text: the "tokenizer"'s own chat template, "chatml", or
             the path of a Jinja file.
         tokenizer: "byte", or "bpe" (trained on the training split), or the path of a
@@ -71,6 +73,8 @@ class DataSection:
     messages_column: str = "messages"
     prompt_column: str = "prompt"
     completion_column: str = "completion"
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
     chat_template: str = "tokenizer"
     tokenizer: str = "byte"
     vocab_size: int = 4096
@@ -85,11 +89,16 @@ class DataSection:
             not self.mixture or self.source == DataSection.source,
             f"data.source {self.source!r} and data.mixture exclude each other: add the source to the mixture",
         )
-        for name in ("column", "messages_column", "prompt_column", "completion_column", "chat_template"):
+        columns = [one.name for one in dataclasses.fields(self) if one.name.endswith("column")]
+        for name in (*columns, "chat_template"):
             require(getattr(self, name) != "", f"data.{name} is empty: leave it out, or give its name")
         require(
             self.prompt_column != self.completion_column,
             f"data.prompt_column and data.completion_column are both {self.prompt_column!r}",
+        )
+        require(
+            self.chosen_column != self.rejected_column,
+            f"data.chosen_column and data.rejected_column are both {self.chosen_column!r}",
         )
         require(
             not self.masked or self.packing == "documents",

@@ -4,42 +4,61 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerojax.errors import ConfigurationError
+from zerojax.run.config.sharding import WireFormat
 from zerojax.validation.bounds import check_numbers
 
 
 @dataclass(frozen=True)
 class PosttrainSection:
-    """Reinforcement learning of a trained model, for `zerojax posttrain`; docs/posttrain.md.
+    """Training of a trained model by rewards or preferences, for `zerojax posttrain`; docs/posttrain.md and
+    docs/preferences.md.
 
     Attributes:
-        method: "grpo" compares the completions of a prompt with each other; "none" is for `zerojax train`.
+        method: "grpo" compares the completions of a prompt with each other, by a reward; "ppo" compares them
+            with what a critic expects; "dpo" and "ipo" learn from pairs of answers which is better; "reward"
+            learns to score answers from such pairs; "none" is for `zerojax train`.
+        beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: Scores a completion: "path/to/file.py:function", run in a process of its own.
+        reward_model: Scores it instead: a run with model.outputs = 1, such as one of the method "reward".
         reward_seconds: Seconds after which a reward is given up and its completion left out.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
-        group_size: Completions per prompt.
+        group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".
         epochs: How often each completion of a rollout is trained on.
         max_new_tokens: Longest completion, in tokens.
         temperature: Divisor of the logits, of sampling and of training.
         clip_low: The ratio of the new to the old probability of a token counts down to 1 - clip_low.
         clip_high: And up to 1 + clip_high.
-        scale_advantages: Divide advantages by the standard deviation of their group.
-        kl: Weight of the divergence from the first weights in the loss; 0 keeps no reference.
-        kl_estimator: Of the divergence (Schulman's k2 or k3).
+        scale_advantages: Divide advantages by the standard deviation of their group ("grpo").
+        normalize_advantages: Shift and scale the advantages of a rollout's tokens to mean 0 and deviation 1
+            ("ppo").
+        discount: Of a reward per token until it comes ("ppo").
+        gae_lambda: How far advantages trust rewards (1) or the critic (0) ("ppo").
+        value_clip: The largest change of a value in a rollout's steps that counts in the critic's loss; 0
+            does not clip ("ppo").
+        kl: Weight of the divergence from the first weights, in the loss of "grpo" and in the reward of each
+            token of "ppo"; 0 keeps no reference.
+        kl_estimator: Of the divergence (Schulman's k2 or k3); "ppo" takes k1.
         eval_prompts: Held-out prompts per evaluation, answered greedily; 0 is none.
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
 
-    method: Literal["none", "grpo"] = "none"
+    method: Literal["none", "grpo", "ppo", "dpo", "ipo", "reward"] = "none"
+    beta: float = 0.1
     reward: str = ""
+    reward_model: str = ""
     reward_seconds: float = 10.0
     rollout_rows: int = 0
-    group_size: int = 8
+    group_size: int = 0
     epochs: int = 1
     max_new_tokens: int = 64
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.28
     scale_advantages: bool = True
+    normalize_advantages: bool = True
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+    value_clip: float = 0.2
     kl: float = 0.0
     kl_estimator: Literal["k2", "k3"] = "k3"
     eval_prompts: int = 64
@@ -47,13 +66,61 @@ class PosttrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "posttrain.{}".format)
-        at_least = {"group_size": 2, "epochs": 1, "max_new_tokens": 1}
-        at_least |= dict.fromkeys(("rollout_rows", "eval_prompts", "samples", "kl", "clip_high"), 0)
+        at_least = {"epochs": 1, "max_new_tokens": 1}
+        counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
+        at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ConfigurationError(f"posttrain.{name} must be at least {least}")
-        for name in ("temperature", "reward_seconds"):
+        for name in ("temperature", "reward_seconds", "beta"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"posttrain.{name} must be positive")
         if not 0 <= self.clip_low < 1:
             raise ConfigurationError("posttrain.clip_low must lie in [0, 1): a ratio of 0 is the lowest")
+        if self.method == "grpo" and self.group_size == 1:
+            raise ConfigurationError("posttrain.group_size must be at least 2: grpo compares completions")
+        for name in ("discount", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigurationError(f"posttrain.{name} must lie in [0, 1]")
+
+    @property
+    def completions(self) -> int:
+        """Completions per prompt, group_size resolved."""
+        return self.group_size or (1 if self.method == "ppo" else 8)
+
+
+@dataclass(frozen=True)
+class CriticSection:
+    """The critic of `posttrain.method = "ppo"`.
+
+    Each option of sharding given takes the place of that of [zero] for the critic.
+
+    Attributes:
+        init_from: The run, or checkpoint, whose weights it begins with; by default `posttrain.reward_model`,
+            or else the policy's. What is no model of scores gets a new head.
+        learning_rate: Peak learning rate; by default `optimizer.learning_rate`.
+        preset: As `zero.preset`.
+        stage: As `zero.stage`.
+        weights: As `zero.weights`.
+        weights_delta: As `zero.weights_delta`.
+        hpz: As `zero.hpz`.
+        grads: As `zero.grads`.
+        compute_dtype: As `zero.compute_dtype`.
+        remat: As `zero.remat`.
+    """
+
+    init_from: str = ""
+    learning_rate: float | None = None
+    preset: str | None = None
+    stage: int | None = None
+    weights: WireFormat | None = None
+    weights_delta: bool | None = None
+    hpz: bool | None = None
+    grads: tuple[WireFormat, WireFormat] | None = None
+    compute_dtype: str | None = None
+    remat: Literal["full", "attention", "none"] | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "critic.{}".format)
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ConfigurationError("critic.learning_rate must be positive")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from zerojax.models.config import GPTConfig
 from zerojax.run.config.data import DataSection
-from zerojax.run.config.posttrain import PosttrainSection
+from zerojax.run.config.posttrain import CriticSection, PosttrainSection
 from zerojax.run.config.sharding import ClusterSection, LoRASection, MeshSection, ZeroSection
 from zerojax.run.config.training import CheckpointSection, LogSection, OptimizerSection, TrainSection
 from zerojax.validation.bounds import require
@@ -23,6 +23,7 @@ class RunConfig:
     zero: ZeroSection = field(default_factory=ZeroSection)
     lora: LoRASection = field(default_factory=LoRASection)
     posttrain: PosttrainSection = field(default_factory=PosttrainSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
@@ -52,8 +53,11 @@ class RunConfig:
     def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
         """The library's `ZeroConfig` of the run; with adapters all else is frozen, unless `zero.frozen` says.
 
+        A model of scores trains its head as well, which is new.
+
         Raises:
             ConfigurationError: options that contradict each other.
         """
-        frozen = {"frozen": ("*",)} if self.lora.rank and self.zero.frozen is None else {}
+        own_head = () if self.model.outputs is None else ("!head/*",)
+        frozen = {"frozen": ("*", *own_head)} if self.lora.rank and self.zero.frozen is None else {}
         return self.zero.to_zero(units=units, accumulate=self.train.accumulate, **frozen)

@@ -1,6 +1,6 @@
 """Prompts with completions, and conversations: rows of a table whose documents count in the loss in part."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -65,14 +65,19 @@ class Completions:
     def read(self, path: Path) -> Iterator[Document]:
         """The prompts and completions of a table; see ``Examples``."""
         for place, row in read_rows(path, (self.prompt, self.completion)):
-            for column, value in row.items():
-                if not isinstance(value, str):
-                    raise DataError(f"{place}: column {column!r} is {_kind(value)}, not text: clean the data")
-            prompt, completion = row[self.prompt], row[self.completion]
-            if not completion:
-                raise DataError(f"{place}: column {self.completion!r} is empty, so there is nothing to learn")
-            whole = prompt + completion
-            yield Document(place, encode_text(whole, place), ((len(prompt), len(whole)),))
+            yield self.document(row, place)
+
+    def document(self, row: Mapping[str, Any], place: str) -> Document:
+        """The prompt and completion of one row.
+
+        Raises:
+            DataError: they are not text, or the completion is empty.
+        """
+        prompt, completion = (text_of(row, column, place) for column in (self.prompt, self.completion))
+        if not completion:
+            raise DataError(f"{place}: column {self.completion!r} is empty, so there is nothing to learn")
+        whole = prompt + completion
+        return Document(place, encode_text(whole, place), ((len(prompt), len(whole)),))
 
     def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
         """The tokens of prompts and completions; see ``Examples``."""
@@ -110,12 +115,26 @@ class Conversations:
     def read(self, path: Path) -> Iterator[Document]:
         """The conversations of a table; see ``Examples``."""
         for place, row in read_rows(path, (self.messages,)):
-            messages = _checked_messages(row[self.messages], self.messages, place)
-            try:
-                text, targets = self.template.render_targets(messages)
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
-            yield Document(place, encode_text(text, place), targets)
+            yield self.document(row, place)
+
+    def document(self, row: Mapping[str, Any], place: str, answer: str | None = None) -> Document:
+        """The conversation of one row.
+
+        Args:
+            row: of the table.
+            place: of the row, for messages.
+            answer: the assistant's, to be added to the messages; then it alone counts.
+
+        Raises:
+            DataError: as ``read``.
+        """
+        messages = _checked_messages(row[self.messages], self.messages, place)
+        added = [] if answer is None else [{"role": "assistant", "content": answer}]
+        try:
+            text, targets = self.template.render_targets([*messages, *added])
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        return Document(place, encode_text(text, place), targets[-1:] if added else targets)
 
     def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
         """The tokens of conversations; see ``Examples``."""
@@ -127,6 +146,18 @@ class Conversations:
                 mask |= (starts < end) & (ends > start)
             found.append(Encoded(tokens, mask))
         return found
+
+
+def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
+    """The text in a column.
+
+    Raises:
+        DataError: it is not text.
+    """
+    value = row[column]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: column {column!r} is {_kind(value)}, not text: clean the data")
+    return value
 
 
 def text_that_counts(document: Document) -> int:

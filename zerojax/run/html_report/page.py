@@ -60,15 +60,19 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         done = f"{run.steps[-1]['step']:,}"
         facts.append(("steps", done, f"of {planned:,}" if isinstance(planned, int) else ""))
     if (loss := run.last("loss")) is not None:
-        facts.append(("training loss", f"{loss:.4f}", "nats per token"))
+        facts.append(("training loss", f"{loss:.4f}", _loss_unit(run)))
     if (loss := run.last("validation_loss")) is not None:
         per_byte = run.summary.get("validation_loss_per_byte")
-        remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else "nats per token"
+        remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else _loss_unit(run)
         facts.append(("validation loss", f"{loss:.4f}", remark))
+    if (accuracy := run.last("validation_accuracy")) is not None:
+        facts.append(("accuracy", percent(accuracy), "of held-out pairs"))
     if (reward := run.last("reward")) is not None:
         facts.append(("reward", f"{reward:.3f}", "mean of the last rollout"))
     if (reward := run.last("validation_reward")) is not None:
         facts.append(("held-out reward", f"{reward:.3f}", "of greedy answers"))
+    if (divergence := run.last("kl")) is not None:
+        facts.append(("divergence", f"{divergence:.3g}", "from the first weights, per token"))
     if (right := run.last("exact_match")) is not None:
         facts.append(("exact match", percent(right), "of held-out prompts"))
     if (tokens := _typical(run, "tokens_per_second")) is not None:
@@ -92,7 +96,7 @@ def _memory_of(run: RunData) -> str:
 
 def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
     """The loss; of a run of post-training the reward, since its loss says nothing."""
-    name, unit = ("reward", "mean") if run.series("reward")[0] else ("loss", "nats per token")
+    name, unit = ("reward", "mean") if run.series("reward")[0] else ("loss", _loss_unit(run))
     series = smoothed("training", *run.series(name))
     steps, values = run.series(f"validation_{name}")
     if steps:
@@ -100,10 +104,37 @@ def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
     return _draw(run, name.capitalize(), unit, series, marks=skipped, width=1160, height=320)
 
 
+def _loss_unit(run: RunData) -> str:
+    """The unit of the loss, which of a run on preferences is a mean over pairs."""
+    return "mean over pairs" if run.series("accuracy")[0] else "nats per token"
+
+
+def _preference_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
+    """How often, and by how much, chosen answers are ahead of rejected ones."""
+    accuracy = smoothed("training", *run.series("accuracy"))
+    accuracy.append(Series("validation", *run.series("validation_accuracy"), "dots"))
+    rewards = [Series(name, *run.series(f"rewards_{name}")) for name in ("chosen", "rejected")]
+    return [
+        _draw(run, "Accuracy", "of pairs", accuracy, label=percent, marks=skipped),
+        _draw(run, "Rewards", "mean of the answers", rewards, marks=skipped),
+    ]
+
+
+def _critic_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
+    """How well the critic of PPO expects what completions earn."""
+    explained = [Series("variance", *run.series("explained_variance"))]
+    return [
+        _draw(run, "Value loss", "of the critic", smoothed("loss", *run.series("value_loss")), marks=skipped),
+        _draw(run, "Explained variance", "of the returns, before a rollout's steps", explained),
+    ]
+
+
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     rate, norm = run.series("learning_rate"), run.series("grad_norm")
     seconds = run.series("step_seconds") if run.series("mfu")[0] else ([], [])  # charts go in pairs
     found = [
+        *_preference_charts(run, skipped),
+        *_critic_charts(run, skipped),
         _draw(
             run,
             "Gradient norm",

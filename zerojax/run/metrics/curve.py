@@ -19,6 +19,8 @@ def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> 
     axes = figure.add_subplot()
     trained = [line for line in steps if line.get("loss") is not None]
     axes.plot([s["step"] for s in trained], [s["loss"] for s in trained], lw=1, label="training")
+    # Runs on preferences have an accuracy.
+    unit = "mean over pairs" if any("accuracy" in line for line in steps) else "nats per token"
     evaluated = [line for line in steps if line.get("validation_loss") is not None]
     if evaluated:
         xs = [line["step"] for line in evaluated]
@@ -27,7 +29,7 @@ def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> 
         axes.annotate(
             f"{ys[-1]:.3f}", (xs[-1], ys[-1]), textcoords="offset points", xytext=(0, 10), ha="right"
         )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -64,8 +64,8 @@ class Progress:
         Args:
             step: its number.
             values: its metrics: "loss", "step_seconds", "tokens_per_second", "memory_bytes", and if known
-                "mfu", "internode_bytes", "validation_loss", "exact_match", "reward", "validation_reward",
-                "skipped_total".
+                "mfu", "internode_bytes", "validation_loss", "validation_accuracy", "exact_match", "reward",
+                "validation_reward", "skipped_total".
         """
         line = self._line(step, values)
         if self._live is not None:
@@ -88,6 +88,8 @@ class Progress:
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
         if "validation_loss" in values:
             parts.append(f"validation {values['validation_loss']:.4f}")
+        if "validation_accuracy" in values:
+            parts.append(f"accuracy {values['validation_accuracy']:.1%}")
         if "reward" in values:
             parts.append(f"reward {values['reward']:.3f}")
         if "validation_reward" in values:

@@ -1,0 +1,339 @@
+"""PPO: an update equals a plain loop's, a torn run resumes bit by bit, and critics stay with their policy."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from micro_run import Stop, die_at, micro_config
+
+import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.models import GPT
+from zerojax.posttrain.critic import Critic, critic_config
+from zerojax.posttrain.ppo import PPOTrainer
+from zerojax.posttrain.prompts import Prompt
+from zerojax.posttrain.rollout import Rollout
+from zerojax.run.checkpoints import Record, step_dirs
+from zerojax.run.checkpoints.manifest import write_manifest
+from zerojax.run.config import RunConfig, ZeroSection
+from zerojax.run.data import BPETokenizer
+from zerojax.run.metrics import read_metrics
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import CHECKPOINTS
+
+REWARD = """
+def share(prompt, completion):
+    return sum(c in "aeiou" for c in completion) / max(len(completion), 1)
+"""
+KL, DECAY, DISCOUNT, CLIP = 0.1, 0.9, 0.97, 0.05
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompts and a reward."""
+    folder = tmp_path_factory.mktemp("ppo")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"{word} {i}"} for i in range(10) for word in ("all", "work", "play")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
+    """Two rollouts of two batches, each of which is seen twice."""
+    given: dict[str, dict[str, Any]] = {
+        "train": {"steps": 8, "batch_size": 16, "sequence_length": 16, "eval_every": 0},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+        "mesh": {"nodes": 1, "local": 2},
+        "checkpoint": {"every": 3},
+        "posttrain": {
+            "method": "ppo",
+            "reward": f"{place / 'reward.py'}:share",
+            "max_new_tokens": 4,
+            "eval_prompts": 0,
+            "rollout_rows": 32,
+            "epochs": 2,
+            "kl": KL,
+            "gae_lambda": DECAY,
+            "discount": DISCOUNT,
+            "value_clip": CLIP,
+        },
+        "critic": {"learning_rate": 3e-2},
+    }
+    merged = {name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
+    return micro_config(place / "prompts.jsonl", **merged)
+
+
+def ragged_rollout() -> tuple[Rollout, np.ndarray]:
+    """Completions of one to eight tokens after prompts of other lengths, of which one has no reward."""
+    rng = np.random.default_rng(0)
+    tokens, mask = np.zeros((32, 17), np.int32), np.zeros((32, 16), np.float32)
+    for row in range(32):
+        start, length = rng.integers(1, 8), rng.integers(1, 9)
+        tokens[row, : start + length] = rng.integers(0, 256, start + length)
+        mask[row, start - 1 : start - 1 + length] = 1
+    rewards = rng.normal(size=32).astype(np.float32)
+    rewards[5] = np.nan
+    prompts = [Prompt(tokens[row, :1], "", {}) for row in range(32)]
+    zeros = np.zeros_like(mask)
+    return Rollout(prompts, [""] * 32, tokens, mask, zeros, np.ones(32, bool)), rewards
+
+
+def plain(config: RunConfig, params: Any) -> tuple[Any, Any]:
+    """A model on one device as (graph, weights)."""
+    graph, weights = nnx.split(nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(weights, jax.tree.map(jnp.asarray, params))
+    return graph, weights
+
+
+@partial(jax.jit, static_argnums=0)
+def plain_log_probs(graph: Any, weights: Any, tokens: Any) -> Any:
+    logits = jax.nn.log_softmax(nnx.merge(graph, weights)(tokens[:, :-1]))
+    return jnp.take_along_axis(logits, tokens[:, 1:, None], axis=2)[..., 0]
+
+
+@partial(jax.jit, static_argnums=0)
+def plain_values(graph: Any, weights: Any, tokens: Any) -> Any:
+    model = nnx.merge(graph, weights)
+    return model.hidden(tokens[:, :-1]) @ model.head.embedding[0]
+
+
+def plain_gae(rewards: Any, values: Any, mask: Any) -> tuple[Any, Any]:
+    """Sums of discounted errors, token by token."""
+    advantages = np.zeros_like(values)
+    for row, own in enumerate(mask):
+        places = np.flatnonzero(own)
+        for t in places:
+            for n in places[places >= t]:
+                after = values[row, n + 1] if n + 1 in places else 0
+                error = rewards[row, n] + DISCOUNT * after - values[row, n]
+                advantages[row, t] += (DISCOUNT * DECAY) ** (n - t) * error
+    return advantages, mask * (advantages + values)
+
+
+def fit(loss: Any, weights: Any, tx: Any, batches: Any) -> Any:
+    """Weights after a step on each batch."""
+
+    @jax.jit
+    def step(weights: Any, state: Any, batch: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss)(weights, batch), state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    state = tx.init(weights)
+    for batch in batches:
+        weights, state = step(weights, state, batch)
+    return weights
+
+
+def adam(rate: float) -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95, eps=1e-4))
+
+
+def test_an_update_equals_a_plain_loop(place: Path, finished: RunFolder, tmp_path: Path) -> None:
+    optimizer = {"weight_decay": 0.0, "eps": 1e-4}
+    settings = config(
+        place,
+        mesh={"nodes": 2, "local": 4},
+        critic={"stage": 2},
+        optimizer=optimizer,
+        zero={"compute_dtype": "float32", "remat": "none"},
+    )
+    (rollout, rewards), folder = ragged_rollout(), RunFolder(tmp_path)
+    with PPOTrainer.open(settings, folder, init_from=finished.path) as trainer:
+        policy, policy_weights = plain(settings, zerojax.gather_params(trainer.state))
+        critic, critic_weights = plain(trainer.critic.config, zerojax.gather_params(trainer.critic.state))
+        assert (trainer.state.spec.zero.stage, trainer.critic.state.spec.zero.stage) == (3, 2)
+        # The reference is another model than the policy, as after some rollouts.
+        params = jax.tree.map(lambda x: 1.1 * x, trainer.state.params)
+        trainer.state = trainer.state.replace(params=params)
+        first = jax.tree.map(lambda x: 1.1 * x, policy_weights)
+        rows = trainer.rows(rollout, rewards)
+        measured = trainer.measure(rollout, rewards, rows)
+        trainer.update(rows, measured)
+        trainer.log.drain()
+
+    tokens, mask = jnp.asarray(rollout.tokens), rollout.mask * np.isfinite(rewards)[:, None]
+    old, reference = (np.asarray(plain_log_probs(policy, x, tokens)) for x in (first, policy_weights))
+    values = np.asarray(plain_values(critic, critic_weights, tokens))
+    per_token = -KL * (old - reference) * mask
+    for row in np.flatnonzero(np.isfinite(rewards)):
+        per_token[row, np.flatnonzero(mask[row])[-1]] += rewards[row]
+    advantages, returns = plain_gae(per_token, values, mask)
+    among = advantages[mask > 0]
+    normalized = mask * (advantages - among.mean()) / among.std()
+    np.testing.assert_allclose(rows["advantages"], normalized, atol=1e-4)
+    np.testing.assert_allclose(rows["returns"], returns, atol=1e-5)
+    unexplained = np.var((returns - values)[mask > 0]) / np.var(returns[mask > 0])
+    assert measured["explained_variance"] == pytest.approx(1 - unexplained, abs=1e-4)
+    assert measured["score"] == pytest.approx(np.nanmean(rewards), abs=1e-6)
+    totals = per_token.sum(axis=1)[np.isfinite(rewards)]
+    assert measured["reward"] == pytest.approx(totals.mean(), abs=1e-5)
+    assert measured["kl"] == pytest.approx((old - reference)[mask > 0].mean(), abs=1e-5)
+
+    def policy_loss(weights: Any, batch: Any) -> Any:
+        ratio = jnp.exp(plain_log_probs(policy, weights, batch["tokens"]) - batch["old"])
+        clip = settings.posttrain
+        held = jnp.clip(ratio, 1 - clip.clip_low, 1 + clip.clip_high) * batch["advantages"]
+        gain = jnp.where(batch["mask"] > 0, jnp.minimum(ratio * batch["advantages"], held), 0)
+        return -gain.sum() / batch["mask"].sum()
+
+    def value_loss(weights: Any, batch: Any) -> Any:
+        found = plain_values(critic, weights, batch["tokens"])
+        held = batch["values"] + jnp.clip(found - batch["values"], -CLIP, CLIP)
+        worse = jnp.maximum((found - batch["returns"]) ** 2, (held - batch["returns"]) ** 2)
+        return (worse * batch["mask"]).sum() / batch["mask"].sum() / 2
+
+    columns = {"tokens": tokens, "mask": mask, "old": old, "advantages": normalized}
+    columns |= {"values": values, "returns": returns}
+    orders = [np.random.default_rng((0, 0, epoch)).permutation(32) for epoch in range(2)]
+    picks = [order[first : first + 16] for order in orders for first in (0, 16)]
+    batches = [{name: jnp.asarray(x)[pick] for name, x in columns.items()} for pick in picks]
+    wanted = fit(policy_loss, first, adam(1e-2), batches)
+    found = plain(settings, zerojax.gather_params(trainer.state))[1]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), found, wanted)
+    wanted = fit(value_loss, critic_weights, adam(3e-2), batches)
+    found = plain(trainer.critic.config, zerojax.gather_params(trainer.critic.state))[1]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), found, wanted)
+    line = read_metrics(folder.metrics)[-1]
+    assert {"value_loss", "value_grad_norm", "explained_variance", "kl", "score", "reward"} <= line.keys()
+
+
+def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PPOTrainer:
+    with PPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
+        trainer.train()
+    return trainer
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    clock = ("step_seconds", "tokens_per_second", "memory_bytes")
+    return [
+        {name: value for name, value in line.items() if name not in clock}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.slow
+def test_a_torn_run_resumes_bit_by_bit(
+    place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(place)
+    whole = train(settings, tmp_path / "whole", finished)
+    with monkeypatch.context() as patch:
+        die_at(patch, 12)  # each step is two: it dies in the sixth
+        with pytest.raises(Stop):
+            train(settings, tmp_path / "torn", finished)
+    assert step_dirs.steps(tmp_path / "torn/critic") == step_dirs.steps(tmp_path / "torn/checkpoints") == [4]
+    # As after a crash between the two writes: the critic is a step ahead of the policy.
+    shutil.copytree(tmp_path / "whole/critic/8", tmp_path / "torn/critic/8")
+    torn = train(settings, tmp_path / "torn", finished, resume="must")
+    assert (tmp_path / "torn/critic/8.undone").is_dir()
+    assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
+    for one, other in ((torn.state, whole.state), (torn.critic.state, whole.critic.state)):
+        jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+        jax.tree.map(np.testing.assert_array_equal, one.opt_state, other.opt_state)
+    found = lines(tmp_path / "whole")
+    assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found[0]["clip_fraction"] == 0
+    assert found[0]["mismatch"] < 1e-4
+    # Resumed with nothing left to do, it reads both again; without the critic it does not begin.
+    shutil.rmtree(tmp_path / "torn/critic/8")
+    with pytest.raises(ConfigurationError, match=r"the policy of step 8 needs the critic of that step"):
+        train(settings, tmp_path / "torn", finished, resume="must")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lora": {"rank": 2}},
+        {"zero": {"preset": "delta"}, "critic": {"preset": "zero++"}, "mesh": {"nodes": 2, "local": 1}},
+        {"train": {"accumulate": 2}, "posttrain": {"group_size": 2, "kl": 0.0}},
+    ],
+    ids=["adapters", "formats", "groups"],
+)
+def test_other_runs_learn_and_resume(
+    place: Path, finished: RunFolder, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    settings = config(place, **sections)
+    first = replace(settings, train=replace(settings.train, steps=4))
+    trainer = train(first, tmp_path, finished)
+    if "lora" in sections:
+        trained = {leaf.path[0] for leaf in trainer.critic.state.spec.leaves}
+        assert trained == {"blocks", "head"}
+        assert trainer.reference is not None
+        assert trainer.reference.state is None
+    assert trainer.state.spec.zero.weights_delta == (sections.get("zero", {}).get("preset") == "delta")
+    assert not trainer.critic.state.spec.zero.weights_delta
+    train(settings, tmp_path, finished, resume="must")
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, 9))
+    assert all(np.isfinite(line["value_loss"]) and not line["skipped_in_row"] for line in found)
+    assert ("kl" in found[0]) == (settings.posttrain.kl > 0)
+
+
+def test_a_critic_of_another_step_is_refused(place: Path, tmp_path: Path) -> None:
+    folder, settings = RunFolder(tmp_path), config(place)
+    for step in (3, 6):
+        (folder.critic / str(step)).mkdir(parents=True)
+        write_manifest(folder.critic / str(step), step, 0.0, Record())
+    (folder.checkpoints / "3").mkdir(parents=True)
+    (folder.checkpoints / "9").mkdir()
+    with pytest.raises(ConfigurationError, match=r"step 9 needs .*critic/9: .*missing; .*both of 3"):
+        Critic.resume(settings, folder, 9, CHECKPOINTS)
+    shutil.move(folder.critic / "6", folder.critic / "9")
+    with pytest.raises(ConfigurationError, match=r"step 9 needs .*is that of step 6"):
+        Critic.resume(settings, folder, 9, CHECKPOINTS)
+
+
+def test_the_critic_has_settings_of_its_own(place: Path, finished: RunFolder) -> None:
+    settings = config(
+        place,
+        zero={"preset": "zero++", "compute_dtype": "float32", "grads": ["int8", "int8"]},
+        critic={"learning_rate": 0.5, "preset": "zero3", "stage": 1, "grads": ["compute", "compute"]},
+    )
+    own = critic_config(settings)
+    assert own.zero == ZeroSection("zero3", stage=1, compute_dtype="float32", grads=("compute", "compute"))
+    assert (own.model.outputs, own.model.tied, own.optimizer.learning_rate) == (1, False, 0.5)
+    assert critic_config(config(place, critic={"learning_rate": None})).optimizer == settings.optimizer
+    named = critic_config(config(place, critic={"init_from": str(finished.path)}))
+    assert named.model == replace(finished.read_config().model, outputs=1, tied=False)
+
+
+def test_a_critic_of_another_tokenizer_is_refused(place: Path, finished: RunFolder, tmp_path: Path) -> None:
+    BPETokenizer.train([b"all work and no play"] * 9, 270).save(tmp_path / "tokenizer.json")
+    settings = config(
+        place,
+        data={"tokenizer": str(tmp_path / "tokenizer.json")},
+        critic={"init_from": str(finished.path)},
+    )
+    source = CHECKPOINTS.find(finished.path)
+    with pytest.raises(ConfigurationError, match=r"critic.init_from .* has another tokenizer"):
+        Critic.begin(settings, RunFolder(tmp_path / "run"), source, CHECKPOINTS)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"posttrain": {"scale_advantages": False}}, "posttrain.scale_advantages is not read by"),
+        ({"posttrain": {"kl_estimator": "k2"}}, "posttrain.kl_estimator is not read by"),
+        ({"posttrain": {"gae_lambda": 1.5}}, r"posttrain.gae_lambda must lie in \[0, 1\]"),
+        ({"posttrain": {"value_clip": -1.0}}, "posttrain.value_clip must be at least 0"),
+        ({"critic": {"learning_rate": 0.0}}, "critic.learning_rate must be positive"),
+        ({"posttrain": {"reward": "", "reward_model": "gone"}}, "posttrain.reward_model: gone is neither"),
+        ({"model": {"tied": False, "outputs": 1}}, 'posttrain.method = "ppo" needs a language model'),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    place: Path, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PPOTrainer.open(config(place, **sections), RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,103 @@
+"""What a policy acts in: prompts to complete, and what scores the completions."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+import zerojax
+from zerojax.posttrain.processes import of_this_process
+from zerojax.posttrain.prompts import Prompt, Prompts
+from zerojax.posttrain.rollout import Rollout
+from zerojax.posttrain.scorers import Scorer, open_scorer
+from zerojax.posttrain.settings import longest_prompt, rollout_rows
+from zerojax.run.config import RunConfig
+from zerojax.run.data import Tokenizer, open_template, open_tokenizer
+from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import WeightReader
+from zerojax.train.state import TrainState
+
+
+@dataclass
+class Environment:
+    """The environment of a run.
+
+    Attributes:
+        config: the settings.
+        prompts: of rollouts and evaluations.
+        tokenizer: of the model.
+        end: of a completion.
+        scorer: of completions.
+    """
+
+    config: RunConfig
+    prompts: Prompts
+    tokenizer: Tokenizer
+    end: AnswerEnd
+    scorer: Scorer
+
+    @classmethod
+    def open(cls, config: RunConfig, folder: RunFolder, reader: WeightReader) -> Self:
+        """Read the prompts, and start the reward's process or load the reward model.
+
+        Args:
+            config: the settings.
+            folder: of the run.
+            reader: reads the weights of a reward model.
+
+        Raises:
+            ConfigurationError: prompts, tokenizer or reward cannot be used.
+        """
+        tokenizer = open_tokenizer(config.data, folder.data)
+        template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
+        prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
+        scorer = open_scorer(config, tokenizer, reader)
+        return cls(config, prompts, tokenizer, AnswerEnd.of(tokenizer, template), scorer)
+
+    def rollout(self, state: TrainState, number: int) -> Rollout:
+        """Complete this process's prompts of a rollout, counted from 0."""
+        settings, seed = self.config.posttrain, self.config.train.seed
+        groups = rollout_rows(self.config) // settings.completions
+        prompts = of_this_process(self.prompts.of_rollout(number, groups, seed))
+        return self.complete(
+            state,
+            [prompt for prompt in prompts for _ in range(settings.completions)],
+            temperature=settings.temperature,
+            seed=int(np.random.SeedSequence((seed, number)).generate_state(1)[0]),
+        )
+
+    def answers(self, state: TrainState) -> Rollout | None:
+        """Answer this process's held-out prompts of an evaluation greedily; None if there are none."""
+        prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
+        prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
+        return self.complete(state, prompts, temperature=0.0) if prompts else None
+
+    def complete(
+        self, state: TrainState, prompts: list[Prompt], *, temperature: float, seed: int = 0
+    ) -> Rollout:
+        """Generate a completion of each prompt."""
+        completions = zerojax.generate(
+            state,
+            [prompt.tokens for prompt in prompts],
+            self.config.posttrain.max_new_tokens,
+            temperature=temperature,
+            stop=self.end.stop,
+            seed=seed,
+        )
+        return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
+
+    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """The score of each completion, NaN for a lost one; and why one was lost, or ""."""
+        return self.scorer.score(rollout)
+
+    def describe(self) -> str:
+        """The number of prompts."""
+        return f"{len(self.prompts.train):,} prompts and {len(self.prompts.held_out):,} held out"
+
+    def notes(self) -> list[str]:
+        """A line about prompts that are not used."""
+        left_out = self.prompts.left_out
+        return [f"{left_out:,} prompts are too long, and are left out"] if left_out else []

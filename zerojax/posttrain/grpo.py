@@ -1,0 +1,35 @@
+"""GRPO: a completion is compared with the others of its prompt (Shao et al., 2024, "DeepSeekMath")."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import zerojax
+from zerojax.posttrain.advantages import group_advantages
+from zerojax.posttrain.rollout import Rollout, Rows, mixed_groups
+from zerojax.posttrain.trainer import PostTrainer
+from zerojax.train.step import Metrics
+
+
+class GRPOTrainer(PostTrainer):
+    """A run of GRPO; a context manager."""
+
+    def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
+        """What ``policy_loss`` reads; see ``PostTrainer.rows``."""
+        settings, rows = self.config.posttrain, self.scored(rollout, rewards)
+        advantages = group_advantages(
+            jnp.asarray(rewards),
+            jnp.isfinite(rewards).astype(jnp.float32),
+            group_size=settings.completions,
+            scale=settings.scale_advantages,
+        )
+        return rows | {"advantages": rows["mask"] * np.asarray(advantages)[:, None]}
+
+    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
+        """The metrics of a rollout; see ``PostTrainer.measure``."""
+        mixed = mixed_groups(rewards, self.config.posttrain.completions)
+        return super().measure(rollout, rewards, rows) | {"mixed_groups": mixed}
+
+    def take_step(self, batch: Rows) -> Metrics:
+        """Dispatch a step of the policy; see ``PostTrainer.take_step``."""
+        self.state, metrics = zerojax.train_step(self.state, batch)
+        return metrics

@@ -1,0 +1,165 @@
+"""Pairs of answers from tables: which one is better, as rows of a batch."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from zerojax.posttrain.prompts import files_of
+from zerojax.run.config import DataSection
+from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, rank, validation_limit
+from zerojax.run.data.answers import AnswerEnd, Item
+from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, text_of
+from zerojax.run.data.formats import read_rows
+
+_AT_ONCE = 1024
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt, each with the prompt before it and what ends it; the answer counts.
+
+    Attributes:
+        chosen: the better one.
+        rejected: the other.
+        prompt: its text.
+    """
+
+    chosen: Encoded
+    rejected: Encoded
+    prompt: bytes
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer one."""
+        return max(len(self.chosen.tokens), len(self.rejected.tokens))
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """Pairs as a random-access sequence of rows of one shape, as ``TrainBatches`` reads them.
+
+    A row has "chosen" and "rejected", int32 [time + 1], followed by zeros; and "chosen_mask" and
+    "rejected_mask", fp32 [time], 1 where the token after the first is of the answer.
+
+    Attributes:
+        pairs: of at most time + 1 tokens.
+        time: columns of a row, but for the first token.
+    """
+
+    pairs: Sequence[Pair]
+    time: int
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, " _"] | Float32[np.ndarray, " _"]]:
+        row = {}
+        for name, answer in zip(("chosen", "rejected"), self.pairs[index][:2], strict=True):
+            tokens, mask = np.zeros(self.time + 1, np.int32), np.zeros(self.time + 1, np.float32)
+            tokens[: len(answer.tokens)], mask[: len(answer.mask)] = answer
+            row |= {name: tokens, f"{name}_mask": mask[1:]}
+        return row
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a run.
+
+    Attributes:
+        train: those to learn from.
+        held_out: those of evaluations.
+        too_long: how many were left out for their length.
+        equal: how many were left out because their answers are the same.
+    """
+
+    train: Sequence[Pair]
+    held_out: Sequence[Pair]
+    too_long: int
+    equal: int
+
+    @classmethod
+    def read(
+        cls, data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None, longest: int
+    ) -> "Pairs":
+        """Read ``data.source``, and hold out the pairs of a fraction ``data.validation`` of the prompts.
+
+        Args:
+            data: the settings.
+            tokenizer: of the model.
+            template: for conversations; None if each row has a prompt.
+            longest: pairs with more tokens in a prompt and its answer are left out.
+
+        Raises:
+            DataError: a file is damaged, a row is not as it should be, or no pair is left.
+        """
+        every = list(_read(data, tokenizer, template))
+        fitting = [pair for pair in every if pair.length <= longest]
+        pairs = [pair for pair in fitting if not np.array_equal(pair.chosen.tokens, pair.rejected.tokens)]
+        if not pairs:
+            raise DataError(
+                f"data.source {data.source!r}: none of {len(every):,} pairs is left: "
+                f"{len(every) - len(fitting):,} have more than {longest} tokens (train.sequence_length), "
+                f"and of {len(fitting):,} both answers are the same"
+            )
+        limit = validation_limit((pair.prompt for pair in pairs), data.validation)
+        held_out = [rank(pair.prompt) < limit for pair in pairs]
+        return cls(
+            [pair for pair, held in zip(pairs, held_out, strict=True) if not held],
+            [pair for pair, held in zip(pairs, held_out, strict=True) if held],
+            len(every) - len(fitting),
+            len(fitting) - len(pairs),
+        )
+
+    def notes(self, longest: int) -> list[str]:
+        """Lines about the pairs that are left out."""
+        notes = []
+        if self.too_long:
+            notes.append(f"{self.too_long:,} pairs have more than {longest} tokens, and are left out")
+        if self.equal:
+            notes.append(f"{self.equal:,} pairs are of two equal answers, and are left out")
+        return notes
+
+
+def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
+    """At most ``count`` prompts with their chosen answers, spread evenly over some pairs."""
+    items = []
+    for index in np.linspace(0, len(pairs) - 1, min(count, len(pairs))).astype(int).tolist():
+        tokens, mask = pairs[index].chosen
+        start = int(np.argmax(mask))
+        items.append(Item(tokens[:start].astype(np.int32), tokens[start:].astype(np.int32)))
+    return items
+
+
+def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair]:
+    examples: Examples = Completions() if template is None else Conversations(template)
+    given = data.prompt_column if template is None else data.messages_column
+    answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template).token
+    rows = (row for path in files_of(data, "pairs") for row in read_rows(path, (given, *answers)))
+    for some in itertools.batched(rows, _AT_ONCE):
+        documents = [
+            _document(row, column, place, data, template) for place, row in some for column in answers
+        ]
+        encoded = examples.encode(tokenizer, documents)
+        for document, chosen, rejected in zip(documents[::2], encoded[::2], encoded[1::2], strict=True):
+            assert document.targets is not None
+            start = document.targets[0][0]
+            yield Pair(_ended(chosen, end), _ended(rejected, end), document.text.decode()[:start].encode())
+
+
+def _ended(text: Encoded, end: int) -> Encoded:
+    """A text up to the token that ends an answer: templates write a line break after it, models do not."""
+    ends = np.flatnonzero(text.mask & (text.tokens == end))
+    return Encoded(*(x[: ends[-1] + 1] for x in text)) if len(ends) else text
+
+
+def _document(
+    row: dict[str, Any], answer: str, place: str, data: DataSection, template: ChatTemplate | None
+) -> Document:
+    """The prompt or conversation of a row with the answer of a column."""
+    if template is None:
+        return Completions(data.prompt_column, answer).document(row, place)
+    conversations = Conversations(template, data.messages_column)
+    return conversations.document(row, place, answer=text_of(row, answer, place))

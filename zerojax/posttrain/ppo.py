@@ -1,0 +1,113 @@
+"""PPO with a critic (Schulman et al., 2017; of language models Ziegler et al., 2019; Ouyang et al., 2022)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zerojax
+from zerojax.models import parameter_count
+from zerojax.posttrain.advantages import gae, token_rewards
+from zerojax.posttrain.critic import COLUMNS, Critic
+from zerojax.posttrain.processes import mean_over_processes, moments_over_processes
+from zerojax.posttrain.roles import Roles
+from zerojax.posttrain.rollout import Rollout, Rows
+from zerojax.posttrain.settings import abstract_batch, abstract_columns
+from zerojax.posttrain.trainer import PostTrainer
+from zerojax.run.build import Trained
+from zerojax.run.config import RunConfig
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import Start, WeightReader
+from zerojax.train.step import Metrics
+
+_gae = jax.jit(gae, static_argnames=("discount", "decay"))
+
+
+@dataclass
+class PPOTrainer(PostTrainer):
+    """A run of PPO; a context manager.
+
+    Attributes:
+        critic: says what a completion will earn, from each of its tokens on.
+    """
+
+    critic: Critic
+
+    @classmethod
+    def roles(
+        cls, config: RunConfig, folder: RunFolder, step: int, start: Start, reader: WeightReader
+    ) -> Roles:
+        """The critic; see ``PostTrainer.roles``."""
+        if start.source is None:
+            critic, notes = Critic.resume(config, folder, step, reader)
+        else:
+            critic, notes = Critic.begin(config, folder, start.source, reader)
+        batch = abstract_columns(config, COLUMNS)
+        zero = critic.state.spec.zero
+        parameters = parameter_count(critic.config.model)
+        notes.append(f"critic: {parameters:,} parameters, {critic.config.zero.preset} of stage {zero.stage}")
+        return Roles({"critic": critic}, [Trained(critic.config.model, critic.state, batch)], notes)
+
+    def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
+        """What ``policy_loss`` and ``value_loss`` read; see ``PostTrainer.rows``."""
+        settings, rows = self.config.posttrain, self.scored(rollout, rewards)
+        old_values = self.predict(rows, self.critic.values)
+        per_token = token_rewards(rewards, rows, settings.kl)
+        advantages, returns = _gae(
+            *(jnp.asarray(x) for x in (per_token, old_values, rows["mask"])),
+            discount=settings.discount,
+            decay=settings.gae_lambda,
+        )
+        advantages = np.asarray(advantages)
+        if settings.normalize_advantages:
+            mean, variance = moments_over_processes(advantages, rows["mask"])
+            advantages = rows["mask"] * ((advantages - mean) / (variance**0.5 + 1e-8)).astype(np.float32)
+        return rows | {
+            "rewards": per_token,
+            "old_values": old_values,
+            "returns": np.asarray(returns),
+            "advantages": advantages,
+        }
+
+    def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
+        """The metrics of a rollout; see ``PostTrainer.measure``."""
+        found, mask = super().measure(rollout, rewards, rows), rows["mask"]
+        _, unexplained = moments_over_processes(rows["returns"] - rows["old_values"], mask)
+        _, variance = moments_over_processes(rows["returns"], mask)
+        more = {"reward": (rows["rewards"].sum(axis=1), np.isfinite(rewards))}
+        if self.reference is not None:
+            more["kl"] = (rows["old_log_probs"] - rows["reference_log_probs"], mask)
+        found |= {"score": found["reward"], "explained_variance": 1 - unexplained / max(variance, 1e-12)}
+        return found | {name: x for name, x in mean_over_processes(more).items() if x is not None}
+
+    def take_step(self, batch: Rows) -> Metrics:
+        """Dispatch a step of the policy and one of the critic; see ``PostTrainer.take_step``."""
+        own = {name: batch[name] for name in abstract_batch(self.config)}
+        self.state, metrics = zerojax.train_step(self.state, own)
+        values = self.critic.take_step(batch)
+        # The run ends if either has diverged.
+        in_row = jnp.maximum(metrics["skipped_in_row"], values["skipped_in_row"])
+        return {
+            **metrics,
+            "value_loss": values["loss"],
+            "value_grad_norm": values["grad_norm"],
+            "skipped_in_row": in_row,
+        }
+
+    def save_checkpoint(
+        self, position: dict[str, Any], metrics: Sequence[str], *, despite_skips: bool
+    ) -> bool:
+        """Save the critic, and then begin to save the policy: its checkpoint always has a critic."""
+        skipping = any(int(np.asarray(x.skipped_in_row)) for x in (self.state, self.critic.state))
+        if skipping and not despite_skips:
+            return False
+        self.critic.save(self.step, self.record(position, metrics))
+        return super().save_checkpoint(position, metrics, despite_skips=despite_skips)
+
+    def close_files(self) -> None:
+        """Close the samples and the critic's checkpoints."""
+        super().close_files()
+        self.critic.checkpoints.close()

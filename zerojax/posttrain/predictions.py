@@ -1,0 +1,36 @@
+"""What models say about the rows of a rollout."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from zerojax.posttrain.rollout import Rows
+from zerojax.run.config import RunConfig
+from zerojax.train.step import local_rows
+
+
+def predict_rows(config: RunConfig, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
+    """What a prediction says of this process's rows.
+
+    They go in parts of the size of a micro-batch, so that they need no more memory than a step; the last part
+    is filled up with zeros.
+
+    Args:
+        config: the settings.
+        rows: as many in every process.
+        predict: of such a part, as ``predict_step`` returns it.
+    """
+    train = config.train
+    size = train.batch_size // train.accumulate // jax.process_count()
+    count = len(rows["tokens"])
+    parts = [
+        {name: _padded(x[first : first + size], size) for name, x in rows.items()}
+        for first in range(0, count, size)
+    ]
+    # The reading comes after all parts are dispatched, so that the devices need not wait for it.
+    return np.concatenate([local_rows(part) for part in [predict(part) for part in parts]])[:count]
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(rows, ((0, size - len(rows)), (0, 0)))

@@ -1,0 +1,88 @@
+"""What runs on the devices to learn from preferences: the losses, and the log-probabilities of answers."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zerojax.adapters import LossFn
+from zerojax.models import GPT, scores
+from zerojax.posttrain.log_probs import token_log_probs
+from zerojax.posttrain.losses import bradley_terry_loss, dpo_loss, ipo_loss
+from zerojax.run.config import PosttrainSection
+
+Batch = dict[str, Array]
+Answers = dict[str, Float[Array, " pairs"]]
+
+_LOSSES: dict[str, Callable[..., Array]] = {"dpo": dpo_loss, "ipo": ipo_loss}
+
+
+@cache  # so that runs with the same settings share what they compile
+def preference_loss(settings: PosttrainSection) -> LossFn:
+    """The loss of ``settings.method`` for ``TrainState.create``: the mean over pairs.
+
+    A batch has "chosen" and "rejected" int32 [pairs, time + 1]; of their tokens[:, 1:], "chosen_mask" and
+    "rejected_mask" fp32 [pairs, time], 1 for those of the answer; and for DPO and IPO "reference_chosen" and
+    "reference_rejected" fp32 [pairs], as ``answer_log_probs`` of the reference. All micro-batches of all
+    devices have the same number of pairs, so the mean of their means is that over all pairs.
+
+    The rewards in its aux are the scores of a reward model, or DPO's (Rafailov et al., 2023, section 4): beta
+    times the log of the ratio to the reference's probability.
+    """
+    return _reward_loss if settings.method == "reward" else partial(_preference_loss, settings)
+
+
+def answer_log_probs(model: GPT, batch: Batch) -> Answers:
+    """The log-probabilities of both answers, summed over their tokens: fp32 [pairs] by name."""
+    tokens, mask = both(batch)
+    chosen, rejected = jnp.split(jnp.sum(token_log_probs(model, tokens, mask), axis=1), 2)
+    return {"chosen": chosen, "rejected": rejected}
+
+
+def answer_scores(model: GPT, batch: Batch) -> Answers:
+    """The scores of both answers, each at its last token: fp32 [pairs] by name.
+
+    Args:
+        model: of scores.
+        batch: whose answers leave at least the last column free.
+    """
+    tokens, mask = both(batch)
+    last = mask.shape[1] - jnp.argmax(mask[:, ::-1], axis=1)  # mask is of tokens[:, 1:]
+    found = jnp.take_along_axis(scores(model, tokens[:, :-1]), last[:, None], axis=1)[:, 0]
+    chosen, rejected = jnp.split(found, 2)
+    return {"chosen": chosen, "rejected": rejected}
+
+
+def both(batch: Batch) -> tuple[Array, Array]:
+    """Tokens and masks of the chosen answers and then the rejected: one pass gathers each weight once."""
+    return (
+        jnp.concatenate([batch["chosen"], batch["rejected"]]),
+        jnp.concatenate([batch["chosen_mask"], batch["rejected_mask"]]),
+    )
+
+
+def _preference_loss(settings: PosttrainSection, model: GPT, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    found = answer_log_probs(model, batch)
+    reference = {name: batch[f"reference_{name}"] for name in found}
+    each = _LOSSES[settings.method](
+        found["chosen"], found["rejected"], reference["chosen"], reference["rejected"], beta=settings.beta
+    )
+    rewards = {name: settings.beta * (found[name] - reference[name]) for name in found}
+    return jnp.mean(each), _measure(rewards, batch)
+
+
+def _reward_loss(model: GPT, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    found = answer_scores(model, batch)
+    return jnp.mean(bradley_terry_loss(found["chosen"], found["rejected"])), _measure(found, batch)
+
+
+def _measure(rewards: Answers, batch: Batch) -> dict[str, Array]:
+    margin = rewards["chosen"] - rewards["rejected"]
+    return {
+        "accuracy": jnp.mean(margin > 0),
+        "margin": jnp.mean(margin),
+        "rewards_chosen": jnp.mean(rewards["chosen"]),
+        "rewards_rejected": jnp.mean(rewards["rejected"]),
+        "length": jnp.mean(jnp.sum(both(batch)[1], axis=1)),
+    }

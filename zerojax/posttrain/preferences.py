@@ -1,0 +1,212 @@
+"""A run that learns from preferences: ``PreferenceTrainer.open`` prepares it, ``train`` is the loop."""
+
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.formatting import plain_text
+from zerojax.models import parameter_count
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.multihost.peers import Peers
+from zerojax.posttrain.memory import RoleMemory
+from zerojax.posttrain.methods import REFERENCED, check_first_weights
+from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
+from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
+from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
+from zerojax.posttrain.reference import Reference
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first, mean_metrics
+from zerojax.run.config import RunConfig
+from zerojax.run.data import Batch, TrainBatches, open_template, open_tokenizer, validation_batches
+from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.open_run import run_services
+from zerojax.run.run_dir import Resume, RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.run.trainer import BatchTrainer, disk_errors_explained
+from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
+from zerojax.train.step import Metrics, local_rows
+
+
+@dataclass
+class PreferenceTrainer(BatchTrainer):
+    """A run that learns from preferences; a context manager.
+
+    Attributes:
+        reference: the model that the run began with; None if the method compares with none.
+        exact_match: the prompts of every evaluation with their chosen answers, or None.
+    """
+
+    reference: Reference | None
+    exact_match: ExactMatch | None
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        folder: RunFolder,
+        resume: Resume = "auto",
+        init_from: Path | None = None,
+        peers: Peers | None = None,
+        reader: WeightReader = CHECKPOINTS,
+    ) -> Self:
+        """Read the pairs, and take the first weights or the newest checkpoint.
+
+        Args:
+            config: the settings.
+            folder: of the run, new or existing; it may hold an imported model.
+            resume: whether to resume from a checkpoint in the folder.
+            init_from: what gives a new run its first weights, such as a run or a checkpoint.
+            peers: the other processes of the run, if there are any.
+            reader: reads ``init_from``, and the base or reference of a resumed run.
+
+        Raises:
+            ConfigurationError: invalid settings or pairs; ``resume`` or ``init_from`` cannot be satisfied; or
+                another process trains in the folder.
+            RunError: the disk is full.
+        """
+        settings = config.posttrain
+        setup = RunSetup.of(config, loss_fn=preference_loss(settings))
+        setup.check()
+        check_preferences(config)
+        lock = RunLock(folder)
+        with ExitStack() as on_error, disk_errors_explained(folder):
+            on_error.callback(lock.close)
+            unlocked = run_on_process_zero(lock.take)
+            run_on_process_zero(folder.create)
+            pairs, exact_match = read_data(config, folder)
+            batches, validation = make_batches(config, pairs)
+            manifest, notes = choose_checkpoint(config, folder, resume)
+            if unlocked is not None:
+                notes.append(unlocked)
+            check_first_weights(manifest, init_from)
+            referenced = settings.method in REFERENCED
+            start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
+            if start.position:
+                batches.set_state(start.position)
+            state, base, batch = start.state, start.base, abstract_pairs(config)
+            reference = Reference.of(config, folder, base, state, reader) if referenced else None
+            run = run_services(
+                config, folder, lock, manifest, state=state, base=base, batch=batch, peers=peers
+            )
+            trainer = cls(
+                **run,
+                batches=batches,
+                validation=validation,
+                reference=reference,
+                exact_match=exact_match,
+            )
+            notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
+            trainer.announce(
+                f"{settings.method}, {parameter_count(config.model):,} parameters, "
+                f"{len(pairs.train):,} pairs and {len(pairs.held_out):,} held out",
+                [*notes, *pairs.notes(longest_answer(config)), *start.notes],
+            )
+            on_error.pop_all()
+            return trainer
+
+    def begin(self) -> None:
+        """Say what the first weights reach, and record it in run.json."""
+        values = {name: float(value) for name, value in self.evaluation().items()}
+        self.log.say(f"before the first step: {self.describe(values)}")
+        if is_first():
+            self.folder.update_summary(**{f"first_{name}": value for name, value in values.items()})
+        self.log.restart_clock()
+
+    def take_step(self, batch: Batch) -> Metrics:
+        """Dispatch a step on pairs; returns its metrics."""
+        return super().take_step(self.with_reference(batch))
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """A batch with what the reference says about its answers."""
+        if self.reference is None:
+            return batch
+        # In parts of the size of a micro-batch, so that they need no more memory than a step.
+        train = self.config.train
+        size = train.batch_size // train.accumulate // jax.process_count()
+        found = [
+            self.reference.log_probs(
+                self.state, {name: x[first : first + size] for name, x in batch.items()}, answer_log_probs
+            )
+            for first in range(0, len(batch["chosen"]), size)
+        ]
+        # One part is in place already, and need not be waited for.
+        joined = (
+            found[0]
+            if len(found) == 1
+            else jax.tree.map(lambda *parts: np.concatenate([local_rows(part) for part in parts]), *found)
+        )
+        return batch | {f"reference_{name}": x for name, x in joined.items()}
+
+    @functools.cached_property
+    def held_out(self) -> list[Batch]:
+        """The batches of every evaluation with what the reference says, which does not change."""
+        return [self.with_reference(batch) for batch in self.validation]
+
+    def evaluation(self) -> Metrics:
+        """Measure exact match if asked to, and dispatch the measurement on the held-out pairs."""
+        self.watchdog.phase(f"the evaluation after step {self.step}")
+        right = {}
+        if self.exact_match is not None:
+            right["exact_match"] = jnp.asarray(self.exact_match.measure(self.state))
+        means = mean_metrics(self.state, self.held_out)
+        return right | {f"validation_{name}": means[name] for name in ("loss", "accuracy")}
+
+    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+        """See ``BatchTrainer.result``."""
+        names = ("validation_loss", "validation_accuracy", "exact_match")
+        return {name: last[name] for name in names if name in last}, self.describe(last)
+
+    def describe(self, values: Mapping[str, float]) -> str:
+        """The values of an evaluation in words."""
+        loss, accuracy = values["validation_loss"], values["validation_accuracy"]
+        return (
+            f"validation loss {loss:.4f}, {accuracy:.1%} of the held-out pairs ranked right"
+            f"{describe_matches(values, self.exact_match)}"
+        )
+
+
+def read_data(config: RunConfig, folder: RunFolder) -> tuple[Pairs, ExactMatch | None]:
+    """The pairs of a run, and the prompts of its evaluations if ``train.eval_exact_match`` asks for them.
+
+    Raises:
+        DataError: as of ``Pairs.read``; or the tokenizer or its chat template is not there.
+    """
+    tokenizer = open_tokenizer(config.data, folder.data)
+    template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
+    pairs = Pairs.read(config.data, tokenizer, template, longest_answer(config))
+    count = config.train.eval_exact_match
+    if not count:
+        return pairs, None
+    items = [(AnswerEnd.of(tokenizer, template), chosen_items(pairs.held_out, count))]
+    return pairs, ExactMatch(items, tokenizer, longest_answer(config))
+
+
+def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Batch]]:
+    """This process's part of the training batches and of the validation batches, as of supervised training.
+
+    Raises:
+        DataError: the held-out pairs do not fill a micro-batch.
+    """
+    train, process, processes = config.train, jax.process_index(), jax.process_count()
+    validation = validation_batches(
+        [PairRows(pairs.held_out, train.sequence_length)],
+        batch_size=train.batch_size // train.accumulate,
+        batches=train.eval_batches,
+        process=process,
+        processes=processes,
+    )
+    batches = TrainBatches(
+        [PairRows(pairs.train, train.sequence_length)],
+        batch_size=train.batch_size,
+        seed=train.seed,
+        process=process,
+        processes=processes,
+    )
+    return batches, validation

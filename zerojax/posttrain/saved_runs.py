@@ -1,0 +1,73 @@
+"""Other runs that the settings name: a reward model, or the first weights of a critic."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from zerojax.errors import ConfigurationError
+from zerojax.run import checkpoints
+from zerojax.run.config import RunConfig, config_from_dict
+from zerojax.run.data import Tokenizer, open_tokenizer
+from zerojax.run.run_dir import RunFolder
+
+
+def saved_settings(path: str, key: str) -> RunConfig:
+    """The settings of the run whose newest checkpoint, or a certain one, is at a path.
+
+    Args:
+        path: of a run, or of one of its checkpoints.
+        key: that names it, for errors.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    try:
+        return config_from_dict(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{key}: {error}") from error
+
+
+def check_reward_model(config: RunConfig) -> None:
+    """Refuse a ``posttrain.reward_model`` that is none for the policy.
+
+    Raises:
+        ConfigurationError: it is a language model, or its context is too short.
+    """
+    path = config.posttrain.reward_model
+    model = saved_settings(path, "posttrain.reward_model").model
+    if model.outputs != 1:
+        raise ConfigurationError(
+            f'posttrain.reward_model {path} is no model of scores: train one by posttrain.method = "reward", '
+            "with model.outputs = 1"
+        )
+    longest = min(config.train.sequence_length + 1, config.model.max_seq_len)
+    if model.max_seq_len < longest:
+        raise ConfigurationError(
+            f"posttrain.reward_model {path} reads at most {model.max_seq_len} tokens, and prompts and "
+            f"completions have {longest}: lower train.sequence_length to {model.max_seq_len - 1}"
+        )
+
+
+def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
+    """Refuse a run whose tokens mean something else than the policy's.
+
+    Args:
+        path: as of ``saved_settings``.
+        key: likewise.
+        tokenizer: of the policy.
+
+    Raises:
+        ConfigurationError: its tokenizer is another, or gone.
+    """
+    folder = RunFolder(checkpoints.find(Path(path)).parent.parent)
+    theirs = open_tokenizer(saved_settings(path, key).data, folder.data)
+    if _files(theirs) != _files(tokenizer):
+        raise ConfigurationError(
+            f"{key} {path} has another tokenizer than this run (data.tokenizer): both must have the same"
+        )
+
+
+def _files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What the tokenizer's files hold."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder) / "tokenizer.json")
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

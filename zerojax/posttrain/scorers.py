@@ -1,0 +1,127 @@
+"""What scores completions: a user's function, or a reward model."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import optax
+from jaxtyping import Float32
+
+import zerojax
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.posttrain.policy import last_scores
+from zerojax.posttrain.predictions import predict_rows
+from zerojax.posttrain.reference import frozen_setup
+from zerojax.posttrain.rewards import LostReward, RewardProcess
+from zerojax.posttrain.rollout import Rollout
+from zerojax.posttrain.saved_runs import check_tokenizer, saved_settings
+from zerojax.run import checkpoints
+from zerojax.run.build import RunSetup
+from zerojax.run.config import LoRASection, RunConfig, config_from_dict
+from zerojax.run.data import Tokenizer
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import WeightReader, with_base
+from zerojax.train.state import TrainState
+
+
+class Scorer(Protocol):
+    """Scores completions."""
+
+    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """The score of each completion, NaN for those that are lost; and why one was lost, or ""."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+@dataclass
+class FunctionScorer:
+    """Scores by a function in a process of its own."""
+
+    process: RewardProcess
+
+    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """See ``Scorer``."""
+        found, why = np.full(len(rollout.texts), np.nan, np.float32), ""
+        for row, (prompt, text) in enumerate(zip(rollout.prompts, rollout.texts, strict=True)):
+            try:
+                found[row] = self.process.score(prompt.text, text, prompt.row)
+            except LostReward as error:
+                why = str(error)
+        return found, why
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.close()
+
+
+@dataclass
+class ModelScorer:
+    """Scores by a model with one output: what it says at the last token.
+
+    Attributes:
+        config: the settings of the run.
+        state: its weights, which no step changes.
+    """
+
+    config: RunConfig
+    state: TrainState
+
+    @classmethod
+    def open(cls, config: RunConfig, reader: WeightReader) -> Self:
+        """The model of ``posttrain.reward_model``, on the run's mesh.
+
+        A model that was trained whole is stored as a reference is; one of adapters as in its own run.
+
+        Raises:
+            ConfigurationError: its checkpoint, or its base, is gone.
+        """
+        path = Path(run_on_process_zero(lambda: str(checkpoints.find(Path(config.posttrain.reward_model)))))
+        record = checkpoints.read_manifest(path).record
+        setup, saved = reward_setup(config), config_from_dict(record.config)
+        if setup.lora is None and not saved.zero.frozen:
+            state = reader.weights(path, setup.initial_state(base=False))
+        else:
+            folder = RunFolder(path.parent.parent)
+            abstract = with_base(setup.abstract_state(), folder, record.base, saved, reader)
+            state = checkpoints.restore(path, abstract)
+        return cls(config, state)
+
+    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """See ``Scorer``; none is lost."""
+        rows = {"tokens": rollout.tokens, "mask": rollout.mask}
+        return predict_rows(self.config, rows, partial(zerojax.predict_step, self.state, fn=last_scores)), ""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -> Scorer:
+    """What ``posttrain.reward`` or ``posttrain.reward_model`` names.
+
+    Args:
+        config: the settings.
+        tokenizer: of the policy.
+        reader: reads the weights of a reward model.
+
+    Raises:
+        ConfigurationError: there is no such function or model, or the model's tokenizer is another.
+    """
+    settings = config.posttrain
+    if not settings.reward_model:
+        return FunctionScorer(RewardProcess(settings.reward, settings.reward_seconds))
+    check_tokenizer(settings.reward_model, "posttrain.reward_model", tokenizer)
+    return ModelScorer.open(config, reader)
+
+
+def reward_setup(config: RunConfig) -> RunSetup:
+    """How the state of the reward model is built."""
+    saved = saved_settings(config.posttrain.reward_model, "posttrain.reward_model")
+    if saved.lora.rank or saved.zero.frozen:
+        zero = replace(saved.zero, weights_delta=False, error_feedback=False)
+        return RunSetup.of(replace(config, model=saved.model, lora=saved.lora, zero=zero), optax.identity())
+    return frozen_setup(replace(config, model=saved.model, lora=LoRASection()))
