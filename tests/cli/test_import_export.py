@@ -148,6 +148,7 @@ def test_import_refuses_a_folder_in_use(tmp_path: Path, capsys: pytest.CaptureFi
     assert [path.name for path in run.iterdir()] == ["lock"]
 
 
+@pytest.mark.slow
 def test_a_trained_run_is_exported_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config, rows = tmp_path / "own.toml", tmp_path / "rows.jsonl"
     config.write_text(LLAMA)

@@ -32,10 +32,14 @@ DERIVED = "tests/schedule/test_derived_losses.py::test_quantized_gradients_of_a_
     ("chosen", "tests"),
     [
         (
-            "not slow or zero++ or Stacked",
-            [LOWERING, f"{STEP}[zero++-2-4-dtypes1]", f"{DERIVED}[Stacked-units0]"],
+            "not slow or zero++",
+            [LOWERING, f"{STEP}[zero++-2-4-dtypes1]"],
         ),
-        pytest.param("slow or Listed", [LOWERING, f"{DERIVED}[Listed-units1]"], marks=pytest.mark.slow),
+        pytest.param(
+            "slow or Stacked or Listed",
+            [LOWERING, f"{DERIVED}[Stacked-units0]", f"{DERIVED}[Listed-units1]"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["always", "the rest"],
 )

@@ -79,11 +79,11 @@ CALLS = {
 }
 
 
-# Every kernel in int4, and each other format with a third of them; the others are slow.
+# Every kernel in int4; the other formats are slow.
 GRID = [
-    pytest.param(name, fmt, marks=() if fmt == "int4" or (i + j) % 3 == 0 else pytest.mark.slow)
-    for i, name in enumerate(CALLS)
-    for j, fmt in enumerate(pk.QUANTIZED)
+    pytest.param(name, fmt, marks=() if fmt == "int4" else pytest.mark.slow)
+    for name in CALLS
+    for fmt in pk.QUANTIZED
 ]
 
 

@@ -196,7 +196,8 @@ def test_dpo_equals_a_plain_loop(dpo: Trained) -> None:
     check_plain_loop("dpo", dpo)
 
 
-@pytest.mark.parametrize("method", [pytest.param("ipo", marks=pytest.mark.slow), "reward"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ipo", "reward"])
 def test_others_equal_a_plain_loop(method: str, place: Path, finished: RunFolder, tmp_path: Path) -> None:
     settings = config(place, mesh={"nodes": 1}, **METHODS[method])
     run = trained(settings, tmp_path / "run", finished)
@@ -205,6 +206,7 @@ def test_others_equal_a_plain_loop(method: str, place: Path, finished: RunFolder
     assert ("exact_match" in figures) == ("first_exact_match" in figures) == (method == "ipo")
 
 
+@pytest.mark.slow
 def test_a_torn_run_resumes_bit_by_bit(
     dpo: Trained, place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

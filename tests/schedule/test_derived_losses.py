@@ -131,7 +131,13 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
             {"accumulate": 2, "grad_sync": "step", "hpz": True},
             marks=pytest.mark.slow,
         ),
-        (TWO_LAYERS, weight_penalty, (2, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
+        pytest.param(
+            TWO_LAYERS,
+            weight_penalty,
+            (2, 2),
+            {"accumulate": 2, "accumulate_order": "breadth"},
+            marks=pytest.mark.slow,
+        ),
         (LINEN, both, (2, 4), {"units": (LinenBlock,), "hpz": True, "remat": "none"}),
         pytest.param(LINEN, both, (1, 4), {"units": (LinenBlock,), "stage": 2}, marks=pytest.mark.slow),
     ],
@@ -150,7 +156,7 @@ def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
         assert np.linalg.norm(mine - theirs) < 2e-4 * scale, leaf.name
 
 
-# A stack is run by test_kernels_in_step.py every time.
+# test_kernels_in_step.py runs them with the kernels.
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "units"), [(Stacked, ()), (Listed, (Block,))])
 def test_quantized_gradients_of_a_penalty_are_near(kind, units):

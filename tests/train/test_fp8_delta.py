@@ -144,6 +144,7 @@ def assert_fresh(state: zerojax.TrainState) -> None:
         np.testing.assert_array_equal(codes, numpy_codes(scaled, 1), leaf.name)
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_averaged_and_gathered():
     state = begin(spec_of())
     assert_fresh(state)

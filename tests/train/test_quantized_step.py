@@ -39,6 +39,7 @@ def weights_after(seed: int, steps: int, **zero: Any) -> bytes:
     return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_the_same_twice():
     first = weights_after(3, 3, **DELTA)
     assert first == weights_after(3, 3, **DELTA)

@@ -37,6 +37,7 @@ def train(state: zerojax.TrainState, batches: list[Any]) -> tuple[zerojax.TrainS
     return state, losses
 
 
+@pytest.mark.slow
 def test_two_states_of_different_meshes_and_configs_take_turns():
     """Same classes, other everything: each goes the way it goes alone."""
     case, tx = CASES["nnx"], optax.sgd(0.02, momentum=0.9)

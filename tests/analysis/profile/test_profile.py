@@ -32,6 +32,7 @@ def profiled(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
+@pytest.mark.slow
 def test_a_trace_names_every_hop_and_the_layers(profiled: RunFolder) -> None:
     (path,) = trace_files(profiled.profile)
     events = read_events(path)
@@ -50,6 +51,7 @@ def chrome_events(path: Path) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_perfetto_and_tensorboard_have_their_files(profiled: RunFolder) -> None:
     (path,) = trace_files(profiled.profile)
     assert path.parent.parent == profiled.profile / "plugins" / "profile"
@@ -63,6 +65,7 @@ def test_perfetto_and_tensorboard_have_their_files(profiled: RunFolder) -> None:
     assert {e["args"]["name"] for e in ranges if e["name"] == "process_name"} >= {"device 0", "device 3"}
 
 
+@pytest.mark.slow
 def test_the_report_and_the_overlap_command_find_it(
     profiled: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def frozen_of(state: TrainState) -> Any:
     return jax.tree.map(np.asarray, state.frozen)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_on_the_same_base_and_no_other(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
