@@ -191,6 +191,16 @@ def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:
         GRPOTrainer.open(config(place), RunFolder(tmp_path / "run"))
 
 
+def test_zerojax_eval_refuses_a_run_of_posttrain(
+    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.write_config(config(place))
+    assert main(["eval", str(folder.path)]) == 2
+    assert f"see zerojax report {folder.path}" in capfd.readouterr().err
+
+
 def test_zerojax_train_refuses_a_config_of_posttrain(
     place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import tyro
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.cli.trained import open_trained
+from zerojax.errors import ConfigurationError
 from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.exact_match import ExactMatch, describe_matches
@@ -42,6 +43,12 @@ def run(arguments: list[str]) -> None:
     folder = RunFolder(options.run)
     config = folder.read_config()
     config.model.check_language_model("zerojax eval")
+    if config.posttrain.method != "none":
+        raise ConfigurationError(
+            "zerojax eval measures the loss on text or conversations; a run of zerojax posttrain measures "
+            "its own held-out prompts or pairs every train.eval_every steps: see zerojax report "
+            f"{options.run}"
+        )
     if options.exact_match is not None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(options.mesh, config.cluster):

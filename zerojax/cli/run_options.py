@@ -52,7 +52,10 @@ def read_run[O: RunOptions](
     def with_model(settings: RunConfig) -> RunConfig:
         if source is None:
             return settings
-        return run_settings(source, settings, folder_of(arguments[0], value_of("--run-dir", arguments)))
+        # Read early: the config's own length may be too long for the model, which it did not know.
+        length = value_of("--train.sequence-length", arguments) or ""
+        folder = folder_of(arguments[0], path_of("--run-dir", arguments))
+        return run_settings(source, settings, folder, int(length) if length.isdecimal() else None)
 
     read = on_config.parse(options, command, arguments, with_model)
     check_source(read.init_from, read.settings, read.folder, command)
@@ -70,17 +73,23 @@ def named_model(arguments: list[str]) -> ModelFolder | None:
     Raises:
         ConfigurationError: the model is one that zerojax does not support.
     """
-    path = value_of("--init-from", arguments)
+    path = path_of("--init-from", arguments)
     return ModelFolder.open(path) if path is not None and is_model(path) else None
 
 
-def value_of(option: str, arguments: list[str]) -> Path | None:
-    """The path that follows an option, before the command line is read as a whole; None without it."""
+def path_of(option: str, arguments: list[str]) -> Path | None:
+    """As ``value_of``, of a path."""
+    found = value_of(option, arguments)
+    return None if found is None else Path(found)
+
+
+def value_of(option: str, arguments: list[str]) -> str | None:
+    """The word that follows an option, before the command line is read as a whole; None without it."""
     found = None
     for word, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == option:
-            found = Path(value if equals else following)
+            found = value if equals else following
     return found
 
 

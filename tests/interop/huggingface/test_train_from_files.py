@@ -78,10 +78,13 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
 ):
     model, config, run = tmp_path / "model", tmp_path / "tune.toml", tmp_path / "run"
     shutil.copytree(FIXTURES / "llama2", model)
-    config.write_text("[train]\nsteps = 1\nbatch_size = 8\nsequence_length = 16\neval_batches = 1\n")
+    config.write_text("[train]\nsteps = 1\nbatch_size = 8\nsequence_length = 99\neval_batches = 1\n")
     command = ["train", str(config), "--run-dir", str(run), "--init-from", str(model)]
     command += ["--data.source", str(text), "--data.validation", "0.2", "--mesh.local", "1"]
     command += ["--mesh.nodes", "1", "--lora.rank", "2", "--zero.compute-dtype", "float32"]
+    assert main(command) == 2
+    assert "train.sequence_length 99 is longer than model.max_seq_len 64: lower it" in capsys.readouterr().err
+    command += ["--train.sequence-length", "16"]
     assert main([*command, "--model.layers", "3"]) == 2
     assert "the model is that of" in capsys.readouterr().err
     assert not run.exists()

@@ -44,18 +44,23 @@ class ModelReader(CheckpointReader):
         return load_base(state, path, new=new) if is_model(path) else super().base(path, state, new=new)
 
 
-def run_settings(source: ModelFolder, settings: RunConfig, folder: RunFolder) -> RunConfig:
+def run_settings(
+    source: ModelFolder, settings: RunConfig, folder: RunFolder, sequence_length: int | None = None
+) -> RunConfig:
     """Settings with the shape of a model, and its tokenizer if it has one.
 
     Args:
         source: the model.
         settings: of the run, for any model.
         folder: of the run.
+        sequence_length: in place of that of the settings, which may be too long for the model.
     """
-    data = settings.data
+    data, train = settings.data, settings.train
+    if sequence_length is not None:
+        train = replace(train, sequence_length=sequence_length)
     if source.tokenizer is not None:
         data = replace(data, tokenizer=str(folder.tokenizer.absolute()))
-    return replace(settings, model=model_section(source.model, settings.model), data=data)
+    return replace(settings, model=model_section(source.model, settings.model), data=data, train=train)
 
 
 def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:

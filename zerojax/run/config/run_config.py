@@ -42,7 +42,7 @@ class RunConfig:
         require(
             self.train.sequence_length <= self.model.max_seq_len,
             f"train.sequence_length {self.train.sequence_length} is longer than "
-            f"model.max_seq_len {self.model.max_seq_len}",
+            f"model.max_seq_len {self.model.max_seq_len}: lower it to that or less",
         )
 
     def all_trained(self) -> "RunConfig":
