@@ -100,3 +100,12 @@ def hang(files: MetricsFile) -> None:
     _, end = os.pipe()
     os.write(end, bytes(fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)))
     os.dup2(end, files._file)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What a run logged, without what depends on the clock and the machine."""
+    clock = ("step_seconds", "tokens_per_second", "memory_bytes")
+    return [
+        {name: value for name, value in line.items() if name not in clock}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, micro_config
+from micro_run import Stop, die_at, lines, micro_config
 
 import zerojax
 from zerojax.errors import ConfigurationError
@@ -210,14 +210,6 @@ def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -
     with PPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
         trainer.train()
     return trainer
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    clock = ("step_seconds", "tokens_per_second", "memory_bytes")
-    return [
-        {name: value for name, value in line.items() if name not in clock}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, micro_config
+from micro_run import Stop, die_at, lines, micro_config
 
 import zerojax
 from zerojax.cli.posttrain import TRAINERS
@@ -21,7 +21,6 @@ from zerojax.posttrain.preferences import PreferenceTrainer, make_batches, read_
 from zerojax.posttrain.reference import Reference
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
-from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
 
@@ -91,14 +90,6 @@ def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -
     with open_run(settings, folder, start, **options) as trainer:
         trainer.train()
     return trainer
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    clock = ("step_seconds", "tokens_per_second", "memory_bytes")
-    return [
-        {name: value for name, value in line.items() if name not in clock}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def plain_margins(method: str, model: Any, start: Any, batch: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from micro_run import Stop, die_at, micro_config
+from micro_run import Stop, die_at, lines, micro_config
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError
@@ -15,7 +15,6 @@ from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.rewards import RewardProcess
 from zerojax.posttrain.scorers import FunctionScorer
 from zerojax.run.config import RunConfig
-from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 
 REWARD = """
@@ -70,14 +69,6 @@ def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -
     with GRPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
         trainer.train()
     return trainer
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    clock = ("step_seconds", "tokens_per_second", "memory_bytes")
-    return [
-        {name: value for name, value in line.items() if name not in clock}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_torn_run_resumes_bit_by_bit(

@@ -18,6 +18,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.methods import REFERENCED, check_first_weights
 from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
+from zerojax.posttrain.predictions import micro_batches
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
@@ -127,14 +128,9 @@ class PreferenceTrainer(BatchTrainer):
         """A batch with what the reference says about its answers."""
         if self.reference is None:
             return batch
-        # In parts of the size of a micro-batch, so that they need no more memory than a step.
-        train = self.config.train
-        size = train.batch_size // train.accumulate // jax.process_count()
         found = [
-            self.reference.log_probs(
-                self.state, {name: x[first : first + size] for name, x in batch.items()}, answer_log_probs
-            )
-            for first in range(0, len(batch["chosen"]), size)
+            self.reference.log_probs(self.state, part, answer_log_probs)
+            for part in micro_batches(self.config, batch)
         ]
         # One part is in place already, and need not be waited for.
         joined = (

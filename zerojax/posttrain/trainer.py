@@ -1,5 +1,6 @@
 """A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from zerojax.train.step import Metrics
 
 
 @dataclass
-class PostTrainer(OpenRun):
+class PostTrainer(OpenRun, ABC):
     """A run that learns from rewards for its own completions; a context manager.
 
     A method of learning, such as GRPO, is a subclass: it has ``rows``, and perhaps ``take_step`` and more
@@ -186,20 +187,20 @@ class PostTrainer(OpenRun):
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards
 
+    @abstractmethod
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """What the method learns from each completion; a lost one (NaN) counts nowhere.
 
         "tokens" and "mask" as of ``Rollout``, "old_log_probs", and what else the method's losses read.
         """
-        raise NotImplementedError
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
         """The metrics of a rollout, the same in all processes."""
         return measure(rollout, rewards, rows)
 
+    @abstractmethod
     def take_step(self, batch: Rows) -> Metrics:
         """Dispatch a step on some of the rows; returns its metrics."""
-        raise NotImplementedError
 
     def scored(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """The columns that all methods need: tokens, the mask of what counts, and log-probabilities."""

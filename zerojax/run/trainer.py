@@ -4,6 +4,7 @@ import errno
 import functools
 import math
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ _DISK_ERRORS = (
 
 
 @dataclass
-class BatchTrainer(OpenRun):
+class BatchTrainer(OpenRun, ABC):
     """The loop of a run whose batches are known beforehand; a context manager.
 
     Attributes:
@@ -110,17 +111,17 @@ class BatchTrainer(OpenRun):
         """``evaluation`` at steps where it is due and at the last; None at others."""
         return self.evaluation if self.is_due(self.config.train.eval_every) else None
 
+    @abstractmethod
     def evaluation(self) -> Metrics:
         """Dispatch the measurement of "validation_loss" and others on the held-out data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
         """What a finished run records in run.json, and what it prints.
 
         Args:
             last: the values of the last evaluation.
         """
-        raise NotImplementedError
 
     def save(self) -> bool:
         """Begin to save a checkpoint; False if it must wait because the step was skipped."""
