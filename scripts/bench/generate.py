@@ -11,8 +11,6 @@ time is that of reading each weight, and the keys and values so far, once at the
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from generation_rows import Generated, Shape, add_options, report
+from generation_rows import Generated, Shape, add_options, report, timed
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, lm_loss
@@ -68,16 +66,6 @@ def _generate(state: Any, shape: Shape, form: Any, new: int) -> None:
     rng = np.random.default_rng(0)
     prompts = list(rng.integers(0, shape.vocab, (shape.rows, shape.prompt)).astype(np.int32))
     zerojax.generate(state, prompts, new, temperature=0.0, weights=form, slots=shape.rows)
-
-
-def timed(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of a call, after one that compiles."""
-    seconds = []
-    for _ in range(1 + repeats):
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return seconds[1:]
 
 
 def copy_rate() -> float:

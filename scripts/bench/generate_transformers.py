@@ -10,12 +10,9 @@
 # PyTorch is not a dependency of zerojax.
 import argparse
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from generation_rows import Generated, Shape, add_options, report
+from generation_rows import Generated, Shape, add_options, report, timed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -47,26 +44,21 @@ def main() -> None:
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, min_new_tokens=new,
             do_sample=False, cache_implementation=cache, pad_token_id=0,
         )  # fmt: skip
+        finished()
 
     for cache in options.caches:
         times: dict[int, list[float]] = {}
         for new in (shape.short, shape.new):
-            times[new] = timed(lambda cache=cache, new=new: generate(cache, new), options.repeats)
+            times[new] = timed(lambda cache=cache, new=new: generate(cache, new), options.repeats, untimed=2)
         rows.append(Generated.of(f"transformers, {cache} cache", shape, times))
         report(rows[-1:], shape, rate, None)
     report(rows, shape, rate, options.json)
 
 
-def timed(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of a call, after two that may compile."""
-    seconds = []
-    for _ in range(2 + repeats):
-        begun = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return seconds[2:]
+def finished() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def copy_rate(device: torch.device) -> float:
@@ -74,7 +66,12 @@ def copy_rate(device: torch.device) -> float:
     size = 2 << 30 if device.type == "cuda" else 64 << 20
     x = torch.ones(size // 4, dtype=torch.float32, device=device)
     y = torch.empty_like(x)
-    seconds = timed(lambda: y.copy_(x), 10)
+
+    def copy() -> None:
+        y.copy_(x)
+        finished()
+
+    seconds = timed(copy, 10)
     return 2 * size / statistics.median(seconds)
 
 

@@ -6,9 +6,11 @@ Imports neither JAX nor PyTorch, because either may be missing where the other i
 import argparse
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--kv-heads", type=int, help="by default as many as heads")
     parser.add_argument("--json", type=Path, help="write the rows here")
+
+
+def timed(call: Callable[[], Any], repeats: int, untimed: int = 1) -> list[float]:
+    """Seconds of a call that waits for its device, after some that may compile."""
+    seconds = []
+    for _ in range(untimed + repeats):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return seconds[untimed:]
 
 
 @dataclass(frozen=True)
