@@ -49,9 +49,10 @@ def causal_attention(
     """Scaled dot-product attention of each position to itself and earlier ones.
 
     With a window, a position attends to so many positions at most, itself included; cuDNN skips the rest.
-    Positions of different segments do not attend to each other. With cuDNN this needs an even time and a
-    bias of 2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window
-    beside segments, or one that is data, becomes a part of that bias.
+    Positions of different segments do not attend to each other. With cuDNN this needs a bias of
+    2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window beside
+    segments, or one that is data, becomes a part of that bias. cuDNN's gradients exist for an even time
+    alone: an odd one is padded by a position.
 
     Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and with cuDNN
     so does the log-sum-exp that the backward kernel reads: under a remat policy that saves this name, the
@@ -81,11 +82,13 @@ def causal_attention(
             near = (_distances(length) < window) | jnp.logical_not(windowed)
             mask = near if mask is None else mask & near
     if kernel == "auto":
-        kernel = "cudnn" if softcap is None and _cudnn_takes(query, mask) else "xla"
+        kernel = "cudnn" if softcap is None and _cudnn_takes(query) else "xla"
     if kernel == "cudnn":
         if softcap is not None:
             raise ConfigurationError(f'softcap = {softcap}: the kernel "cudnn" has none, only "xla"')
-        return _cudnn_attention(_Options(reach, scale), query, key, value, mask)
+        if length % 2:
+            query, key, value, mask = _with_a_later_position(query, key, value, mask)
+        return _cudnn_attention(_Options(reach, scale), query, key, value, mask)[:, :length]
     if softcap is None:
         out = _dot_product_attention(_Options(reach, scale), query, key, value, mask, "xla")
     else:
@@ -123,15 +126,24 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
     return (index[:, None] - index)[None, None]
 
 
-def _cudnn_takes(query: Array, mask: Array | None) -> bool:
+def _cudnn_takes(query: Array) -> bool:
     head_dim = query.shape[-1]
     return (
         jax.default_backend() == "gpu"
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim <= CUDNN_MAX_HEAD_DIM
         and head_dim % 8 == 0
-        and (mask is None or query.shape[1] % 2 == 0)
     )
+
+
+def _with_a_later_position(
+    query: Array, key: Array, value: Array, mask: Array | None
+) -> tuple[Array, Array, Array, Array | None]:
+    """The arguments with one more position, which no earlier one sees; it sees all, for a finite softmax."""
+    query, key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value))
+    if mask is not None:
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
+    return query, key, value, mask
 
 
 class _Options(NamedTuple):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from pallas_kernels import attend_cache
-from zerojax.models.attention import Windowed, causal_attention
+from zerojax.models.attention import Windowed, causal_attention, masked_attention
 from zerojax.models.config import GPTConfig
 
 Positions = Int[Array, "batch time"]
@@ -78,35 +78,20 @@ def attend_cached(
         start = jnp.zeros_like(stop)
         if config.sliding_window is not None:
             start = jnp.where(windowed, jnp.maximum(stop - config.sliding_window, 0), 0)
-        options = {"scale": _scale(config), "softcap": config.attention_softcap}
-        attended = attend_cache(query[:, 0].astype(cache.keys.dtype), *cache, layer, start, stop, **options)
+        query = query[:, 0].astype(cache.keys.dtype)
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        softcap = config.attention_softcap
+        attended = attend_cache(query, *cache, layer, start, stop, scale=scale, softcap=softcap)
         return attended[:, None], cache
-    keys, values = (jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False) for whole in cache)
-    distance = positions[:, None, None, :, None] - jnp.arange(keys.shape[2])
+    distance = positions[:, None, :, None] - jnp.arange(cache.keys.shape[3])
     seen = distance >= 0
     if config.sliding_window is not None:
         seen &= (distance < config.sliding_window) | jnp.logical_not(windowed)
-    return _attend(config, query, keys, values, seen), cache
-
-
-def _attend(
-    config: GPTConfig,
-    query: Float[Array, "batch time heads dim"],
-    keys: Float[Array, "batch kv_heads length dim"],
-    values: Float[Array, "batch kv_heads length dim"],
-    seen: Bool[Array, "batch 1 1 time length"],
-) -> Float[Array, "batch time heads dim"]:
-    """Attention as of ``zerojax.models.attention``, to keys and values in the cache's order."""
-    batch, time, heads, dim = query.shape
-    grouped = query.reshape(batch, time, config.key_value_heads, -1, dim)
-    scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores *= _scale(config)
-    if config.attention_softcap is not None:
-        scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
-    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bkgts,bksd->btkgd", weights, values).reshape(batch, time, heads, dim)
-
-
-def _scale(config: GPTConfig) -> float:
-    return config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    attended = masked_attention(
+        query.astype(cache.keys.dtype),
+        *(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).swapaxes(1, 2) for x in cache),
+        mask=seen,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+    )
+    return attended, cache
