@@ -9,6 +9,7 @@ import pytest
 
 import zerojax
 from zerojax.cli import doctor
+from zerojax.errors import ConfigurationError
 from zerojax.run.config import MeshSection
 from zerojax.sharding import nccl
 from zerojax.sharding.network import Network
@@ -34,17 +35,17 @@ def chosen(network, nodes=2, local=1, cores=64, given=()):
         (None, 1, 64, "4"),
         (25, 1, 64, "4"),
         (50, 1, 64, "4"),
-        (100, 1, 64, "8"),
-        (1000, 1, 64, "8"),
+        (1000, 1, 64, "4"),
         # GPUs of a node share its link, and each opens a flow of its own.
-        (100, 2, 64, "4"),
-        (100, 3, 64, "3"),
+        (100, 2, 64, "2"),
+        (100, 3, 64, "2"),
         (100, 8, 64, None),
         (None, 4, 64, None),
         # Every thread, at both ends of a connection, may keep a core busy.
-        (100, 1, 8, "4"),
-        (100, 1, 2, None),
-        (100, 2, 8, "2"),
+        (100, 1, 16, "4"),
+        (100, 1, 15, None),
+        (100, 2, 16, "2"),
+        (100, 2, 8, None),
     ],
 )
 def test_as_many_flows_as_fill_the_link(gigabits, local, cores, threads):
@@ -137,7 +138,7 @@ def test_a_mesh_of_gpus_of_several_processes_tells_nccl():
     zerojax.make_mesh(devices=gpus[:2])
     assert nccl.applied() == []
     zerojax.make_mesh(devices=gpus)
-    assert (os.environ[SPLIT], os.environ[THREADS]) == ("0", "4")  # two GPUs a node, eight flows
+    assert (os.environ[SPLIT], os.environ[THREADS]) == ("0", "2")  # two GPUs a node, four flows
     assert [setting.name for setting in nccl.applied()] == [SPLIT, THREADS]
     zerojax.make_mesh(devices=gpus)
     assert len(nccl.applied()) == 2
@@ -148,9 +149,21 @@ def test_a_mesh_of_gpus_of_several_processes_tells_nccl():
 @pytest.mark.usefixtures("job")
 def test_processes_of_one_gpu_each_share_a_nodes_flows_and_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    gpus: list[Any] = [Gpu(i, i) for i in range(8)]
-    zerojax.make_mesh(2, 4, devices=gpus)
-    assert os.environ[THREADS] == "2"
+    gpus: list[Any] = [Gpu(i, i) for i in range(4)]
+    zerojax.make_mesh(2, 2, devices=gpus)
+    assert os.environ[THREADS] == "2"  # of the cores of both processes
+
+
+@pytest.mark.usefixtures("job")
+def test_a_nodes_cores_may_be_named(monkeypatch):
+    gpus: list[Any] = [Gpu(i, i) for i in range(2)]
+    monkeypatch.setenv(nccl.CORES, "8")
+    zerojax.make_mesh(devices=gpus)
+    assert THREADS not in os.environ
+    for wrong in ("0", "eight", "-1"):
+        monkeypatch.setenv(nccl.CORES, wrong)
+        with pytest.raises(ConfigurationError, match=f"{nccl.CORES}={wrong}"):
+            zerojax.make_mesh(devices=gpus)
 
 
 @pytest.mark.usefixtures("job")
@@ -160,8 +173,8 @@ def test_doctor_tells_it_for_other_programs(monkeypatch):
     rows = dict(doctor._network(MeshSection()))
     assert rows["interface"] == "eth0, 100 Gb/s"
     assert rows["NCCL uses"] == "TCP sockets"
-    assert rows[THREADS].startswith("8 (set by zerojax): a link of 100 Gb/s")
-    assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=8"
+    assert rows[THREADS].startswith("4 (set by zerojax): a link of 100 Gb/s")
+    assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=4"
     monkeypatch.setenv(THREADS, "2")
     assert dict(doctor._network(MeshSection()))[THREADS] == f"left alone: {THREADS} is set to 2 already"
 

@@ -238,8 +238,8 @@ def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagn
 def _more_flows(report: LinkReport, flows: int) -> str:
     threads = min(16, -(-flows // report.local))
     return (
-        f"NCCL_SOCKET_NTHREADS={threads} gives a node {threads * report.local} flows; zerojax sets it for "
-        "GPUs where it knows the link's rate (ZEROJAX_LINK_RATE)"
+        f"NCCL_SOCKET_NTHREADS={threads} gives a node {threads * report.local} flows; zerojax itself opens "
+        "up to four over links of more than 10 Gb/s, on nodes of 16 cores or more"
     )
 
 

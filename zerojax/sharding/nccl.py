@@ -14,16 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerojax.errors import ConfigurationError
 from zerojax.sharding.network import VARIABLE, Network, network_facts
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 NAMES = (SPLIT, THREADS, SOCKETS)
 
-# Rates in bytes/s up to which a node's link is filled by so many flows. Of 100 Gb/s raw flows carried 67 with
-# four and 94.6 with eight; of 25 Gb/s NCCL was fastest with four. More than eight were not measured.
-_FLOWS = ((10e9 / 8, 1), (50e9 / 8, 4), (math.inf, 8))
-_UNKNOWN = 4
+CORES = "ZEROJAX_NODE_CORES"
+"""The environment variable that names a node's cores, where the kernel counts more than it may use."""
+
+# The rate in bytes/s up to which one flow fills a node's link, and the flows for a faster one. Each thread
+# polls: two nodes of 16 cores were fastest with four threads, at 25 and at 100 Gb/s; two of 8 cores gained
+# nothing from two, and lost by four and by eight (docs/clusters.md).
+_ONE_FLOW, _FLOWS = 10e9 / 8, 4
+_CORES_PER_THREAD = 4
 
 # Adapters for which NCCL chooses threads and sockets by itself, by PCI vendor.
 _CHOSEN_BY_NCCL = {
@@ -61,13 +66,24 @@ def settings_here(processes: int, devices: int, local: int) -> tuple[Network, li
         processes: of the job.
         devices: of the job.
         local: extent of the mesh's fast axis.
+
+    Raises:
+        ConfigurationError: ``ZEROJAX_NODE_CORES`` is not a number of cores.
     """
     own = devices // processes
     local = max(local, own)
-    # Where a node has a process for each GPU, a scheduler gives each its share of the cores.
-    cores = min(len(os.sched_getaffinity(0)) * local // own, os.cpu_count() or 1)
     network, given = network_facts(), given_settings(os.environ)
-    return network, settings(network, nodes=processes, local=local, cores=cores, given=given)
+    return network, settings(network, nodes=processes, local=local, cores=_cores(local // own), given=given)
+
+
+def _cores(processes: int) -> int:
+    """The cores of this node, which has so many processes."""
+    if given := os.environ.get(CORES):
+        if not given.isdecimal() or not int(given):
+            raise ConfigurationError(f"{CORES}={given}: the number of this node's cores, such as 16")
+        return int(given)
+    # Where a node has a process for each GPU, a scheduler gives each its share of the cores.
+    return min(len(os.sched_getaffinity(0)) * processes, os.cpu_count() or 1)
 
 
 def settings(
@@ -115,17 +131,6 @@ def exports(chosen: list[Setting]) -> list[str]:
     return [f"export {setting.name}={setting.value}" for setting in chosen if setting.value is not None]
 
 
-def flows_for(rate: float | None) -> int:
-    """How many TCP flows fill a link.
-
-    Args:
-        rate: in bytes/s; None if it is not known.
-    """
-    if rate is None:
-        return _UNKNOWN
-    return next(flows for most, flows in _FLOWS if rate <= most)
-
-
 def _split(given: Mapping[str, str]) -> Setting:
     if SPLIT in given:
         return Setting(SPLIT, None, f"set to {given[SPLIT]} already")
@@ -135,13 +140,12 @@ def _split(given: Mapping[str, str]) -> Setting:
 
 
 def _threads(network: Network, local: int, cores: int, given: Mapping[str, str]) -> Setting:
-    """Threads of a connection, each of which has a flow."""
+    """Threads of a connection, each of which has a flow; every GPU has one connection each way."""
     if reason := _one_flow_suffices(network, local, given):
         return Setting(THREADS, None, reason)
-    # A connection has threads at both ends, and every GPU one connection each way.
-    threads = min(math.ceil(flows_for(network.rate) / local), cores // (2 * local))
-    if threads < 2:
-        return Setting(THREADS, None, f"{cores} cores are too few for more than one thread a connection")
+    threads = math.ceil(_FLOWS / local)
+    if cores < (needed := _CORES_PER_THREAD * threads * local):
+        return Setting(THREADS, None, f"{cores} cores are too few for more flows: {needed} would do")
     flows = f"{threads * local} TCP flows a node in place of {local}"
     return Setting(THREADS, str(threads), f"{_rate(network)}: {flows}")
 
@@ -159,10 +163,9 @@ def _one_flow_suffices(network: Network, local: int, given: Mapping[str, str]) -
         return "the network is not known before the processes have joined"
     if network.vendor in _CHOSEN_BY_NCCL:
         return _CHOSEN_BY_NCCL[network.vendor]
-    wanted = flows_for(network.rate)
-    if wanted == 1:
+    if network.rate is not None and network.rate <= _ONE_FLOW:
         return f"one TCP flow fills {_rate(network)}"
-    if local >= wanted:
+    if local >= _FLOWS:
         return f"{_rate(network)}: the {local} GPUs of a node open a flow each"
     return ""
 

@@ -67,14 +67,15 @@ def test_the_environment_of_a_node(monkeypatch):
     lines, _ = run(
         2,
         "echo $JAX_COORDINATOR_ADDRESS $JAX_PROCESS_ID $JAX_NUM_PROCESSES $NCCL_HOSTID "
-        "$NCCL_SOCKET_IFNAME $ZEROJAX_LINK_RATE $EXTRA [$https_proxy]; "
+        "$NCCL_SOCKET_IFNAME $ZEROJAX_LINK_RATE $ZEROJAX_NODE_CORES $EXTRA [$https_proxy]; "
         "echo $XLA_FLAGS; echo $ZEROJAX_JOB_TOKEN",
         env={"EXTRA": "more"},
     )
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
     (token,) = {token for _, _, token in lines}
     assert len(token) == 64
     for node, (told, flags, _) in enumerate(lines):
-        assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 1gbit more []"
+        assert told == f"10.77.0.1:9876 {node} 2 node{node} wire0 1gbit {cores} more []"
         assert flags.endswith("--xla_force_host_platform_device_count=2")
 
 

@@ -8,6 +8,7 @@ from typing import BinaryIO, Self
 from zerojax.multihost import supervisor
 from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.sharding.nccl import CORES
 from zerojax.sharding.network import VARIABLE as LINK_RATE
 from zerojax.testing.emulated_cluster import inside
 from zerojax.testing.emulated_cluster.network import INTERFACE, LinkBytes, Network
@@ -30,7 +31,8 @@ class EmulatedCluster:
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
     - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
     - ``NCCL_HOSTID`` and the interface for NCCL and Gloo, so that NCCL uses sockets between the nodes and
-      NVLink within them; and ``ZEROJAX_LINK_RATE``, as a virtual interface does not know its rate.
+      NVLink within them; ``ZEROJAX_LINK_RATE``, as a virtual interface does not know its rate; and
+      ``ZEROJAX_NODE_CORES``, as the nodes share this machine's cores.
 
     Args:
         nodes: number of nodes.
@@ -93,6 +95,7 @@ class EmulatedCluster:
         }
         if self._rate:
             env.setdefault(LINK_RATE, self._rate)
+        env.setdefault(CORES, str(max(1, len(os.sched_getaffinity(0)) // self.nodes)))
         return env | self._devices[node]
 
     def run(
