@@ -143,6 +143,7 @@ class Savings:
             dtype=str(zero.compute_dtype),
             sequences=max(1, train.batch_size // (world.size * train.accumulate)),
             length=train.sequence_length,
+            frozen=there.frozen,
         )
         local, node = usual_bytes(hops_of(there))
         return Trial(

@@ -113,13 +113,47 @@ def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int):
     zero = zerojax.ZeroConfig(frozen=("*",), frozen_weights=fmt)
     with aot.cudnn_assumed():
         state, compiled = compiled_gpt(config, zero, 1, 4, zerojax.LoRA(rank=16))
-    work = decoder_work(config, remat="full", dtype="bfloat16", sequences=1, length=config.max_seq_len)
+    work = decoder_work(
+        config,
+        remat="full",
+        dtype="bfloat16",
+        sequences=1,
+        length=config.max_seq_len,
+        frozen=state.spec.frozen,
+    )
     memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
     weights = sum(leaf.count for leaf in state.spec.frozen)
     bits = {80: 4 + 1 / 8 + 0.03, 8: 16}[layers]  # a code, a scale of 8 bits per 64; embeddings in int8
     assert memory.kinds["frozen"] == pytest.approx(weights * bits / 8 / 4, rel=0.01)
     assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
     assert memory.total < 20e9
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 512], ids=["in the loss", "in the backward pass"])
+def test_compiled_memory_of_adapters_on_one_device(vocabulary: int):
+    # Two chunks of tokens in the loss: a trained unembedding would have two fp32 sums of its gradient.
+    config = dataclasses.replace(
+        LLAMA_70B,
+        vocab_size=vocabulary,
+        layers=8,
+        d_model=1024,
+        heads=8,
+        kv_heads=8,
+        ffn=2816,
+        max_seq_len=4096,
+    )
+    zero = zerojax.ZeroConfig(frozen=("*",), frozen_weights="nf4", remat="attention")
+    with aot.cudnn_assumed():
+        state, compiled = compiled_gpt(config, zero, 1, 1, zerojax.LoRA(rank=16))
+    work = decoder_work(
+        config, remat="attention", dtype="bfloat16", sequences=1, length=4096, frozen=state.spec.frozen
+    )
+    assert (work.head, work.tables) == (0, 0)
+    memory = predict_memory(state.spec, work)
+    assert memory.total == pytest.approx(hlo.memory(compiled).peak, rel=0.05)
+    trained = decoder_work(config, remat="attention", dtype="bfloat16", sequences=1, length=4096)
+    sums = 2 * 4 * vocabulary * config.d_model
+    assert trained.loss - work.loss == trained.tables == sums
 
 
 def _named(name: str) -> dict:

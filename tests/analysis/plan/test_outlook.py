@@ -18,7 +18,7 @@ from zerojax.cli import main
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ZeroError
 from zerojax.models import GPTConfig
-from zerojax.run.config import MeshSection, RunConfig, TrainSection, ZeroSection
+from zerojax.run.config import LoRASection, MeshSection, RunConfig, TrainSection, ZeroSection
 from zerojax.sharding.mesh import MeshShape
 
 LENGTH = 512
@@ -31,9 +31,10 @@ def spec():
     return build(MeshSection(nodes=2, local=1))
 
 
-def build(mesh, accumulate=1, **zero):
+def build(mesh, accumulate=1, rank=0, **zero):
     train = TrainSection(sequence_length=LENGTH, accumulate=accumulate)
-    config = RunConfig(train=train, model=MODEL, zero=ZeroSection(**zero), mesh=mesh)
+    sections = {"zero": ZeroSection(**zero), "mesh": mesh, "lora": LoRASection(rank=rank)}
+    config = RunConfig(train=train, model=MODEL, **sections)
     return abstract_run(config)[0].spec
 
 
@@ -121,6 +122,26 @@ def test_settings_of_ones_own_are_a_row_of_their_own():
     seen = outlook(own)
     assert seen.configured == seen.own.name == "as configured"
     assert outlook(build(MeshSection(nodes=2, local=1), preset="zero++")).configured == "zero++"
+
+
+def test_every_way_keeps_the_frozen_weights_of_the_config():
+    def ways(**zero):
+        return by_name(outlook(build(MeshSection(nodes=2, local=1), rank=8, **zero)))
+
+    plain, coded = ways(), ways(frozen_weights="nf4")
+    assert list(coded) == list(plain) == ["zero3", "zero++", "delta"]  # frozen weights need stage 3
+    for name in coded:
+        frozen = coded[name].memory.kinds["frozen"]
+        assert 0 < frozen < 0.35 * plain[name].memory.kinds["frozen"]
+        assert frozen == pytest.approx(coded["zero3"].memory.kinds["frozen"], rel=0.01)
+    assert coded["zero3"].hops != coded["zero++"].hops != coded["delta"].hops
+    spread = ways(frozen_weights="nf4", frozen_spread="world")
+    assert list(spread) == ["zero3"]  # hpz, of the others, keeps whole copies in each node
+    half = coded["zero3"].memory.kinds["frozen"] / 2
+    assert spread["zero3"].memory.kinds["frozen"] == pytest.approx(half, rel=0.01)
+    fine = ways(preset="delta", frozen_weights="int8", block_size=64)
+    scales = fine["zero3"].memory.kinds["frozen"]
+    assert scales > 1.01 * ways(frozen_weights="int8")["zero3"].memory.kinds["frozen"]
 
 
 def test_more_flops_are_executed_than_counted_only_where_something_is_computed_again():

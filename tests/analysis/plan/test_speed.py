@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax.numpy as jnp
 import optax
@@ -36,6 +37,7 @@ LLAMA = GPTConfig(
 )
 WIDER = dataclasses.replace(CONFIG, layers=20, d_model=3072, heads=24)
 TEN_GBIT = 10e9 / 8
+DOCS = Path(__file__).parents[3] / "docs"
 
 # nodes, local, sequences, remat, preset: milliseconds, of docs/benchmark-notes.md.
 MEASURED = {
@@ -201,6 +203,18 @@ def test_what_flows_carry_predicts_the_step(wider_spec, case):
         wider_spec, 2, 1, 1, "full", "delta", config=WIDER, links=measured_links(rate, rate)
     )
     assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.05)
+
+
+# Milliseconds of delta and zero++ on two nodes that share an H200; the collectives as they were then.
+WITH_COLLECTIVES = {"25gbit": (454.1, 634.2), "40gbit": (345.2, 455.1)}
+
+
+@pytest.mark.parametrize("rate", WITH_COLLECTIVES)
+def test_measured_collectives_predict_the_step(wider_spec, rate):
+    links = LinkReport.read(DOCS / "measured" / f"collectives-{rate}.json")
+    for preset, milliseconds in zip(("delta", "zero++"), WITH_COLLECTIVES[rate], strict=True):
+        step, _, _ = predicted(wider_spec, 2, 1, 1, "full", preset, config=WIDER, links=links)
+        assert 1e3 * step.seconds == pytest.approx(milliseconds, rel=0.15)
 
 
 @pytest.mark.parametrize("local", [1, 2])

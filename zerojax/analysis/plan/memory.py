@@ -277,10 +277,15 @@ def _frozen_in_use(spec: TrainSpec) -> int:
     """Frozen weights that are whole in the backward pass, which reads none of those outside units.
 
     As compiled: of two units, and of a third on its way. A quantized one is on its way in so few bytes that
-    they are left out; XLA often decodes the second no sooner than they are gone.
+    they are left out; XLA often decodes the second no sooner than they are gone. Where no gather has to begin
+    early, because the device holds all of them, it decodes each matrix of the second unit when it has dropped
+    one of the first.
     """
     if all(group.unit is None for group in spec.groups):
         return _frozen_outside(spec)
+    holders = spec.world.size if spec.strategy.frozen == "primary" else spec.world.local
+    if holders == 1:
+        return sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
 
     def arriving(spec: TrainSpec, leaf: ParamLayout) -> int:
         raw = leaf.weights.local.raw and spec.world.local > 1

@@ -1,5 +1,6 @@
 """Forecasts of a run on a cluster under each way of sharding, and a recommendation."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
+from zerojax.validation.patterns import MATMUL_WEIGHTS
 from zerojax.zero_config import PRESETS, ZeroConfig
 
 AS_CONFIGURED = "as configured"
@@ -22,6 +24,11 @@ EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
 _MOST_SEQUENCES = 1 << 14
 _MOST_NODES = 1 << 12
 _WORTH_IT = 1.03
+_DECIDED = (
+    *("stage", "accumulate_order", "weights", "weights_delta", "delta_resync", "local_weights", "hpz"),
+    *("grads", "grads_hops", "grad_sync", "block_size", "rounding", "rotation", "error_feedback", "chunks"),
+)
+"""Options that a preset or stage decides; all others are the config's in every forecast."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Forecast:
     Attributes:
         name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; with several micro-batches
             also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages below 3 have no
-            fp8 matmuls.
+            fp8 matmuls. With frozen weights there are no such stages, and with ``frozen_spread="world"``
+            no presets with hpZ either.
         memory: peak of one device in a step.
         fits: whether the memory is within the GPU's budget.
         hops: of a step.
@@ -107,7 +115,10 @@ class Outlook:
 
 
 def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int) -> Outlook:
-    """Predict a run of a decoder under its own options and under every preset.
+    """Predict a run of a decoder under its own options, every preset and the lower stages.
+
+    Presets and stages change how trained weights and gradients are stored and sent; frozen weights, dtypes of
+    matmuls and recomputation are the config's in every forecast.
 
     Args:
         spec: of the decoder, built for any mesh with the config's own options.
@@ -132,7 +143,12 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
     ) -> tuple[TrainSpec, Work, PredictedMemory]:
         there = on_world(spec, world, zero)
         work = decoder_work(
-            config, remat=zero.remat, dtype=str(zero.compute_dtype), sequences=sequences, length=length
+            config,
+            remat=zero.remat,
+            dtype=str(zero.compute_dtype),
+            sequences=sequences,
+            length=length,
+            frozen=there.frozen,
         )
         memory = predict_memory(
             there, work, workspace=cluster.gpu.workspace, held=held_elsewhere(held, spec, there)
@@ -146,17 +162,21 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
 
 
 def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
-    """The presets and lower stages; the options that presets leave open are the config's."""
-    kept: dict[str, Any] = {
-        name: getattr(own, name) for name in ("units", "compute_dtype", "remat", "accumulate", "precise")
-    }
-    stage_3 = kept | {"matmul_dtype": own.matmul_dtype, "fp8": own.fp8}
-    for name in PRESETS:
-        yield name, ZeroConfig.preset(name, **stage_3)
+    """The presets and stages that the frozen weights allow; options that they leave open are the config's."""
+    defaults = {field.name: field.default for field in dataclasses.fields(own) if field.name in _DECIDED}
+    zero3 = own.replace(**defaults)
+    if own.frozen:
+        # Frozen weights are encoded in blocks of this size; a preset may still set its own.
+        zero3 = zero3.replace(block_size=own.block_size)
+    for name, preset in PRESETS.items():
+        if own.frozen_spread == "world" and preset.get("hpz"):
+            continue
+        yield name, zero3.replace(**preset)
         if own.accumulate > 1:
-            yield name + IN_BREADTH, ZeroConfig.preset(name, accumulate_order="breadth", **stage_3)
-    for stage in (1, 2):
-        yield f"stage {stage}", ZeroConfig(stage=stage, **kept)
+            yield name + IN_BREADTH, zero3.replace(**preset, accumulate_order="breadth")
+    if not own.frozen:
+        for stage in (1, 2):
+            yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
 
 
 TryOut = Callable[[ZeroConfig, MeshShape, int], tuple[TrainSpec, Work, PredictedMemory]]

@@ -25,14 +25,17 @@ cuDNN's attention also keeps one fp32 number per head. XLA's has fp32 scores, he
 "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The loss holds one
 chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With several chunks
 it sums the gradient of the unembedding in fp32, from one buffer to another; with a single chunk the logits'
-gradient is kept and that matmul comes last.
+gradient is kept and that matmul comes last. A frozen unembedding has no gradient, so XLA removes the matmul
+and its sums; a frozen embedding has none to combine at the end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerojax.models.attention import CUDNN_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
+from zerojax.sharding.layout import ParamLayout
 from zerojax.zero_config import Remat
 
 ITEM = {"float32": 4, "bfloat16": 2}
@@ -55,8 +58,10 @@ class Work:
         kept: bytes of activations kept for the backward pass, of all layers.
         working: bytes of activations in use during one layer's backward pass.
         loss: bytes while the loss is computed.
-        head: bytes of the unembedding's gradient, or kept for it, during the backward pass of the blocks.
-        tables: bytes of the fp32 gradients of embedding and unembedding, when they are added at the end.
+        head: bytes of the unembedding's gradient, or kept for it, during the backward pass of the blocks; 0
+            if it is frozen.
+        tables: bytes of the fp32 gradients of embedding and unembedding, when they are added at the end; of
+            those that are trained.
     """
 
     tokens: int
@@ -89,7 +94,14 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
 
 
 def decoder_work(
-    config: GPTConfig, *, remat: Remat, dtype: str, sequences: int, length: int, head: bool = True
+    config: GPTConfig,
+    *,
+    remat: Remat,
+    dtype: str,
+    sequences: int,
+    length: int,
+    head: bool = True,
+    frozen: Sequence[ParamLayout] = (),
 ) -> Work:
     """The work of a decoder.
 
@@ -100,6 +112,8 @@ def decoder_work(
         sequences: on one device, in one micro-batch.
         length: tokens of a sequence.
         head: whether there are embedding, unembedding and loss, unlike in a bare stack of blocks.
+        frozen: the parameters of ``zerojax.models.GPT`` that are not trained (``TrainSpec.frozen``). The
+            bytes depend on them; the FLOPs are those of training all.
 
     Raises:
         ConfigurationError: the sequence is longer than the model takes.
@@ -127,7 +141,11 @@ def decoder_work(
         stream=tokens * c.d_model * item,
         kept=kept,
         working=round(tokens * (item * _working_width(c, remat) + own)),
-        **(_head_bytes(c, tokens, item) if head else _distance_bytes(c, tokens, item)),
+        **(
+            _head_bytes(c, tokens, item, {leaf.path[0] for leaf in frozen})
+            if head
+            else _distance_bytes(c, tokens, item)
+        ),
     )
 
 
@@ -172,18 +190,26 @@ def _working_width(c: GPTConfig, remat: Remat) -> float:
     return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.ffn_width
 
 
-def _head_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
+def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[str, int]:
+    """Bytes of the loss and of the tables' gradients; ``frozen`` names the modules of the GPT that are."""
     chunks = -(-tokens // c.loss_chunk)
+    tied = c.tied and c.outputs is None
+    embedding, unembedding = "embed" not in frozen, ("embed" if tied else "head") not in frozen
     if c.outputs is not None:  # all at once, and no gradient of the size of the embedding beside its own
-        scores, tables = tokens * c.outputs, (c.vocab_size + c.outputs) * c.d_model
-        return {"loss": 4 * scores + 8 * tokens * c.d_model * item, "head": 4 * scores, "tables": 4 * tables}
+        scores, rows = tokens * c.outputs, embedding * c.vocab_size + unembedding * c.outputs
+        kept = unembedding * 4 * scores
+        return {
+            "loss": 4 * scores + 8 * tokens * c.d_model * item,
+            "head": kept,
+            "tables": 4 * rows * c.d_model,
+        }
     columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
     logits, table = -(-tokens // chunks) * columns, columns * c.d_model
-    sums = 2 * 4 * table
+    sums = 2 * 4 * table if unembedding and chunks > 1 else 0
     return {
-        "loss": logits * (4 + item) + (sums if chunks > 1 else 0) + 8 * tokens * c.d_model * item,
-        "head": item * (table if chunks > 1 else logits),
-        "tables": sums,
+        "loss": logits * (4 + item) + sums + 8 * tokens * c.d_model * item,
+        "head": unembedding * item * (table if chunks > 1 else logits),
+        "tables": (embedding + unembedding) * 4 * table,
     }
 
 
