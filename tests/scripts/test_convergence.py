@@ -270,7 +270,7 @@ def test_chance_needs_more_runs_than_variants_and_seeds():
 @pytest.mark.parametrize(
     ("measured", "rows", "columns"),
     [
-        ("quality-124m-2x1", 12, (1, 2, 3, 4, 6)),
+        ("quality-124m-2x1", 14, (1, 2, 3, 4, 6)),
         ("quality-350m-2x1", 3, (1, 2, 4, 6)),
         ("quality-2x1", 7, (1, 2, 4)),
     ],
