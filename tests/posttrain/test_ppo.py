@@ -1,7 +1,6 @@
 """PPO: an update equals a plain loop's, a torn run resumes bit by bit, and critics stay with their policy."""
 
 import json
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -222,11 +221,8 @@ def test_a_torn_run_resumes_bit_by_bit(
         die_at(patch, 12)  # each step is two: it dies in the sixth
         with pytest.raises(Stop):
             train(settings, tmp_path / "torn", finished)
-    assert step_dirs.steps(tmp_path / "torn/critic") == step_dirs.steps(tmp_path / "torn/checkpoints") == [4]
-    # As after a crash between the two writes: the critic is a step ahead of the policy.
-    shutil.copytree(tmp_path / "whole/critic/8", tmp_path / "torn/critic/8")
+    assert step_dirs.steps(tmp_path / "torn/checkpoints") == [4]
     torn = train(settings, tmp_path / "torn", finished, resume="must")
-    assert (tmp_path / "torn/critic/8.undone").is_dir()
     assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
     for one, other in ((torn.state, whole.state), (torn.critic.state, whole.critic.state)):
         jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
@@ -235,10 +231,6 @@ def test_a_torn_run_resumes_bit_by_bit(
     assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert found[0]["clip_fraction"] == 0
     assert found[0]["mismatch"] < 1e-4
-    # Resumed with nothing left to do, it reads both again; without the critic it does not begin.
-    shutil.rmtree(tmp_path / "torn/critic/8")
-    with pytest.raises(ConfigurationError, match=r"the policy of step 8 needs the critic of that step"):
-        train(settings, tmp_path / "torn", finished, resume="must")
 
 
 @pytest.mark.slow
@@ -271,18 +263,12 @@ def test_other_runs_learn_and_resume(
     assert ("kl" in found[0]) == (settings.posttrain.kl > 0)
 
 
-def test_a_critic_of_another_step_is_refused(place: Path, tmp_path: Path) -> None:
-    folder, settings = RunFolder(tmp_path), config(place)
-    for step in (3, 6):
-        (folder.critic / str(step)).mkdir(parents=True)
-        write_manifest(folder.critic / str(step), step, 0.0, Record())
+def test_a_checkpoint_without_a_critic_is_refused(place: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
     (folder.checkpoints / "3").mkdir(parents=True)
-    (folder.checkpoints / "9").mkdir()
-    with pytest.raises(ConfigurationError, match=r"step 9 needs .*critic/9: .*missing; .*both of 3"):
-        Critic.resume(settings, folder, 9, CHECKPOINTS)
-    shutil.move(folder.critic / "6", folder.critic / "9")
-    with pytest.raises(ConfigurationError, match=r"step 9 needs .*is that of step 6"):
-        Critic.resume(settings, folder, 9, CHECKPOINTS)
+    write_manifest(folder.checkpoints / "3", 3, 0.0, Record())
+    with pytest.raises(ConfigurationError, match="checkpoints/3 has no critic"):
+        Critic.resume(config(place), folder, 3, CHECKPOINTS)
 
 
 def test_the_critic_has_settings_of_its_own(place: Path, finished: RunFolder) -> None:

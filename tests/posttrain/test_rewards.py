@@ -4,15 +4,26 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
+import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError
+from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.rewards import LostReward, RewardProcess
+from zerojax.posttrain.rollout import Rollout
+from zerojax.posttrain.scorers import FunctionScorer
 
 SOURCE = """
 import os, subprocess, sys, time
 from beside import BONUS
+
+def met(completion, others):
+    open(completion, "w").close()
+    while sum(map(os.path.exists, others)) < len(others):
+        time.sleep(0.01)
+    return 1
 
 def reward(prompt, completion, answer="", **row):
     print("noise on the standard output")
@@ -22,6 +33,8 @@ def reward(prompt, completion, answer="", **row):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         open("child", "w").write(str(child.pid))
         time.sleep(60)
+    if "meets" in row:
+        return met(completion, row["meets"])
     if completion == "exit":
         os._exit(3)
     if completion == "nan":
@@ -37,12 +50,23 @@ def reward(prompt, completion, answer="", **row):
 
 
 @pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardProcess]:
+def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scores.py").write_text(SOURCE)
     (tmp_path / "beside.py").write_text("BONUS = 100")
-    with RewardProcess("scores.py:reward", 1.0) as process:
+    return "scores.py:reward"
+
+
+@pytest.fixture
+def process(function: str) -> Iterator[RewardProcess]:
+    with RewardProcess(function, 1.0) as process:
         yield process
+
+
+def rollout(texts: list[str], **row: object) -> Rollout:
+    prompts = [Prompt(np.zeros(1, np.int32), "x" * number, row) for number in range(len(texts))]
+    none = np.zeros((len(texts), 1), np.float32)
+    return Rollout(prompts, texts, none.astype(np.int32), none, none, none[:, 0] > 0)
 
 
 def is_alive(pid: int) -> bool:
@@ -108,4 +132,30 @@ def test_what_is_no_function_is_refused(
     (tmp_path / "scores.py").write_text("def reward(prompt, completion): return 0")
     (tmp_path / "broken.py").write_text("def reward(")
     with pytest.raises(ConfigurationError, match=message):
-        RewardProcess(function, 1.0)
+        FunctionScorer(function, 1.0, 2)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_rewards_are_in_the_order_of_the_completions(function: str, workers: int) -> None:
+    texts = [""] * 12
+    texts[2], texts[5], texts[9] = "hang", "exit", "raise"
+    scorer = FunctionScorer(function, 1.0, workers)
+    for _ in range(2):  # the processes are those of the rollout before
+        found, why = scorer.score(rollout(texts, answer="none"))
+        lost = np.isin(texts, ("hang", "exit", "raise"))
+        np.testing.assert_array_equal(found, np.where(lost, np.nan, np.arange(12)).astype(np.float32))
+        assert why == "KeyError: 'no such answer'"
+    scorer.close()
+
+
+def test_several_completions_are_scored_at_once(function: str) -> None:
+    scorer, texts = FunctionScorer(function, 30.0, 3), ["one", "two", "three"]
+    found, why = scorer.score(rollout(texts, meets=texts))
+    assert (found.tolist(), why) == ([1, 1, 1], "")
+    # The end of the run does not wait for rewards.
+    began = time.monotonic()
+    Timer(0.2, scorer.close).start()
+    found, why = scorer.score(rollout(texts, meets=["nobody"]))
+    assert np.isnan(found).all()
+    assert why == "its process has ended"
+    assert time.monotonic() - began < 20

@@ -1,6 +1,7 @@
 """The loop: it learns what is rewarded, resumes bit by bit, and leaves out what has no reward."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from micro_run import Stop, die_at, lines, micro_config
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.posttrain.grpo import GRPOTrainer
-from zerojax.posttrain.rewards import RewardProcess
 from zerojax.posttrain.scorers import FunctionScorer
 from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
@@ -80,7 +80,8 @@ def test_a_torn_run_resumes_bit_by_bit(
         die_at(patch, 6)
         with pytest.raises(Stop):
             train(settings, tmp_path / "torn", finished)
-    torn = train(settings, tmp_path / "torn", finished, resume="must")
+    more = replace(settings, posttrain=replace(settings.posttrain, reward_workers=2))
+    torn = train(more, tmp_path / "torn", finished, resume="must")
     assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
     jax.tree.map(np.testing.assert_array_equal, torn.state.params, whole.state.params)
     jax.tree.map(np.testing.assert_array_equal, torn.state.opt_state, whole.state.opt_state)
@@ -145,7 +146,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
         trainer.environment.scorer.close()
-        trainer.environment.scorer = FunctionScorer(RewardProcess(f"{place / 'reward.py'}:refuse", 1.0))
+        trainer.environment.scorer = FunctionScorer(f"{place / 'reward.py'}:refuse", 1.0, 1)
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
             trainer.score(rollout)
 

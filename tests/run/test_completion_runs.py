@@ -101,7 +101,7 @@ def test_exact_match_is_the_share_of_right_answers_as_text(
 
     def answers(state: Any, rows: Any, limits: Any, **options: Any) -> Completions:
         """Right but for blanks, except for the last two prompts; the last one does not end."""
-        assert options["stop"] == end.stop == [0]
+        assert options["stop"] == end.stop == [(0,)]
         assert options["how"].temperature == 0
         found = np.full((len(rows), max(limits)), 120, np.int32)
         lengths = np.asarray(limits, np.int32)

@@ -1,4 +1,4 @@
-"""PPO's critic: a train state of its own, and its checkpoints beside the policy's."""
+"""PPO's critic: a train state of its own, saved in the policy's checkpoints."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,28 +8,21 @@ import jax
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.policy import value_loss, values_of
 from zerojax.posttrain.rollout import Rows
 from zerojax.posttrain.saved_runs import check_tokenizer, saved_settings
 from zerojax.run.build import RunSetup
-from zerojax.run.checkpoints import (
-    Checkpoints,
-    DamagedError,
-    Record,
-    Retention,
-    read_manifest,
-    restore,
-    step_dirs,
-    verify,
-)
+from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
 from zerojax.run.data import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, base_of, first_weights, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics
+
+NAME = "critic"
+"""Of its state in a checkpoint."""
 
 COLUMNS = ("tokens", "mask", "old_values", "returns")
 """What a batch of ``value_loss`` has."""
@@ -50,13 +43,11 @@ class Critic:
         config: the run's settings, with the critic's model, sharding and optimizer.
         state: its weights and optimizer.
         base: where its frozen weights are from (``Record.base``), if it has adapters.
-        checkpoints: in RUN/critic.
     """
 
     config: RunConfig
     state: TrainState
     base: str
-    checkpoints: Checkpoints
 
     @classmethod
     def begin(cls, config: RunConfig, folder: RunFolder, first: Path, reader: WeightReader) -> CriticStart:
@@ -79,9 +70,7 @@ class Critic:
         source = first if named is None else Path(run_on_process_zero(lambda: str(reader.find(Path(named)))))
         state, notes = first_weights(RunSetup.of(own, loss_fn=value_loss(own.posttrain)), source, reader)
         base = base_of(folder, source) if state.spec.frozen else ""
-        run_on_process_zero(lambda: _set_aside(folder.critic, -1))
-        critic = cls(own, state, base, _checkpoints(own, folder, None))
-        return CriticStart(critic, [f"critic: {note}" for note in notes])
+        return CriticStart(cls(own, state, base), [f"critic: {note}" for note in notes])
 
     @classmethod
     def resume(cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader) -> CriticStart:
@@ -90,20 +79,19 @@ class Critic:
         Args:
             config: the settings of the run.
             folder: of the run.
-            step: of the policy's checkpoint.
+            step: of the checkpoint, which is valid.
             reader: reads the frozen weights, if there are any.
 
         Raises:
-            ConfigurationError: that of this step is missing or damaged.
+            ConfigurationError: the checkpoint has no critic.
         """
-        path = folder.critic / str(step)
-        run_on_process_zero(lambda: _require(folder, step, checksums=config.checkpoint.verify))
-        record = read_manifest(path).record
+        path = folder.checkpoints / str(step)
+        if (record := read_manifest(path).record.beside.get(NAME)) is None:
+            raise ConfigurationError(f"{path} has no critic: start again in another --run-dir")
         own = critic_config(config, config_from_dict(record.config))
         setup = RunSetup.of(own, loss_fn=value_loss(own.posttrain))
-        state = restore(path, with_base(setup.abstract_state(), folder, record.base, own, reader))
-        run_on_process_zero(lambda: _set_aside(folder.critic, step))
-        critic = cls(own, state, record.base, _checkpoints(own, folder, step))
+        state = with_base(setup.abstract_state(), folder, record.base, own, reader)
+        critic = cls(own, restore(path, state, name=NAME), record.base)
         return CriticStart(critic, [f"critic: resuming from step {step}"])
 
     def values(self, rows: Rows) -> jax.Array:
@@ -115,19 +103,9 @@ class Critic:
         self.state, metrics = zerojax.train_step(self.state, {name: rows[name] for name in COLUMNS})
         return metrics
 
-    def save(self, step: int, record: Record) -> None:
-        """Save a checkpoint, and wait until it is complete.
-
-        Args:
-            step: of the run.
-            record: of the policy.
-
-        Raises:
-            RunError: it cannot be written.
-        """
-        own = replace(record, config=config_to_dict(self.config), base=self.base, metrics={})
-        self.checkpoints.save(step, self.state, own, despite_skips=True)
-        self.checkpoints.wait()
+    def record(self) -> Beside:
+        """What is saved with its state."""
+        return Beside(config_to_dict(self.config), self.base)
 
 
 def named_run(config: RunConfig) -> str | None:
@@ -173,34 +151,3 @@ def critic_config(config: RunConfig, saved: RunConfig | None = None) -> RunConfi
         zero=replace(config.zero, **given),
         optimizer=config.optimizer if rate is None else replace(config.optimizer, learning_rate=rate),
     )
-
-
-def _checkpoints(config: RunConfig, folder: RunFolder, start: int | None) -> Checkpoints:
-    saving = config.checkpoint
-    retention = Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes)
-    return Checkpoints(folder.critic, retention, start=start, say=logger.warning)
-
-
-def _require(folder: RunFolder, step: int, *, checksums: bool) -> None:
-    """Refuse to go on with the policy of a step without the critic of that step."""
-    try:
-        verify(folder.critic / str(step), step, checksums=checksums)
-    except DamagedError as error:
-        both = sorted({*step_dirs.steps(folder.critic)} & {*step_dirs.steps(folder.checkpoints)} - {step})
-        way = (
-            f"go back to an earlier step by zerojax checkpoints {folder.path} --rewind STEP; there are both "
-            f"of {', '.join(map(str, both))}"
-            if both
-            else "put it back, or start again in another --run-dir"
-        )
-        raise ConfigurationError(
-            f"the policy of step {step} needs the critic of that step, {folder.critic / str(step)}: {error}; "
-            f"{way}"
-        ) from error
-
-
-def _set_aside(folder: Path, step: int) -> None:
-    """Rename critics of later steps than the policy's: it was not saved, or the user went back."""
-    for later in step_dirs.steps(folder):
-        if later > step:
-            step_dirs.move_aside(folder, later, "undone")

@@ -41,7 +41,7 @@ class Environment:
 
     @classmethod
     def open(cls, config: RunConfig, folder: RunFolder, reader: WeightReader) -> Self:
-        """Read the prompts, and start the reward's process or load the reward model.
+        """Read the prompts, and start the reward's first process or load the reward model.
 
         Args:
             config: the settings.

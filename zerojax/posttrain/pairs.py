@@ -136,7 +136,7 @@ def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
 def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair]:
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
-    answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template).token
+    answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template)
     rows = (row for path in files_of(data, "pairs") for row in read_rows(path, (given, *answers)))
     for some in itertools.batched(rows, _AT_ONCE):
         documents = [
@@ -149,10 +149,11 @@ def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
             yield Pair(_ended(chosen, end), _ended(rejected, end), document.text.decode()[:start].encode())
 
 
-def _ended(text: Encoded, end: int) -> Encoded:
-    """A text up to the token that ends an answer: templates write a line break after it, models do not."""
-    ends = np.flatnonzero(text.mask & (text.tokens == end))
-    return Encoded(*(x[: ends[-1] + 1] for x in text)) if len(ends) else text
+def _ended(text: Encoded, end: AnswerEnd) -> Encoded:
+    """A text up to the end of its answer."""
+    start = int(np.argmax(text.mask))
+    stop = start + end.length(text.tokens[start:].tolist())
+    return Encoded(text.tokens[:stop], text.mask[:stop])
 
 
 def _document(

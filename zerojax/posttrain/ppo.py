@@ -1,7 +1,7 @@
 """PPO with a critic (Schulman et al., 2017; of language models Ziegler et al., 2019; Ouyang et al., 2022)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,13 +11,14 @@ import numpy as np
 import zerojax
 from zerojax.models import parameter_count
 from zerojax.posttrain.advantages import gae, token_rewards
-from zerojax.posttrain.critic import COLUMNS, Critic
+from zerojax.posttrain.critic import COLUMNS, NAME, Critic
 from zerojax.posttrain.processes import mean_over_processes, moments_over_processes
 from zerojax.posttrain.roles import Roles
 from zerojax.posttrain.rollout import Rollout, Rows
 from zerojax.posttrain.settings import abstract_batch, abstract_columns
 from zerojax.posttrain.trainer import PostTrainer
 from zerojax.run.build import Trained
+from zerojax.run.checkpoints import Record
 from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import Start, WeightReader
@@ -97,17 +98,10 @@ class PPOTrainer(PostTrainer):
             "skipped_in_row": in_row,
         }
 
-    def save_checkpoint(
-        self, position: dict[str, Any], metrics: Sequence[str], *, despite_skips: bool
-    ) -> bool:
-        """Save the critic, and then begin to save the policy: its checkpoint always has a critic."""
-        skipping = any(int(np.asarray(x.skipped_in_row)) for x in (self.state, self.critic.state))
-        if skipping and not despite_skips:
-            return False
-        self.critic.save(self.step, self.record(position, metrics))
-        return super().save_checkpoint(position, metrics, despite_skips=despite_skips)
+    def beside(self) -> dict[str, zerojax.TrainState]:
+        """The critic's state; see ``OpenRun.beside``."""
+        return {NAME: self.critic.state}
 
-    def close_files(self) -> None:
-        """Close the samples and the critic's checkpoints."""
-        super().close_files()
-        self.critic.checkpoints.close()
+    def record(self, position: dict[str, Any], metrics: Sequence[str]) -> Record:
+        """With that of the critic; see ``OpenRun.record``."""
+        return replace(super().record(position, metrics), beside={NAME: self.critic.record()})

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +12,6 @@ import numpy as np
 
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
-from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.methods import REFERENCED, check_first_weights
@@ -27,10 +25,9 @@ from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, TrainBatches, open_template, open_tokenizer, validation_batches
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.exact_match import ExactMatch, describe_matches
-from zerojax.run.open_run import run_services
+from zerojax.run.open_run import opening, run_services
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.run_lock import RunLock
-from zerojax.run.trainer import BatchTrainer, disk_errors_explained
+from zerojax.run.trainer import BatchTrainer
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.step import Metrics, local_rows
 
@@ -76,16 +73,10 @@ class PreferenceTrainer(BatchTrainer):
         setup = RunSetup.of(config, loss_fn=preference_loss(settings))
         setup.check()
         check_preferences(config)
-        lock = RunLock(folder)
-        with ExitStack() as on_error, disk_errors_explained(folder):
-            on_error.callback(lock.close)
-            unlocked = run_on_process_zero(lock.take)
-            run_on_process_zero(folder.create)
+        with opening(folder) as (lock, notes, _):
             pairs, exact_match = read_data(config, folder)
             batches, validation = make_batches(config, pairs)
-            manifest, notes = choose_checkpoint(config, folder, resume)
-            if unlocked is not None:
-                notes.append(unlocked)
+            manifest, damaged = choose_checkpoint(config, folder, resume)
             check_first_weights(manifest, init_from)
             referenced = settings.method in REFERENCED
             start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
@@ -103,13 +94,12 @@ class PreferenceTrainer(BatchTrainer):
                 reference=reference,
                 exact_match=exact_match,
             )
-            notes.append(plain_text(RoleMemory.of(config, state.spec).table()))
+            notes += [*damaged, plain_text(RoleMemory.of(config, state.spec).table())]
             trainer.announce(
                 f"{settings.method}, {parameter_count(config.model):,} parameters, "
                 f"{len(pairs.train):,} pairs and {len(pairs.held_out):,} held out",
                 [*notes, *pairs.notes(longest_answer(config)), *start.notes],
             )
-            on_error.pop_all()
             return trainer
 
     def begin(self) -> None:

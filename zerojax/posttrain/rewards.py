@@ -1,4 +1,4 @@
-"""Rewards by a user's function, in a process of its own with a time limit."""
+"""A reward by a user's function, in a process of its own with a time limit."""
 
 import json
 import os
@@ -24,17 +24,19 @@ class LostReward(Exception):
 
 
 class RewardProcess:
-    """The process that scores completions; it is started again when it hangs or ends. A context manager.
+    """A process that scores completions; it is started when it is needed, again after it hung or ended.
 
     The function is ``reward(prompt: str, completion: str, **row) -> float``. It runs without accelerators
     for JAX, and cannot harm the run: neither by an error, nor by hanging, nor by ending its process.
+
+    A context manager. On Linux the process ends with the thread that started it.
 
     Args:
         function: "path/to/file.py:function".
         seconds: that a reward may take.
 
     Raises:
-        ConfigurationError: there is no such function.
+        ConfigurationError: this names no function, or no file.
     """
 
     def __init__(self, function: str, seconds: float) -> None:
@@ -48,17 +50,24 @@ class RewardProcess:
         self._function = file, name
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self._start()
-        except LostReward as error:
-            self.close()
-            raise ConfigurationError(f"posttrain.reward: cannot load {function}: {error}") from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def load(self) -> None:
+        """Start, and load the function.
+
+        Raises:
+            ConfigurationError: there is no such function.
+        """
+        try:
+            self._start()
+        except LostReward as error:
+            where = ":".join(self._function)
+            raise ConfigurationError(f"posttrain.reward: cannot load {where}: {error}") from error
 
     def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """The reward of a completion.
@@ -75,14 +84,18 @@ class RewardProcess:
             self._start()
         return self._ask([prompt, completion, dict(row)], self._seconds)["reward"]
 
+    def kill(self) -> None:
+        """Kill the process and those that it started; another thread that waits for a reward loses it."""
+        if (process := self._process) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the process and those that it started."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        self.kill()
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
 
     def _start(self) -> None:
         worker = [sys.executable, "-P", reward_worker.__file__, *self._function]
@@ -93,7 +106,11 @@ class RewardProcess:
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             start_new_session=True,
         )
-        self._ask(None, _LOADING_SECONDS)
+        try:
+            self._ask(None, _LOADING_SECONDS)
+        except LostReward:
+            self.close()  # it has no function, and the next start may do better
+            raise
 
     def _ask(self, question: Any, seconds: float) -> dict[str, Any]:
         """Send a question, unless it is None, and read the answer; ends the process if there is none."""

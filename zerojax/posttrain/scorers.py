@@ -1,8 +1,11 @@
 """What scores completions: a user's function, or a reward model."""
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol, Self
 
 import numpy as np
@@ -13,6 +16,7 @@ import zerojax
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.policy import last_scores
 from zerojax.posttrain.predictions import predict_rows
+from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.reference import frozen_setup
 from zerojax.posttrain.rewards import LostReward, RewardProcess
 from zerojax.posttrain.rollout import Rollout
@@ -38,25 +42,50 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass
 class FunctionScorer:
-    """Scores by a function in a process of its own."""
+    """Scores by a function, several completions at once, each in a process of its own.
 
-    process: RewardProcess
+    Args:
+        function: as of ``RewardProcess``.
+        seconds: likewise.
+        workers: the number of processes.
+
+    Raises:
+        ConfigurationError: there is no such function.
+    """
+
+    def __init__(self, function: str, seconds: float, workers: int) -> None:
+        self._processes = [RewardProcess(function, seconds) for _ in range(workers)]
+        self._processes[0].load()  # the others start in parallel, when they are needed
+        self._idle = SimpleQueue[RewardProcess]()
+        for process in self._processes:
+            self._idle.put(process)
+        # Not one per rollout: a process ends with the thread that started it.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
     def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
         """See ``Scorer``."""
-        found, why = np.full(len(rollout.texts), np.nan, np.float32), ""
-        for row, (prompt, text) in enumerate(zip(rollout.prompts, rollout.texts, strict=True)):
-            try:
-                found[row] = self.process.score(prompt.text, text, prompt.row)
-            except LostReward as error:
-                why = str(error)
-        return found, why
+        found = list(self._threads.map(self._score, rollout.prompts, rollout.texts))
+        lost = [why for _, why in found if why]
+        return np.asarray([reward for reward, _ in found], np.float32), lost[-1] if lost else ""
 
     def close(self) -> None:
-        """End the process."""
-        self.process.close()
+        """End the processes, also in the middle of a rollout."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown()
+        for process in self._processes:
+            process.close()
+
+    def _score(self, prompt: Prompt, text: str) -> tuple[float, str]:
+        process = self._idle.get()
+        try:
+            return process.score(prompt.text, text, prompt.row), ""
+        except LostReward as error:
+            return math.nan, str(error)
+        finally:
+            self._idle.put(process)
 
 
 @dataclass
@@ -113,7 +142,7 @@ def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -
     """
     settings = config.posttrain
     if not settings.reward_model:
-        return FunctionScorer(RewardProcess(settings.reward, settings.reward_seconds))
+        return FunctionScorer(settings.reward, settings.reward_seconds, settings.reward_workers)
     check_tokenizer(settings.reward_model, "posttrain.reward_model", tokenizer)
     return ModelScorer.open(config, reader)
 

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import zerojax
 from zerojax.errors import RunError
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
-from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.environment import Environment
@@ -32,10 +30,9 @@ from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per
 from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import MetricsFile
-from zerojax.run.open_run import OpenRun, run_services
+from zerojax.run.open_run import OpenRun, disk_errors_explained, opening, run_services
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.run_lock import RunLock
-from zerojax.run.trainer import disk_errors_explained, divergence_explained
+from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 from zerojax.train.step import Metrics
 
@@ -88,16 +85,10 @@ class PostTrainer(OpenRun, ABC):
         check_settings(config, jax.process_count())
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
         setup.check()
-        lock = RunLock(folder)
-        with ExitStack() as on_error, disk_errors_explained(folder):
-            on_error.callback(lock.close)
-            unlocked = run_on_process_zero(lock.take)
-            run_on_process_zero(folder.create)
+        with opening(folder) as (lock, notes, on_error):
             environment = Environment.open(config, folder, reader)
             on_error.callback(environment.scorer.close)
-            manifest, notes = choose_checkpoint(config, folder, resume)
-            if unlocked is not None:
-                notes.append(unlocked)
+            manifest, damaged = choose_checkpoint(config, folder, resume)
             check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state, base, batch = start.state, start.base, abstract_batch(config)
@@ -114,12 +105,11 @@ class PostTrainer(OpenRun, ABC):
                 rollouts=start.position.get("rollouts", 0),
             )
             critic = next((one.state.spec for one in roles.trained), None)
-            notes.append(plain_text(RoleMemory.of(config, state.spec, critic=critic).table()))
+            notes += [*damaged, plain_text(RoleMemory.of(config, state.spec, critic=critic).table())]
             trainer.announce(
                 f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
                 [*notes, *environment.notes(), *start.notes, *roles.notes],
             )
-            on_error.pop_all()
             return trainer
 
     @classmethod
@@ -139,7 +129,7 @@ class PostTrainer(OpenRun, ABC):
         return Roles()
 
     def close_inputs(self) -> None:
-        """End the reward's process, if there is one."""
+        """End the reward's processes, if there are any."""
         self.environment.scorer.close()
 
     def close_files(self) -> None:

@@ -1,15 +1,17 @@
 """An open run: its folder, its state and its services, which training and post-training share."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+import errno
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
 import zerojax
 from zerojax.analysis.plan import describe_plan
-from zerojax.errors import Stopped
+from zerojax.errors import RunError, Stopped
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
@@ -26,6 +28,16 @@ from zerojax.run.metrics import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.sharding import nccl
+
+_DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
 
 
 @dataclass
@@ -98,12 +110,18 @@ class OpenRun:
             metrics: the names of those to record.
             despite_skips: save it all the same.
         """
-        record = self.record(position, metrics)
-        if not self.checkpoints.save(self.step, self.state, record, despite_skips=despite_skips):
+        record, beside = self.record(position, metrics), self.beside()
+        if not self.checkpoints.save(
+            self.step, self.state, record, beside=beside, despite_skips=despite_skips
+        ):
             return False
         self.clock.saved()
         self.log.restart_clock()
         return True
+
+    def beside(self) -> dict[str, zerojax.TrainState]:
+        """Further states that are saved with the run's, by name; ``record`` has their ``Beside``."""
+        return {}
 
     def record(self, position: dict[str, Any], metrics: Sequence[str]) -> Record:
         """What is saved with the arrays; arguments as of ``save_checkpoint``."""
@@ -158,6 +176,36 @@ class OpenRun:
             self.folder.update_summary(steps=config.train.steps, **environment())
 
 
+class Opening(NamedTuple):
+    """A run that is being opened.
+
+    Attributes:
+        lock: of its folder, taken.
+        notes: lines for the user.
+        on_error: closes what is registered here if the run cannot be opened.
+    """
+
+    lock: RunLock
+    notes: list[str]
+    on_error: ExitStack
+
+
+@contextmanager
+def opening(folder: RunFolder) -> Generator[Opening]:
+    """Create and lock a run's folder, for a block that opens the run; unlock it if that fails.
+
+    Raises:
+        ConfigurationError: another process trains in the folder, or it cannot be written to.
+        RunError: the disk is full.
+    """
+    lock = RunLock(folder)
+    with ExitStack() as on_error, disk_errors_explained(folder):
+        on_error.callback(lock.close)
+        unlocked = run_on_process_zero(lock.take)
+        yield Opening(lock, [] if unlocked is None else [unlocked], on_error)
+        on_error.pop_all()
+
+
 def run_services(
     config: RunConfig,
     folder: RunFolder,
@@ -187,8 +235,7 @@ def run_services(
     if is_first():
         folder.write_config(config)
     trained = [Trained(config.model, state, batch), *beside]
-    for one in trained:
-        reserve_host_memory(one.state)
+    reserve_host_memory([one.state for one in trained])
     log, saving = make_log(config, folder, trained, step, record.skipped), config.checkpoint
     checkpoints = Checkpoints(
         folder.checkpoints,
@@ -208,3 +255,21 @@ def run_services(
         "step": step,
         "base": base,
     }
+
+
+@contextmanager
+def disk_errors_explained(folder: RunFolder) -> Generator[None]:
+    """Turn an error of the disk into a one-line message.
+
+    Raises:
+        RunError: the disk is full or no longer there.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise RunError(
+            f"cannot write to {error.filename or folder.path}: {error.strerror or error}; "
+            "checkpoints are intact"
+        ) from error

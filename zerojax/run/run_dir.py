@@ -8,7 +8,6 @@ RUN/data/            tokens and tokenizer
 RUN/huggingface/     config.json and other files of an imported model, for its export
 RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder per step
-RUN/critic/          likewise, of the critic of PPO
 RUN/metrics.jsonl    one JSON object per step
 RUN/tensorboard/     the same as events
 RUN/samples.jsonl    completions with their rewards, of a run of ``zerojax posttrain``
@@ -42,7 +41,7 @@ _FIXED_KEYS = (
 )
 _FREE_KEYS = {
     *("data.verify", "model.attention", "model.loss_chunk", "model.dropout"),
-    *("posttrain.reward_seconds", "posttrain.eval_prompts", "posttrain.samples"),
+    *("posttrain.reward_workers", "posttrain.reward_seconds", "posttrain.eval_prompts", "posttrain.samples"),
 }
 
 
@@ -58,7 +57,6 @@ class RunFolder:
         huggingface: files of an imported model, except its weights.
         tokenizer: the tokenizer of an imported model.
         checkpoints: one folder per step.
-        critic: likewise, of the critic of PPO.
         metrics: one JSON object per step.
         samples: completions with their rewards.
         curve: the loss curve.
@@ -75,7 +73,6 @@ class RunFolder:
         self.huggingface = path / "huggingface"
         self.tokenizer = path / "tokenizer" / "tokenizer.json"
         self.checkpoints = path / "checkpoints"
-        self.critic = path / "critic"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.curve = path / "loss.png"

@@ -1,12 +1,11 @@
 """A training run: ``Trainer.open`` prepares it, ``BatchTrainer.train`` is the loop."""
 
-import errno
 import functools
 import math
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,7 @@ import zerojax
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError, RunError
 from zerojax.models import parameter_count
-from zerojax.multihost.agreement import Agreement, Requests, run_on_process_zero
+from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.run.build import (
@@ -34,22 +33,11 @@ from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.metrics import draw_loss_curve, read_metrics
-from zerojax.run.open_run import OpenRun, run_services
+from zerojax.run.open_run import OpenRun, disk_errors_explained, opening, run_services
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.fp8_report import fp8_metrics
 from zerojax.train.step import Metrics
-
-_DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-)
 
 
 @dataclass
@@ -195,17 +183,12 @@ class Trainer(BatchTrainer):
         config.model.check_language_model("zerojax train")
         setup = RunSetup.of(config)
         setup.check()
-        lock = RunLock(folder)
-        with ExitStack() as on_error, disk_errors_explained(folder):
-            on_error.callback(lock.close)
-            unlocked = run_on_process_zero(lock.take)
+        with opening(folder) as (lock, notes, _):
             data = prepare_data(config, folder)
             batches, validation = make_batches(config, data)
             exact_match = ExactMatch.of(config, data, folder.data)
-            manifest, notes = choose_checkpoint(config, folder, resume)
-            notes += data.notes(config.train.sequence_length)
-            if unlocked is not None:
-                notes.append(unlocked)
+            manifest, damaged = choose_checkpoint(config, folder, resume)
+            notes += [*damaged, *data.notes(config.train.sequence_length)]
             start = start_run(setup, folder, manifest, init_from, reader)
             if start.position:
                 batches.set_state(start.position)
@@ -225,7 +208,6 @@ class Trainer(BatchTrainer):
             trainer.announce(
                 f"{parameter_count(config.model):,} parameters, {data.describe()}", [*notes, *start.notes]
             )
-            on_error.pop_all()
             return trainer
 
     def close_inputs(self) -> None:
@@ -253,24 +235,6 @@ class Trainer(BatchTrainer):
             measured["exact_match"] = last["exact_match"]
         words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
         return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words
-
-
-@contextmanager
-def disk_errors_explained(folder: RunFolder) -> Generator[None]:
-    """Turn an error of the disk into a one-line message.
-
-    Raises:
-        RunError: the disk is full or no longer there.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        raise RunError(
-            f"cannot write to {error.filename or folder.path}: {error.strerror or error}; "
-            "checkpoints are intact"
-        ) from error
 
 
 @contextmanager

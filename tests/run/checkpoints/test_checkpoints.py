@@ -16,6 +16,7 @@ from flax import nnx
 import zerojax
 from zerojax.errors import RunError, ZeroError
 from zerojax.run.checkpoints import (
+    Beside,
     Checkpoints,
     Record,
     Retention,
@@ -192,13 +193,33 @@ def test_reserves_host_memory_or_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
     state = make(2, 4, abstract=True)
-    transfer.reserve_host_memory(state)
+    transfer.reserve_host_memory([state])
     monkeypatch.setattr(transfer, "on_gpus", lambda _: True)
     monkeypatch.setattr(jax, "device_put", lock)
-    transfer.reserve_host_memory(state)
+    transfer.reserve_host_memory([state])
     assert 0 < asked[0] < 1 << 16, "no more than the state, where that is less than a portion"
     with pytest.raises(RunError, match=r"0\.0 GB of page-locked .*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
-        transfer.reserve_host_memory(state)
+        transfer.reserve_host_memory([state])
+
+
+def test_a_state_beside_another(trained: Any, tmp_path: Path) -> None:
+    """As PPO's critic: of other sizes and sharding, in the same checkpoint, and neither is saved alone."""
+    critic = make(2, 4, lambda rngs: Awkward(rngs, width=8), stage=2)
+    record = Record(beside={"critic": Beside({"a": 1}, "base")})
+    skipped = critic.replace(skipped_in_row=critic.skipped_in_row + 1)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert not checkpoints.save(3, trained, record, beside={"critic": skipped})
+        assert checkpoints.save(3, trained, record, beside={"critic": critic})
+    assert read_manifest(tmp_path / "3").record == record
+    for state, name in ((trained, ""), (critic, "critic")):
+        found, expected = (
+            host(to_canonical(restore(tmp_path / "3", state, name=name))),
+            host(to_canonical(state)),
+        )
+        assert found.keys() == expected.keys()
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    with pytest.raises(ZeroError, match=r"does not fit this run: value_counters: not saved"):
+        restore(tmp_path / "3", critic, name="value")
 
 
 def test_goes_on_where_it_stopped(saved: Path, trained: Any) -> None:

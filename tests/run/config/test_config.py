@@ -171,7 +171,7 @@ def test_options_are_frozen_in() -> None:
         "data": 16,
         "optimizer": 12,
         "lora": 5,
-        "posttrain": 21,
+        "posttrain": 22,
         "critic": 10,
         "mesh": 3,
         "checkpoint": 7,

@@ -265,7 +265,7 @@ def test_of_a_conversation_the_last_answer_is_held_out(tmp_path: Path) -> None:
     file = open_tokens(tmp_path / "data" / "validation.bin")
     end = AnswerEnd.of(ByteTokenizer(), ChatTemplate(CHATML))
     assert end == AnswerEnd(0, "<|im_end|>", tuple(b"<|im_end|>"))
-    assert end.stop == [0, end.tokens]
+    assert end.stop == [(0,), end.tokens]
     for prompt, completion in held_out_items(file, 9, 999):
         text = ByteTokenizer().decode(prompt.tolist())
         assert text.endswith("<|im_start|>assistant\n")

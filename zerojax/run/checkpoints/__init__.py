@@ -6,7 +6,7 @@ reads the parameters alone, and the manifest. docs/checkpoints.md says what a us
 
 from zerojax.run.checkpoints.clock import TrainingClock
 from zerojax.run.checkpoints.log_filter import filter_orbax_logs
-from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, read_manifest, verify
+from zerojax.run.checkpoints.manifest import Beside, DamagedError, Manifest, Record, read_manifest, verify
 from zerojax.run.checkpoints.restore import restore, restore_base, restore_weights
 from zerojax.run.checkpoints.resume import Resumed, resume
 from zerojax.run.checkpoints.retention import Retention
@@ -24,6 +24,7 @@ from zerojax.run.checkpoints.transfer import reserve_host_memory
 filter_orbax_logs()
 
 __all__ = [
+    "Beside",
     "Checkpoints",
     "Choice",
     "DamagedError",

@@ -29,6 +29,19 @@ class DamagedError(ConfigurationError):
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What is recorded of a further state in a checkpoint.
+
+    Attributes:
+        config: as of ``Record``, with the state's own model.
+        base: likewise, of its frozen weights.
+    """
+
+    config: dict[str, Any]
+    base: str = ""
+
+
+@dataclass(frozen=True)
 class Record:
     """The trainer's record, saved with the arrays.
 
@@ -42,6 +55,7 @@ class Record:
         base: the checkpoint, or Hugging Face folder, that holds the run's frozen weights or its reference,
             relative to the run's folder if it is there; empty if there are none, or if they are made from the
             run's seed.
+        beside: of further states by name, such as a critic.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +65,7 @@ class Record:
     mesh: tuple[int, int] = (0, 0)
     metrics: dict[str, float] = field(default_factory=dict)
     base: str = ""
+    beside: dict[str, Beside] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from zerojax.train.state import TrainState
 _PARTIAL = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
 
 
-def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainState:
+def restore(path: Path, state: TrainState, *, average: bool = False, name: str = "") -> TrainState:
     """Read a checkpoint into a train state.
 
     Args:
@@ -36,24 +36,26 @@ def restore(path: Path, state: TrainState, *, average: bool = False) -> TrainSta
         state: gives the spec, filled or abstract; its values are not used.
         average: restore the average of the weights in their place; the optimizer of ``state`` keeps no
             average.
+        name: of a state that was saved beside the run's.
 
     Raises:
-        ConfigurationError: the checkpoint has no average, or is of another model or optimizer; names the
-            first differences.
+        ConfigurationError: the checkpoint has no such state, no average, or is of another model or optimizer;
+            names the first differences.
     """
-    saved = _saved(path)
+    prefix = f"{name}_" if name else ""
+    saved = {kind.removeprefix(prefix): x for kind, x in _saved(path).items() if kind.startswith(prefix)}
     wanted = {
         kind: tree
         for kind, tree in abstract_canonical(state).items()
         if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
     if not average:
-        return from_canonical(state, _load(path, wanted, saved))
+        return from_canonical(state, _load(path, wanted, saved, prefix))
     if "average" not in saved:
         raise ConfigurationError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
     wanted["average"] = {"params": wanted.pop("params"), "count": state.step}
-    tree = _load(path, wanted, saved)
+    tree = _load(path, wanted, saved, prefix)
     return from_canonical(state, tree | {"params": tree.pop("average")["params"]})
 
 
@@ -162,16 +164,19 @@ def _saved(path: Path) -> dict[str, Any]:
     return _reading(path, lambda: ocp.checkpointables_metadata(str(path.absolute())).metadata)
 
 
-def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Load some kinds, whose names in the checkpoint have a prefix."""
     for kind, tree in wanted.items():
         if differences := _differences(tree, saved.get(kind)):
-            raise ConfigurationError(f"{path} does not fit this run: {kind}: {'; '.join(differences[:3])}")
+            raise ConfigurationError(
+                f"{path} does not fit this run: {prefix}{kind}: {'; '.join(differences[:3])}"
+            )
 
     # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
     # others, and Python warns about them.
     return _reading(
         path,
-        lambda: {kind: _load_kind(path, kind, tree) for kind, tree in wanted.items()},
+        lambda: {kind: _load_kind(path, prefix + kind, tree) for kind, tree in wanted.items()},
     )
 
 

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -64,7 +64,15 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def save(self, step: int, state: TrainState, record: Record, *, despite_skips: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        record: Record,
+        *,
+        beside: Mapping[str, TrainState] | None = None,
+        despite_skips: bool = False,
+    ) -> bool:
         """Start a save; returns when the arrays are copied, on the devices or to the hosts.
 
         The copies stay on the devices until they are written if the devices had room for them beside
@@ -75,8 +83,10 @@ class Checkpoints:
 
         Args:
             step: names the checkpoint.
-            state: may be donated as soon as this returns.
+            state: may be donated as soon as this returns, as those of ``beside``.
             record: saved with it.
+            beside: further states on the same mesh by name, such as a critic, saved in the same checkpoint;
+                ``restore`` takes the name. The same in all saves.
             despite_skips: save even so, because an evaluation has shown that the weights are good.
 
         Returns:
@@ -84,18 +94,24 @@ class Checkpoints:
 
         Raises:
             RunError: this or the previous save failed, perhaps on a full disk; older ones are intact.
-            ConfigurationError: the state was donated.
+            ConfigurationError: a state was donated.
         """
-        check_there(state)
+        states = {"": state} | {f"{name}_": x for name, x in (beside or {}).items()}
+        for one in states.values():
+            check_there(one)
         if step == self._last:
             return True
-        if int(np.asarray(state.skipped_in_row)) and not despite_skips:
+        if not despite_skips and any(int(np.asarray(one.skipped_in_row)) for one in states.values()):
             return False
         self.wait()
         draft = step_dirs.unfinished(self._folder, step)
         if self._beside_training is None:  # decided once: later peaks include these copies
-            self._beside_training = fit_beside_training(state)
-        arrays = to_canonical(state, on_host=not self._beside_training)
+            self._beside_training = fit_beside_training([*states.values()])
+        arrays = {
+            f"{prefix}{kind}": tree
+            for prefix, one in states.items()
+            for kind, tree in to_canonical(one, on_host=not self._beside_training).items()
+        }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with transfer_options(state, beside_training=self._beside_training):

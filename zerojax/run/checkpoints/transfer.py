@@ -7,6 +7,7 @@ slow to allocate and XLA limits how much a process has.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -32,17 +33,17 @@ class _InBackground(DefaultSerializationStatusCallback):
         return TransferPriority.ASYNCHRONOUS_PRIORITIZED
 
 
-def fit_beside_training(state: TrainState) -> bool:
-    """Whether this process's devices can hold a copy of the state beside the peak memory of its steps.
+def fit_beside_training(states: Sequence[TrainState]) -> bool:
+    """Whether this process's devices can hold copies of states beside the peak memory of their steps.
 
     Args:
-        state: of a run that has taken steps in this process: only then is the peak known.
+        states: of a run that has taken steps in this process: only then is the peak known.
 
     Returns:
         True also for devices that do not report their memory, such as CPUs.
     """
-    needed = sum(size for sizes in _sizes(state).values() for size in sizes)
-    return needed <= _room([device.memory_stats() or {} for device in state.spec.mesh.local_devices])
+    needed = sum(size for sizes in _sizes(states) for size in sizes)
+    return needed <= _room([device.memory_stats() or {} for device in states[0].spec.mesh.local_devices])
 
 
 def _room(memories: list[dict[str, int]]) -> float:
@@ -70,25 +71,24 @@ def transfer_options(state: TrainState, *, beside_training: bool) -> ocp.Context
     return ocp.Context(array_options=array_options, memory_options=memory_options)
 
 
-def reserve_host_memory(state: TrainState) -> None:
+def reserve_host_memory(states: Sequence[TrainState]) -> None:
     """Allocate the page-locked memory that saves will need, once, before a run begins.
 
     While the driver locks memory (seconds for some gigabytes) the GPUs stand still. Does nothing without
     GPUs.
 
     Args:
-        state: filled or abstract.
+        states: that are saved together, filled or abstract.
 
     Raises:
         RunError: the memory is not there, or above XLA's limit.
     """
-    mesh = state.spec.mesh
+    mesh = states[0].spec.mesh
     if not on_gpus(mesh.devices.flat):
         return
     devices = mesh.local_devices
     needed = sum(
-        min(len(devices) * sum(sizes), max(PORTION, len(devices) * max(sizes)))
-        for sizes in _sizes(state).values()
+        min(len(devices) * sum(sizes), max(PORTION, len(devices) * max(sizes))) for sizes in _sizes(states)
     )
     on_host = jax.sharding.SingleDeviceSharding(devices[0], memory_kind="pinned_host")
     try:
@@ -101,13 +101,15 @@ def reserve_host_memory(state: TrainState) -> None:
         ) from error
 
 
-def _sizes(state: TrainState) -> dict[str, list[int]]:
-    """The bytes of one device's part of every array of a checkpoint, by kind."""
+def _sizes(states: Sequence[TrainState]) -> list[list[int]]:
+    """The bytes of one device's part of every array of a checkpoint, in a list per kind."""
 
     def size(x: jax.ShapeDtypeStruct) -> int:
         assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
         return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    return {
-        kind: [size(x) for x in jax.tree.leaves(tree)] for kind, tree in abstract_canonical(state).items()
-    }
+    return [
+        [size(x) for x in jax.tree.leaves(tree)]
+        for state in states
+        for tree in abstract_canonical(state).values()
+    ]

@@ -20,6 +20,7 @@ class PosttrainSection:
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: Scores a completion: "path/to/file.py:function", run in a process of its own.
         reward_model: Scores it instead: a run with model.outputs = 1, such as one of the method "reward".
+        reward_workers: Completions that each process of the run has scored at once, in so many processes.
         reward_seconds: Seconds after which a reward is given up and its completion left out.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
         group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".
@@ -46,6 +47,7 @@ class PosttrainSection:
     beta: float = 0.1
     reward: str = ""
     reward_model: str = ""
+    reward_workers: int = 1
     reward_seconds: float = 10.0
     rollout_rows: int = 0
     group_size: int = 0
@@ -66,7 +68,7 @@ class PosttrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "posttrain.{}".format)
-        at_least = {"epochs": 1, "max_new_tokens": 1}
+        at_least = {"epochs": 1, "max_new_tokens": 1, "reward_workers": 1}
         counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
         at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
         for name, least in at_least.items():

@@ -40,9 +40,20 @@ class AnswerEnd:
         return cls(tokens[0]) if len(tokens) == 1 else cls(tokenizer.end_of_text, ending, tokens)
 
     @property
-    def stop(self) -> list[int | tuple[int, ...]]:
-        """What ends an answer, for ``zerojax.generate``."""
-        return [self.token, self.tokens] if self.tokens else [self.token]
+    def stop(self) -> list[tuple[int, ...]]:
+        """The tokens that end an answer, for ``zerojax.generate``: any of these in their order."""
+        return [(self.token,), self.tokens] if self.tokens else [(self.token,)]
+
+    def length(self, tokens: Iterable[int]) -> int:
+        """How many tokens an answer has up to its last end, that included; all if it has none.
+
+        Templates write more after it, such as a line break; models do not.
+        """
+        ids = tuple(tokens)
+        for stop in range(len(ids), 0, -1):
+            if any(ids[max(stop - len(end), 0) : stop] == end for end in self.stop):
+                return stop
+        return len(ids)
 
     def read(self, tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, bool]:
         """The text of an answer up to its end, and whether it has ended."""
