@@ -348,7 +348,7 @@ def _backward(
         return _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, index, sent), sums)
 
     # Filled in place, layer by layer: joining parts afterwards would hold all gradients twice.
-    sums = tuple(strategy.zero_sink(leaf) for leaf in comm.leaves)
+    sums = tuple(lax.empty(sink.shape, sink.dtype) for sink in args.sinks)
     fetching, whole = Fetching(None, (), ()), last_whole
     if last > 0:
         fetching, secondary = weights.start(last - 1)
