@@ -14,8 +14,8 @@ class PosttrainSection:
 
     Attributes:
         method: "grpo" compares the rewards of a prompt's completions with each other, "ppo" with what a
-            critic expects; "dpo" and "ipo" learn from pairs of a better and a worse answer; "reward" learns to
-            score answers from such pairs; "none" is for `zerojax train`.
+            critic expects; "dpo" and "ipo" learn from pairs of a better and a worse answer; "reward"
+            learns to score answers from such pairs; "none" is for `zerojax train`.
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: The function that scores a completion: "path/to/file.py:function".
         reward_model: A run of the method "reward" (model.outputs = 1) that scores completions instead.
