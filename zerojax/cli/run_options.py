@@ -103,6 +103,6 @@ def check_source(init_from: Path | None, settings: RunConfig, folder: RunFolder,
         return
     if folder.read_config().model != settings.model:
         raise ConfigurationError(
-            f"--init-from {init_from} is gone, which gave this run its [model]: "
+            f"--init-from {init_from} gave this run its [model], and is gone: "
             f"resume it by zerojax {command} {folder.config} --run-dir {folder.path}"
         )
