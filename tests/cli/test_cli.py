@@ -100,6 +100,13 @@ def test_overrides(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("false", False), ("True", True), ("None", None)]
+)
+def test_a_boolean_is_spelled_as_in_toml(config: Path, word: str, value: bool | None) -> None:
+    assert parse(Options, "train", [str(config), "--zero.hpz", word]).settings.zero.hpz is value
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "usage: zerojax COMMAND"),
@@ -114,6 +121,7 @@ def test_overrides(config: Path) -> None:
         (["train", "CONFIG", "--train.accumulate", "3"], "8 does not divide into"),
         (["train", "CONFIG", "--zero.preset", "zero9"], "no preset 'zero9'"),
         (["train", "CONFIG", "--zero.stage", "7"], "stage=7 is not one of"),
+        (["train", "CONFIG", "--zero.hpz", "maybe"], "--zero.hpz"),
         (["train", "CONFIG", "--data.source", "nowhere"], "no such file, folder or glob"),
         (["train", "CONFIG", "--coordinator", "host:1"], "no process_id given"),
         (["sample", "nowhere"], "nowhere is not a run folder"),

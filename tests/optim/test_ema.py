@@ -96,7 +96,7 @@ def test_begins_when_it_is_asked_for(tmp_path):
         checkpoints.save(1, state, Record())
         checkpoints.wait()
     state = restore(tmp_path / "1", case.create(with_average, nodes=1, local=2))
-    with pytest.raises(zerojax.ZeroError, match="of no update yet"):
+    with pytest.raises(zerojax.ZeroError, match="before the first step"):
         zerojax.averaged(state)
     state, _ = zerojax.train_step(state, batches[1])
     found, wanted = masters(zerojax.averaged(state)), masters(state)

@@ -109,5 +109,5 @@ def test_what_is_no_reward_model_is_refused(text: Path, finished: RunFolder, tmp
     with pytest.raises(ConfigurationError, match=r"reads at most 32 tokens, .* have 33"):
         check_settings(longer, 1)
     language = dataclasses.replace(policy.posttrain, reward_model=str(finished.path))
-    with pytest.raises(ConfigurationError, match="is no model of scores: train one"):
+    with pytest.raises(ConfigurationError, match="is not a reward model: train one"):
         check_settings(dataclasses.replace(policy, posttrain=language), 1)

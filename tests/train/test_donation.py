@@ -14,7 +14,7 @@ import zerojax
 from zerojax import checkpoints
 
 CASE = Case(NormedModel, squared_error, (Normed,), regression_batch)
-GONE = r"was passed to train_step before.*\(donation\): go on with the state that train_step returned"
+GONE = r"was passed to train_step before.*\(donation\): use the state that train_step returned"
 
 
 def test_what_was_copied_out_of_a_state_stays(tmp_path):

@@ -202,7 +202,7 @@ def test_weights_of_fp8_matmuls():
     assert {leaf.name for leaf in state.spec.leaves if leaf.fp8} == {f"blocks/{i}/up/kernel" for i in (0, 1)}
     with refused(r"fp8: '!\*attention\*' matches no parameter; paths are 'blocks/0/"):
         create(wide, **options, fp8=("*kernel", "!*attention*"))
-    with refused("no weight is computed with in it: it takes two-dimensional weights .* multiples of 16"):
+    with refused("applies to no weight: it needs two-dimensional weights .* multiples of 16"):
         create(wide, **options, fp8=("*bias",))
 
 

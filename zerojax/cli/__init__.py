@@ -26,22 +26,25 @@ from zerojax.versions import VERSION
 # name -> (module with `run(arguments)`, what it does)
 COMMANDS = {
     "train": ("zerojax.cli.train", "train a model from a config, or resume its training"),
-    "posttrain": ("zerojax.cli.posttrain", "train a model by rewards or on preferences"),
+    "posttrain": (
+        "zerojax.cli.posttrain",
+        "train a model by rewards (GRPO, PPO) or on preferences (DPO, IPO)",
+    ),
     "sample": ("zerojax.cli.sample", "generate text with a trained run"),
     "chat": ("zerojax.cli.chat", "talk to a trained run in the terminal"),
     "import": ("zerojax.cli.import_model", "start a run from the weights of a Hugging Face model"),
     "export": ("zerojax.cli.export_model", "write a trained model for transformers or vLLM"),
-    "eval": ("zerojax.cli.eval", "measure the validation loss of a trained run, and exact match"),
+    "eval": ("zerojax.cli.eval", "measure the validation loss and exact match of a trained run"),
     "report": ("zerojax.cli.run_report", "write an HTML page about a run: curves, speed, bytes, restarts"),
     "overlap": ("zerojax.cli.overlap", "measure how much communication of a profile overlaps compute"),
     "checkpoints": ("zerojax.cli.checkpoints", "list and verify the checkpoints of a run"),
-    "plan": ("zerojax.cli.plan", "show the memory and communication of a run: units, formats, bytes"),
+    "plan": ("zerojax.cli.plan", "predict the memory, bytes and speed of a run, for any cluster"),
     "from-deepspeed": ("zerojax.cli.from_deepspeed", "convert a DeepSpeed config to a zerojax config"),
-    "comm": ("zerojax.cli.comm", "count every collective of a training step, with its bytes"),
-    "launch": ("zerojax.cli.launch", "start zerojax train in several processes on this machine"),
+    "comm": ("zerojax.cli.comm", "count the bytes that a training step sends, by collective"),
+    "launch": ("zerojax.cli.launch", "start training in several processes on this machine"),
     "emulate": ("zerojax.cli.emulate", "run a command on every node of an emulated cluster"),
-    "links": ("zerojax.cli.links", "measure what carries between the nodes of a job, and what limits it"),
-    "doctor": ("zerojax.cli.doctor", "show devices, versions, kernels and a suitable mesh"),
+    "links": ("zerojax.cli.links", "measure the network between the nodes of a job, and what limits it"),
+    "doctor": ("zerojax.cli.doctor", "show devices, versions and kernels, and suggest a mesh and preset"),
 }
 
 # Exit codes of errors that are reported in one line, without a traceback.
@@ -127,7 +130,15 @@ def report(error: BaseException) -> tuple[int, str]:
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(["usage: zerojax COMMAND ...", "", *lines, "", "zerojax COMMAND --help says more."])
+    return "\n".join(
+        [
+            "usage: zerojax COMMAND ...",
+            "",
+            *lines,
+            "",
+            "zerojax COMMAND --help describes a command; docs/index.md is the documentation.",
+        ]
+    )
 
 
 def _fail(message: str, code: int) -> int:

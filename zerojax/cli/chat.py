@@ -21,13 +21,13 @@ _UNFINISHED = "\ufffd"  # of a character whose last bytes have not come yet
 
 @dataclass(frozen=True)
 class Options(SamplingOptions):
-    """Talk to a run's latest checkpoint, on one device: a message per line of the input, until it ends.
+    """Talk to a run's latest checkpoint, on one device: each line of the input is a message.
 
-    A run on conversations sees the whole conversation, in its chat template; of one that is too long for the
-    context, the oldest messages are dropped. A run on prompts and completions sees each line by itself.
+    A run trained on conversations sees the whole conversation, without the oldest messages if it is too long
+    for the context. A run trained on prompts and completions sees each line by itself.
 
     Attributes:
-        system: A message of the role "system" that the conversation begins with.
+        system: System message at the beginning of the conversation.
     """
 
     system: str | None = None

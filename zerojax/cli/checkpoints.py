@@ -27,10 +27,10 @@ class Options:
 
     Attributes:
         run: The run's folder.
-        verify: Read every byte and compare checksums; otherwise compare names and sizes of files only.
-        rewind: First go back to this step, from which the run then resumes: later checkpoints are kept as
-            STEP.undone, later lines of metrics.jsonl as metrics.jsonl.undone.
-        delete: First delete this checkpoint: a step, or the name of one that was moved aside.
+        verify: Read every byte and compare checksums; otherwise only names and sizes of files.
+        rewind: Go back to this step, from which the run then resumes. Later checkpoints are kept as
+            STEP.undone, later lines of metrics.jsonl in metrics.jsonl.undone.
+        delete: Delete this checkpoint: a step, or a name such as 400.damaged.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]

@@ -52,10 +52,10 @@ class JobOptions:
     """How this process joins a job.
 
     Attributes:
-        coordinator: host:port of process 0, if no cluster manager starts the processes.
-        process_id: Number of this process.
+        coordinator: host:port of process 0, if no scheduler or `zerojax launch` starts the processes.
+        process_id: Number of this process, from 0.
         num_processes: Number of processes.
-        insecure: Without a token (ZEROJAX_JOB_TOKEN), let anybody who reaches process 0 join.
+        insecure: Let anybody who reaches process 0 join if there is no token (ZEROJAX_JOB_TOKEN).
     """
 
     coordinator: str | None = None

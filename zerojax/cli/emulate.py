@@ -31,13 +31,22 @@ def run(arguments: Sequence[str]) -> None:
         description="Run a command on every node of a cluster emulated on this machine.",
     )
     add = parser.add_argument
-    add("--nodes", type=int, required=True, help="how many nodes")
-    add("--gpus-per-node", type=int, default=1, help="devices of each node")
-    add("--rate", default="10gbit", help="of each link: 10gbit, 400mbit, or none")
-    add("--latency", help="one-way delay to add between nodes: 50us")
+    add("--nodes", type=int, required=True, help="nodes to emulate")
+    add(
+        "--gpus-per-node",
+        type=int,
+        default=1,
+        help="GPUs, or emulated CPU devices, of each node (default: %(default)s)",
+    )
+    add(
+        "--rate",
+        default="10gbit",
+        help="rate of each link, such as 400mbit, or none for no limit (default: %(default)s)",
+    )
+    add("--latency", help="one-way delay to add between nodes, such as 50us")
     add("--platform", choices=("auto", "cpu", "gpu"), default="auto", help="default: GPUs if there are any")
-    add("--grace", type=float, default=30.0, help="seconds from SIGTERM to SIGKILL")
-    add("command", nargs=argparse.REMAINDER, help="-- command and its arguments")
+    add("--grace", type=float, default=30.0, help="seconds from SIGTERM to SIGKILL (default: %(default)s)")
+    add("command", nargs=argparse.REMAINDER, help="--, then the command and its arguments")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:

@@ -18,7 +18,7 @@ from zerojax.run.run_dir import RunFolder
 
 @dataclass(frozen=True)
 class Options:
-    """Measure the validation loss of a run's latest checkpoint, and exact match if the run does.
+    """Measure the validation loss of a run's latest checkpoint, and its exact match if it has one.
 
     Attributes:
         run: The run's folder.

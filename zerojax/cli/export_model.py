@@ -38,9 +38,9 @@ REPORT = "zerojax.json"
 class Options:
     """Write a run's latest checkpoint as a Hugging Face model, for transformers or vLLM.
 
-    With --weights, linear layers are quantized by the codec that ZeRO++ sends weights with, in the format of
-    compressed-tensors, and the perplexities of the quantized and the full model are measured. Adapters are
-    merged into the weights, or with --adapter written alone, as PEFT reads them.
+    --weights quantizes the linear layers, in the format of compressed-tensors, and measures the perplexities
+    of the quantized and the full model. Adapters are merged into the weights; --adapter writes them alone,
+    for PEFT.
 
     Attributes:
         run: The run's folder.
@@ -50,10 +50,10 @@ class Options:
             need 128.
         along: "input" for blocks along a layer's inputs, which vLLM reads; "output" for blocks along its
             outputs, as in training, which only transformers reads.
-        dtype: Of the tensors that are not quantized: float32, float16 or bfloat16 (or fp32, fp16, bf16); by
-            default as in the imported model, else float32, as for adapters.
-        shard_gb: The greatest size of a file, in gigabytes.
-        adapter: Write the adapters alone: adapter_config.json and adapter_model.safetensors.
+        dtype: Dtype of the tensors that are not quantized: float32, float16 or bfloat16 (fp32, fp16, bf16);
+            by default as in the imported model, else float32, as for adapters.
+        shard_gb: Largest size of a file, in gigabytes.
+        adapter: Write only the adapters: adapter_config.json and adapter_model.safetensors.
         ema: Export the averaged weights (optimizer.ema_decay).
         mesh: Devices to use; by default as in the run.
     """

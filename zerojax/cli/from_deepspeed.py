@@ -20,9 +20,9 @@ class Options:
     Attributes:
         config: The DeepSpeed config, JSON.
         out: The TOML file to write; stdout by default.
-        nodes: Nodes that it ran on, if the batch size depends on them.
-        gpus_per_node: Devices of each node, likewise.
-        batch_size: Sequences per optimizer step, if the config leaves them to the script ("auto" or unset).
+        nodes: Nodes of the job, if the batch size depends on them.
+        gpus_per_node: Devices of each node, if the batch size depends on them.
+        batch_size: Sequences per optimizer step, if the config does not say ("auto" or unset).
     """
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DS_CONFIG")]

@@ -24,8 +24,8 @@ class Options:
     """Start a run from the weights of a Hugging Face model: GPT-2, OPT, LLaMA, Mistral, Qwen, Phi-3 or Gemma.
 
     `zerojax train RUN/config.toml --run-dir RUN` trains it further; `zerojax sample RUN` and `zerojax eval
-    RUN` use it. The architecture and the tokenizer are the model's; all other settings are CONFIG's or the
-    defaults, and each can be overridden.
+    RUN` use it. Architecture and tokenizer are the model's; all other settings are CONFIG's or the defaults,
+    and each can be overridden.
 
     Attributes:
         model: The model's folder: config.json, safetensors files, tokenizer.json. Comes first.
@@ -35,7 +35,7 @@ class Options:
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="CONFIG")] = None
+    config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG]")] = None
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 

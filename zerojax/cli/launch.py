@@ -116,17 +116,27 @@ def parse(arguments: Sequence[str]) -> Job:
         description="Start `zerojax train CONFIG ...` in several processes on this machine.",
     )
     add = parser.add_argument
-    add("--nodes", type=int, required=True, help="processes; each is a node of the mesh")
-    add("--devices-per-node", type=int, required=True, help="GPUs, or emulated CPU devices, of each")
+    add("--nodes", type=int, required=True, help="processes to start; each is a node of the mesh")
+    add("--devices-per-node", type=int, required=True, help="GPUs, or emulated CPU devices, of each process")
     add("--platform", choices=("auto", "cpu", "gpu"), default="auto", help="default: GPUs if there are any")
-    add("--restarts", type=int, default=0, help="most restarts after a failure")
-    add("--min-nodes", type=int, help="continue without failed nodes, down to this many")
-    add("--grace", type=float, default=15.0, help="seconds for the others to end after one has failed")
+    add(
+        "--restarts",
+        type=int,
+        default=0,
+        help="restart after a failure at most this many times (default: %(default)s)",
+    )
+    add("--min-nodes", type=int, help="restart without the nodes that failed, down to this many")
+    add(
+        "--grace",
+        type=float,
+        default=15.0,
+        help="seconds that the others have to end after one has failed (default: %(default)s)",
+    )
     add(
         "train",
         nargs=argparse.REMAINDER,
         metavar="CONFIG ...",
-        help="arguments of zerojax train; or posttrain CONFIG ..., doctor or links",
+        help="arguments of zerojax train; or another command: posttrain CONFIG ..., doctor, links",
     )
     options = vars(parser.parse_args(arguments))
     if not options["train"]:

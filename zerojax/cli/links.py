@@ -33,16 +33,15 @@ _LARGEST = 1 << 10  # in MiB
 
 @dataclass(frozen=True)
 class Options(JobOptions):
-    """Measure what TCP flows and collectives carry between the nodes of a job, and say what limits them.
+    """Measure the rates of TCP flows and collectives between the nodes of a job, and say what limits them.
 
     Run it as training is run: under `zerojax launch`, `zerojax emulate` or a scheduler, or on each host with
     the same options and variables.
 
     Attributes:
         mesh: The mesh to measure; by default processes x devices.
-        seconds: To measure each number of flows for.
-        sizes: MiB that a device sends to other nodes in one collective: messages are about as large as what a
-            layer sends.
+        seconds: How long to measure each number of flows.
+        sizes: MiB that a device sends to other nodes in one collective; choose about what a layer sends.
         json: File to write the measurements to, for `zerojax plan --links`.
     """
 

@@ -7,12 +7,36 @@ from contextlib import redirect_stderr
 from typing import TYPE_CHECKING
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_REGISTRY = ConstructorRegistry()
+_BOOLEANS = {"true": True, "false": False}
+
+
+@_REGISTRY.primitive_rule
+def _boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+    """A boolean that may be missing, spelled as in TOML; tyro alone takes "True" and "False" only."""
+    if info.type is not bool:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        instance_from_str=lambda words: _read_boolean(words[0]),
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    )
+
+
+def _read_boolean(word: str) -> bool:
+    if word.lower() not in _BOOLEANS:
+        raise ValueError(f"{word!r} is neither true nor false")
+    return _BOOLEANS[word.lower()]
 
 
 def read_options[Options: "DataclassInstance"](
@@ -34,9 +58,9 @@ def read_options[Options: "DataclassInstance"](
     try:
         with redirect_stderr(errors):
             if default is None:
-                read = tyro.cli(options, args=arguments, prog=program)
+                read = tyro.cli(options, args=arguments, prog=program, registry=_REGISTRY)
             else:
-                read = tyro.cli(options, default=default, args=arguments, prog=program)
+                read = tyro.cli(options, default=default, args=arguments, prog=program, registry=_REGISTRY)
     except SystemExit as end:
         if (refusal := _cause(end)) is not None:
             raise refusal from None

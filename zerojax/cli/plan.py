@@ -35,15 +35,15 @@ class Options(on_config.Options):
         gpu: GPUs of the cluster to predict for: h100, h200, a100-80 and others (an unknown name lists them).
         nodes: Number of nodes; by default mesh.nodes.
         gpus_per_node: GPUs of each node; by default mesh.local.
-        bandwidth: Of one node's network in each direction, all adapters together, such as 100gbit.
-        links: File of `zerojax links --json`, measured between such nodes, in place of --bandwidth.
+        bandwidth: Network bandwidth of a node in each direction, all adapters together, such as 100gbit.
+        links: File of `zerojax links --json`, measured between such nodes; replaces --bandwidth.
         sequences: Sequences per device and micro-batch; by default from train.batch_size, at least 1.
         picture: PNG file to draw the prediction to.
         memory_fraction: Fraction of the GPU's memory that JAX uses (XLA_CLIENT_MEM_FRACTION).
         efficiency: Fraction of the GPU's peak that matmuls reach.
-        peak_tflops: The GPU's dense bf16 peak, to override the listed one.
-        memory_gb: The GPU's memory, likewise.
-        memory_bandwidth: The GPU's memory bandwidth in GB/s, likewise.
+        peak_tflops: The GPU's dense bf16 peak; overrides the listed one.
+        memory_gb: The GPU's memory; overrides the listed one.
+        memory_bandwidth: The GPU's memory bandwidth in GB/s; overrides the listed one.
         local_bandwidth: Measured rate at which a GPU sends to others of its node during compute, in GB/s.
     """
 

@@ -16,10 +16,10 @@ TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES,
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """Train a model by rewards for its own completions or by preferences between answers, or resume that.
+    """Train a model by rewards for its own completions or on preferences between answers, or resume that.
 
-    Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
-    config can be overridden; the defaults below are those of the config.
+    Given again, the command resumes from the last checkpoint of the run folder. Every setting of the config
+    can be overridden; the defaults below are those of the config.
     """
 
 

@@ -19,9 +19,9 @@ class RunOptions(JobOptions, on_config.Options):
     Attributes:
         run_dir: Folder of the run; runs/NAME by default.
         resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
-        init_from: A run's folder or one of its checkpoints, from whose weights a new run starts, with a new
-            optimizer state at step 0; or the folder of a Hugging Face model, which also sets [model] and the
-            tokenizer. Ignored by a run that resumes, but for the last two.
+        init_from: Start a new run from the weights of a run, a checkpoint, or the folder of a Hugging Face
+            model, which also sets [model] and the tokenizer (a run that resumes uses only these two).
+            Optimizer and step start afresh.
     """
 
     run_dir: Path | None = None
@@ -103,6 +103,6 @@ def check_source(init_from: Path | None, settings: RunConfig, folder: RunFolder,
         return
     if folder.read_config().model != settings.model:
         raise ConfigurationError(
-            f"--init-from {init_from} is gone, which gave this run its [model]: "
+            f"--init-from {init_from} gave this run its [model], and is gone: "
             f"resume it by zerojax {command} {folder.config} --run-dir {folder.path}"
         )

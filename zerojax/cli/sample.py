@@ -17,7 +17,7 @@ class Options(SamplingOptions):
     """Generate text with a run's latest checkpoint, on one device.
 
     Attributes:
-        prompt: Beginning of the text; empty for the beginning of a document.
+        prompt: Beginning of the text; if empty, the model begins a document.
     """
 
     prompt: str = ""

@@ -25,7 +25,7 @@ class SamplingOptions:
         run: The run's folder.
         tokens: Largest number of tokens to generate.
         temperature: Divisor of the logits; 0 always takes the likeliest token.
-        top_k: Sample from this many likeliest tokens only.
+        top_k: Sample only from this many likeliest tokens.
         top_p: Sample from the fewest likeliest tokens whose probabilities sum to this.
         seed: The same seed and input give the same text.
         ema: Use the averaged weights (optimizer.ema_decay).

@@ -125,7 +125,7 @@ class Savings:
     def _tried(self, options: list[tuple[str, Any]]) -> Iterator[Trial]:
         for name, value in options:
             section, field = name.split(".")
-            words = " ".join(value) if isinstance(value, tuple) else str(value)
+            words = " ".join(value) if isinstance(value, tuple) else str(value).lower()
             try:
                 changed = dataclasses.replace(getattr(self._config, section), **{field: value})
                 config = dataclasses.replace(self._config, **{section: changed})

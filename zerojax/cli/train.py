@@ -21,12 +21,12 @@ from zerojax.run.trainer import Trainer
 class Options(RunOptions):
     """Train a model, or resume its training.
 
-    Started again on the same run folder, training resumes from the last checkpoint. Each setting of the
-    config can be overridden; the defaults below are those of the config.
+    Given again, the command resumes from the last checkpoint of the run folder. Every setting of the config
+    can be overridden; the defaults below are those of the config.
 
     Attributes:
-        adapter: The folder of a PEFT adapter, with whose matrices those of a new run start; sets [lora] if
-            lora.rank is 0. The run's base is an imported model, or from --init-from.
+        adapter: Start a new run's adapters from the folder of a PEFT adapter; sets [lora] if lora.rank is 0.
+            The run's base is an imported model, or from --init-from.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
     """
 

@@ -1,1 +1,1 @@
-"""The collectives, through which every byte crosses the mesh."""
+"""Every collective on weights and gradients, coalescing, and XLA's options for them."""

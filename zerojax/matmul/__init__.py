@@ -1,1 +1,1 @@
-"""Where a weight meets a matmul: weights that products read in another form than that of an array."""
+"""Finds the matmuls that read a weight, and replaces them: by fp8 products, or with low-rank adapters."""

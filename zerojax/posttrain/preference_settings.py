@@ -31,7 +31,7 @@ def check_preferences(config: RunConfig) -> None:
             "false"
         )
     elif config.train.eval_exact_match:
-        raise ConfigurationError("train.eval_exact_match: a model of scores gives no answers: set it to 0")
+        raise ConfigurationError("train.eval_exact_match: a reward model gives no answers: set it to 0")
 
 
 def abstract_pairs(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -36,7 +36,7 @@ def check_reward_model(config: RunConfig) -> None:
     model = saved_settings(path, "posttrain.reward_model").model
     if model.outputs != 1:
         raise ConfigurationError(
-            f'posttrain.reward_model {path} is no model of scores: train one by posttrain.method = "reward", '
+            f'posttrain.reward_model {path} is not a reward model: train one by posttrain.method = "reward", '
             "with model.outputs = 1"
         )
     longest = min(config.train.sequence_length + 1, config.model.max_seq_len)

@@ -123,7 +123,7 @@ def averaged(state: TrainState) -> TrainState:
             "set optimizer.ema_decay."
         )
     if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
-        raise ConfigurationError("the average of the weights is of no update yet: take a step first.")
+        raise ConfigurationError("there is no average of the weights before the first step: take one.")
     return with_params(state, params)
 
 

@@ -213,7 +213,7 @@ def build(
     zero.check_patterns(["/".join(p.path) for p in adapter.parameters])
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
         raise ConfigurationError(
-            'matmul_dtype="fp8", and no weight is computed with in it: it takes two-dimensional weights of '
+            'matmul_dtype="fp8" applies to no weight: it needs two-dimensional weights of '
             f"units with sizes that are multiples of 16, which ZeroConfig.fp8={zero.fp8} matches."
         )
     units = [p.unit for p in parameters]
@@ -262,12 +262,12 @@ def adapter_parameters(
     ]
     if not chosen:
         raise ConfigurationError(
-            "no weight gets an adapter: there are adapters for two-dimensional weights of units, and those "
+            "no weight gets an adapter: adapters are for two-dimensional weights of units, and those "
             f"of Flax's attention, which LoRA.targets={lora.targets} matches."
         )
     if trained := [name for name in ("/".join(p.path) for p in chosen) if not zero.is_frozen(name)]:
         raise ConfigurationError(
-            f"an adapter stands beside a frozen weight, and {trained[0]!r} is trained: freeze the model by "
+            f"an adapter needs a frozen weight, and {trained[0]!r} is trained: freeze the model by "
             f"ZeroConfig(frozen=(\"*\",)), or leave the weight out by LoRA(targets=(..., '!{trained[0]}'))."
         )
     return [

@@ -145,7 +145,7 @@ def check_there(state: TrainState) -> None:
     if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
         raise ConfigurationError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
-            "go on with the state that train_step returned."
+            "use the state that train_step returned."
         )
 
 

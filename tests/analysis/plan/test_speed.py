@@ -1,4 +1,4 @@
-"""Predicted steps against those that docs/benchmark-notes.md measured on H200s."""
+"""Predicted steps against those that docs/benchmarks.md and its notes measured on H200s."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ WIDER = dataclasses.replace(CONFIG, layers=20, d_model=3072, heads=24)
 TEN_GBIT = 10e9 / 8
 DOCS = Path(__file__).parents[3] / "docs"
 
-# nodes, local, sequences, remat, preset: milliseconds, of docs/benchmark-notes.md.
+# nodes, local, sequences, remat, preset: milliseconds, of docs/benchmarks.md and its notes.
 MEASURED = {
     (1, 4, 4, "none", "zero3"): 138.1,
     (1, 4, 4, "none", "zero++"): 137.6,

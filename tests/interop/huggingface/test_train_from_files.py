@@ -103,7 +103,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
     capsys.readouterr()
     shutil.rmtree(model)
     assert main(command) == 2
-    assert f"{model} is gone, which gave this run its [model]: resume it by" in capsys.readouterr().err
+    assert f"{model} gave this run its [model], and is gone: resume it by" in capsys.readouterr().err
 
 
 @pytest.mark.slow

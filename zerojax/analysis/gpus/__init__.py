@@ -1,4 +1,4 @@
-"""Figures of GPUs for the planner and the MFU, and XLA's descriptions for ``zerojax.analysis.aot``.
+"""Data sheets of GPUs for the planner and the MFU, and XLA's descriptions for ``zerojax.analysis.aot``.
 
 The ``.txtpb`` files are GpuTargetConfigProto texts.
 """

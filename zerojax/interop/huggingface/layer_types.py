@@ -32,9 +32,7 @@ def read_window(keys: ConfigKeys, window: int | None, default: list[str]) -> dic
         return {"sliding_window": window}
     pattern = types.index(FULL) + 1
     if pattern == 1 or types != periodic(len(types), pattern):
-        raise ConfigurationError(
-            f"layer_types = {short(types)}: only {FULL!r} in every so many layers is supported"
-        )
+        raise ConfigurationError(f"layer_types = {short(types)}: {FULL!r} must be in every n-th layer")
     return {"sliding_window": window, "sliding_window_pattern": pattern}
 
 

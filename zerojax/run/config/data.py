@@ -41,14 +41,14 @@ class DataSection:
     """The text to learn from.
 
     Attributes:
-        source: "stdlib" (the Python standard library's own source code), or a file, folder or glob
-            of plain text, JSON lines, Parquet or Arrow, or a folder that Hugging Face `datasets`
-            saved, or a folder of tokens that an earlier run prepared (RUN/data).
+        source: A file, folder or glob of plain text, JSON lines, Parquet or Arrow; a folder that Hugging Face
+            `datasets` saved; the tokens of an earlier run (RUN/data); or "stdlib", the source code of
+            Python's standard library.
         mixture: Several sources with weights, instead of `source`; in a file only.
         pattern: Which files of a folder to read.
         column: Which column of JSON lines, Parquet and Arrow holds the text.
         kind: What a row is: a "text"; a conversation ("chat"), of which only the assistant's messages count
-            in the loss; or a prompt with its "completion", which alone counts.
+            in the loss; or a prompt and a "completion", of which only the completion counts.
         messages_column: Which column holds a conversation: a list of {"role", "content"}.
         prompt_column: Which column holds a prompt.
         completion_column: Which column holds its completion.
@@ -60,8 +60,8 @@ class DataSection:
             tokenizer.json.
         vocab_size: Vocabulary of a newly trained BPE.
         validation: Fraction of the documents held out for validation.
-        packing: "none" cuts the documents, joined, into sequences; "documents" packs whole documents into
-            sequences, within which they do not attend to each other.
+        packing: "none" joins all documents and cuts them into sequences; "documents" packs whole documents
+            into sequences, and no document attends to another.
         verify: Read the token files once at the start and compare their checksums.
     """
 

@@ -10,35 +10,34 @@ from zerojax.validation.bounds import check_numbers
 
 @dataclass(frozen=True)
 class PosttrainSection:
-    """Training of a trained model by rewards or preferences, for `zerojax posttrain`; docs/posttrain.md and
-    docs/preferences.md.
+    """Post-training by rewards or preferences (`zerojax posttrain`); see docs/posttrain.md.
 
     Attributes:
-        method: "grpo" compares the completions of a prompt with each other, by a reward; "ppo" compares them
-            with what a critic expects; "dpo" and "ipo" learn from pairs of answers which is better; "reward"
+        method: "grpo" compares the rewards of a prompt's completions with each other, "ppo" with what a
+            critic expects; "dpo" and "ipo" learn from pairs of a better and a worse answer; "reward"
             learns to score answers from such pairs; "none" is for `zerojax train`.
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
-        reward: Scores a completion: "path/to/file.py:function", run in a process of its own.
-        reward_model: Scores it instead: a run with model.outputs = 1, such as one of the method "reward".
-        reward_workers: Completions that each process of the run has scored at once, in so many processes.
-        reward_seconds: Seconds after which a reward is given up and its completion left out.
+        reward: The function that scores a completion: "path/to/file.py:function".
+        reward_model: A run of the method "reward" (model.outputs = 1) that scores completions instead.
+        reward_workers: Processes that score completions, for each process of the run.
+        reward_seconds: Seconds that a reward may take; a completion without one is left out.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
         group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".
-        epochs: How often each completion of a rollout is trained on.
+        epochs: How many times each completion of a rollout is trained on.
         max_new_tokens: Longest completion, in tokens.
-        temperature: Divisor of the logits, of sampling and of training.
-        clip_low: The ratio of the new to the old probability of a token counts down to 1 - clip_low.
-        clip_high: And up to 1 + clip_high.
+        temperature: Divisor of the logits, in sampling and in training.
+        clip_low: The ratio of a token's new to its old probability is clipped below at 1 - clip_low.
+        clip_high: The same ratio is clipped above at 1 + clip_high.
         scale_advantages: Divide advantages by the standard deviation of their group ("grpo").
         normalize_advantages: Shift and scale the advantages of a rollout's tokens to mean 0 and deviation 1
             ("ppo").
-        discount: Of a reward per token until it comes ("ppo").
-        gae_lambda: How far advantages trust rewards (1) or the critic (0) ("ppo").
-        value_clip: The largest change of a value in a rollout's steps that counts in the critic's loss; 0
-            does not clip ("ppo").
+        discount: Discount of later rewards, per token ("ppo").
+        gae_lambda: Lambda of GAE: 1 trusts the rewards only, 0 the critic ("ppo").
+        value_clip: Largest change of a value within a rollout that counts in the critic's loss ("ppo"); 0
+            does not clip.
         kl: Weight of the divergence from the first weights, in the loss of "grpo" and in the reward of each
             token of "ppo"; 0 keeps no reference.
-        kl_estimator: Of the divergence (Schulman's k2 or k3); "ppo" takes k1.
+        kl_estimator: Estimator of the divergence (Schulman's k2 or k3) of "grpo"; "ppo" uses k1.
         eval_prompts: Held-out prompts per evaluation, answered greedily; 0 is none.
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
@@ -95,11 +94,11 @@ class PosttrainSection:
 class CriticSection:
     """The critic of `posttrain.method = "ppo"`.
 
-    Each option of sharding given takes the place of that of [zero] for the critic.
+    The options from `preset` on override those of [zero] for the critic.
 
     Attributes:
-        init_from: The run, or checkpoint, whose weights it begins with; by default `posttrain.reward_model`,
-            or else the policy's. What is no model of scores gets a new head.
+        init_from: The run or checkpoint whose weights it begins with; by default `posttrain.reward_model`, or
+            else the policy. A language model gets a new head.
         learning_rate: Peak learning rate; by default `optimizer.learning_rate`.
         preset: As `zero.preset`.
         stage: As `zero.stage`.

@@ -20,8 +20,8 @@ class MeshSection:
     """The (node, local) mesh: `local` is the fast domain, `node` the slow one.
 
     Attributes:
-        nodes: Nodes; 0 takes one per process.
-        local: Devices per node; 0 takes all devices of a node.
+        nodes: Nodes; 0 is one per process.
+        local: Devices per node; 0 is all devices of a node.
         emulate: On CPU, split the host into nodes x local devices that emulate the cluster.
     """
 
@@ -49,40 +49,41 @@ class MeshSection:
 class ZeroSection:
     """How the state is sharded and what is sent.
 
-    `preset` sets everything; each other option given overrides the preset. The wire format "compute" sends
-    the compute dtype.
+    `preset` sets everything; every other option overrides the preset. The wire format "compute" sends the
+    compute dtype.
 
     Attributes:
         preset: "zero3" is exact, "zero++" as published, "delta" sends less than either.
         stage: ZeRO stage 0, 1, 2 or 3.
         compute_dtype: Dtype of the forward and backward pass: bfloat16 (bf16) or float32 (fp32).
-        remat: What the backward pass recomputes.
+        remat: What is kept of a layer for the backward pass: "none" keeps the results of matmuls,
+            "attention" only attention's output, "full" only the layer's input. The rest is recomputed.
         accumulate_order: Micro-batches one by one through the whole model ("depth"), or all through each
             layer before the next ("breadth"), which communicates once per step, beside compute, and keeps
             the activations of all micro-batches.
         weights: Wire format of the weights between nodes.
         weights_delta: Send the change of the weights instead of the weights.
-        delta_resync: Steps between full-precision resynchronisations; 0 is never.
-        local_weights: Wire format of the weights inside a node.
+        delta_resync: Steps between sending whole weights in place of changes; 0 is never.
+        local_weights: Wire format of the weights within a node.
         hpz: Keep a secondary copy of the weights in each node for the backward pass.
-        grads: Wire formats of the gradients inside a node and between nodes.
+        grads: Wire formats of the gradients within a node and between nodes.
         grads_hops: Reduce gradients in 1 or 2 hops.
         grad_sync: Reduce gradients between nodes for each micro-batch, or once per step.
         block_size: Elements that share a quantization scale; best a divisor of the model's width.
         rounding: Rounding of gradients before they are sent.
         rotation: Width of the Hadamard rotation before encoding; 0 is none.
         error_feedback: Add the rounding error to the next step's gradient.
-        chunks: Pieces that the gradient hops are cut into, so that the two overlap.
+        chunks: Pieces that gradients are cut into, so that the two hops overlap.
         precise: Pairs of a path pattern and a wire format: weights and gradients whose path matches
             are never sent in fewer bits.
-        matmul_dtype: "fp8" computes the matmuls of blocks in 8-bit floating point; "compute" does not.
+        matmul_dtype: Dtype of the matmuls of blocks: "fp8", or "compute", the compute dtype.
         fp8: Path patterns of the weights to compute with in fp8; "!" leaves one out, the last match decides.
-        frozen: Path patterns of the weights that are not trained, read like those of `fp8`; with adapters
-            (`[lora]`) all, if nothing is given.
-        frozen_weights: Format in which they are stored and gathered within a node: "compute", a wire format,
-            or "nf4".
-        frozen_spread: Over which devices they are stored once: those of each "node", so that they never cross
-            nodes, or of the "world", which takes less memory and sends them in both passes.
+        frozen: Path patterns of the weights that are not trained, as for `fp8`; by default all with adapters
+            (`[lora]`), else none.
+        frozen_weights: Format in which frozen weights are stored and gathered: "compute", a wire format, or
+            "nf4".
+        frozen_spread: "node" stores frozen weights once in each node, so they never cross nodes; "world" once
+            over all devices, which takes less memory and sends them between nodes in both passes.
     """
 
     preset: str = "zero3"
@@ -139,7 +140,7 @@ class LoRASection:
     """Low-rank adapters of frozen weights (Hu et al., 2021).
 
     Attributes:
-        rank: Of the adapters; 0 trains none.
+        rank: Rank of the adapters; 0 trains none.
         alpha: An adapter is multiplied by alpha / rank.
         targets: Path patterns of the two-dimensional weights that get one; "!" leaves one out, the last match
             decides.
@@ -172,12 +173,12 @@ class ClusterSection:
     """Timeouts of the processes of a run; docs/clusters.md says what happens at each.
 
     Attributes:
-        join_timeout: Seconds that a process waits for the others at the start.
+        join_timeout: Seconds to wait for all processes at the start.
         peer_timeout: Seconds of silence after which a process counts as lost, and the others end.
         insecure: Run without a token (ZEROJAX_JOB_TOKEN) even if the network can reach process 0.
         step_factor: End the run when a step takes this many times the median of recent ones; 0 never does.
-        step_timeout: Seconds that a step may always take, whatever the median.
-        phase_timeout: Seconds for compilation, an evaluation or a checkpoint; 0 is no limit.
+        step_timeout: Seconds that any step may take, whatever the median.
+        phase_timeout: Seconds that compilation, an evaluation or a checkpoint may take; 0 is no limit.
     """
 
     join_timeout: float = 300.0

@@ -27,13 +27,13 @@ class TrainSection:
         seed: Seed of the initial weights, the data order, dropout and stochastic rounding.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         eval_batches: Batches per evaluation, spread evenly over the validation split.
-        eval_exact_match: Held-out prompts per evaluation that the model answers greedily, to measure how many
-            answers equal the completion; 0 is none.
-        max_skips: Stop after this many skipped steps in a row: with a non-finite loss or gradient, or a
-            spike.
+        eval_exact_match: Held-out prompts per evaluation that the model answers greedily; reports the share
+            of answers that equal the completion. 0 is none.
+        max_skips: Stop after this many skipped steps in a row. A step is skipped for a loss or gradient that
+            is not finite, or a spike.
         spike_deviations: A loss this many standard deviations above the mean of recent ones is a spike; 0
             turns the rule off.
-        spike_window: Number of recent losses; until there are so many, no loss is a spike.
+        spike_window: Number of recent losses; until there are that many, no loss is a spike.
         on_spike: Skip the update of a step whose loss is a spike, or stop the run.
     """
 
@@ -81,8 +81,8 @@ class OptimizerSection:
     Attributes:
         name: Update rule; docs/optimizers.md compares them.
         learning_rate: Peak learning rate.
-        schedule: Shape after the warm-up: a half cosine; "wsd" holds the peak, then decays linearly
-            over the last `decay_fraction` of the run; a straight line; or no decay.
+        schedule: Shape after the warm-up: half a cosine; "wsd" holds the peak, then decays linearly
+            over the last `decay_fraction` of the run; "linear" decays throughout; "constant" does not.
         warmup_steps: Steps of linear warm-up; at most half of the run.
         final_fraction: Learning rate at the end, as a fraction of the peak.
         decay_fraction: Fraction of the run over which "wsd" decays.
@@ -91,7 +91,8 @@ class OptimizerSection:
         eps: Added to the root of the second moment (adamw, nadamw, adopt, muon's other leaves).
         weight_decay: Decoupled weight decay, on leaves of two or more dimensions only.
         clip_norm: Largest global gradient norm; 0 does not clip.
-        ema_decay: Decay per step of an average of the weights, for `--ema` of other commands; 0 keeps none.
+        ema_decay: Decay per step of an average of the weights, which other commands use with `--ema`; 0 keeps
+            none.
     """
 
     name: Literal["adamw", "nadamw", "adopt", "lion", "muon", "sgd"] = "adamw"
@@ -125,12 +126,12 @@ class CheckpointSection:
 
     Attributes:
         every: Steps between checkpoints; 0 saves at the end only, or by `minutes`.
-        minutes: Also save when the last checkpoint is this many minutes old; 0 does not.
-        keep: How many of the newest checkpoints to keep, at least 2.
+        minutes: Also save when the last checkpoint is this many minutes old; 0 turns this off.
+        keep: How many of the newest checkpoints to keep; two are always kept.
         keep_every: Also keep those at multiples of this many steps; 0 keeps none.
         keep_best: Also keep this many with the lowest validation loss, of those saved at a step that
             measured it.
-        keep_minutes: Also keep those of the last so many minutes of training.
+        keep_minutes: Also keep those of this many last minutes of training.
         verify: Read every byte of a checkpoint and compare checksums before resuming from it; otherwise
             only names and sizes of its files are compared.
     """
@@ -156,7 +157,7 @@ class LogSection:
     """Progress lines and trackers; `metrics.jsonl` always has every step.
 
     Attributes:
-        every: Steps between plain progress lines, if there is no terminal.
+        every: Steps between progress lines where the output is no terminal.
         trackers: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
         project: Project of Weights & Biases, experiment of MLflow.
         fp8: With every evaluation, log what each weight of fp8 matmuls loses: the fractions that saturate and
