@@ -86,9 +86,9 @@ class PostTrainer(OpenRun, ABC):
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
         setup.check()
         with opening(folder) as (lock, notes, on_error):
-            environment = Environment.open(config, folder, reader)
-            on_error.callback(environment.scorer.close)
             manifest, damaged = choose_checkpoint(config, folder, resume)
+            environment = Environment.open(config, folder, manifest, reader)
+            on_error.callback(environment.scorer.close)
             check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state, base, batch = start.state, start.base, abstract_batch(config)

@@ -20,7 +20,7 @@ from zerojax.run.data.dataset import (
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows, best_fit
-from zerojax.run.data.prepare import prepare
+from zerojax.run.data.prepare import keep_tokenizer, prepare
 from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
@@ -48,6 +48,7 @@ __all__ = [
     "best_fit",
     "find_template",
     "is_prepared",
+    "keep_tokenizer",
     "load_tokenizer",
     "make_rows",
     "open_dataset",
