@@ -156,9 +156,9 @@ def test_a_line_is_written_at_once() -> None:
 
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "\ufffd é"), ("ascii", "? ??")])
 def test_what_an_encoding_lacks_is_replaced(encoding: str, shown: str) -> None:
-    echo = "import sys; from zerojax import cli; cli._main = lambda _: print(end=sys.stdin.read()); cli.main()"
+    program = "import sys; from zerojax import cli; cli._main = lambda _: print(end=sys.stdin.read())"
     environment = for_programs() | {"PYTHONIOENCODING": f"{encoding}:strict"}
-    command = [sys.executable, "-c", echo]
+    command = [sys.executable, "-c", f"{program}; cli.main()"]
     done = subprocess.run(command, env=environment, input=b"\xff \xc3\xa9", capture_output=True, check=False)
     assert done.stdout.decode(encoding) == shown, done.stderr
 
