@@ -167,7 +167,9 @@ def test_what_is_no_function_is_refused(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_rewards_are_in_the_order_of_the_completions(function: str, workers: int) -> None:
+def test_rewards_are_in_the_order_of_the_completions(
+    function: str, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = [""] * 12
     texts[2], texts[5], texts[9] = "hang", "exit", "raise"
     scorer = FunctionScorer(function, 1.0, workers)
@@ -176,6 +178,8 @@ def test_rewards_are_in_the_order_of_the_completions(function: str, workers: int
         lost = np.isin(texts, ("hang", "exit", "raise"))
         np.testing.assert_array_equal(found, np.where(lost, np.nan, np.arange(12)).astype(np.float32))
         assert why == "KeyError: 'no such answer'"
+        said = f"zerojax: 3 of 12 rewards are lost, the last one: {why}\n"
+        assert said in capsys.readouterr().err
     scorer.close()
 
 
