@@ -54,9 +54,7 @@ def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> 
 
 
 def test_a_vocabulary_larger_than_the_model_s_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match="the tokenizer has a vocabulary of 272"
-    ):
+    with pytest.raises(ConfigurationError, match="the tokenizer has a vocabulary of 272"):
         kept_tokenizer(config(tmp_path, 272), RunFolder(tmp_path / "run"), None)
 
 
