@@ -1,6 +1,7 @@
-"""The tokenizer of a run of post-training: in its folder, from its first start on."""
+"""The tokenizer of a run: kept in its folder, and compared with that of its first weights."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 from micro_run import micro_config
 
 from zerojax.errors import ConfigurationError
-from zerojax.run.build import kept_tokenizer
+from zerojax.run.build import RunSetup, kept_tokenizer
 from zerojax.run.checkpoints import Manifest, Record
 from zerojax.run.config import RunConfig
 from zerojax.run.data import BPETokenizer, open_template, open_tokenizer, prepare
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import start_run
 
 TEXT = b"all work and no play"
 
@@ -51,6 +53,19 @@ def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> 
     other = config(tmp_path, 268)
     assert kept_tokenizer(other, folder, resumed())[0].vocab_size == 264
     assert kept_tokenizer(other, folder, None)[0].vocab_size == 268  # its first start failed
+
+
+def test_first_weights_of_another_tokenizer_are_noted(finished: RunFolder, tmp_path: Path) -> None:
+    settings, folder, notes = config(tmp_path), RunFolder(tmp_path / "run"), []
+    for data in (replace(settings.data, tokenizer="byte"), settings.data):
+        setup = RunSetup.of(replace(finished.read_config(), data=data))
+        notes.append(start_run(setup, folder, None, finished.path).notes)
+    assert len(notes[0]) == 1
+    assert notes[1] == [
+        *notes[0],
+        f"data.tokenizer is another than that of {finished.path}/checkpoints/8: "
+        "its tokens may mean something else to these weights",
+    ]
 
 
 def test_a_vocabulary_larger_than_the_model_s_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from zerojax.run.data.packing import PackedRows, best_fit
 from zerojax.run.data.prepare import keep_tokenizer, prepare
 from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
-from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import Header, TokenFile, TokenWriter, open_tokens
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "open_tokens",
     "prepare",
     "rank",
+    "same_tokenizer",
     "validation_batches",
     "validation_limit",
 ]
