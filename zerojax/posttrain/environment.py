@@ -97,6 +97,13 @@ class Environment:
         """The score of each completion, NaN for a lost one; and why one was lost, or ""."""
         return self.scorer.score(rollout)
 
+    def longest_score(self, completions: int) -> float:
+        """Seconds that a function may take for all of some completions (``posttrain.reward_seconds``)."""
+        settings = self.config.posttrain
+        return (
+            settings.reward_seconds * -(-completions // settings.reward_workers) if settings.reward else 0.0
+        )
+
     def describe(self) -> str:
         """The number of prompts."""
         return f"{len(self.prompts.train):,} prompts and {len(self.prompts.held_out):,} held out"

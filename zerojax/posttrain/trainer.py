@@ -172,10 +172,15 @@ class PostTrainer(OpenRun, ABC):
         Raises:
             RunError: all of them are lost.
         """
+        self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
         rewards, why = self.environment.score(rollout)
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards
+
+    def watch_scores(self, what: str, rollout: Rollout) -> None:
+        """Let the watchdog wait for as long as a rollout's rewards may take, and then for a phase."""
+        self.watchdog.phase(what, self.environment.longest_score(len(rollout.texts)))
 
     @abstractmethod
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
@@ -234,6 +239,7 @@ class PostTrainer(OpenRun, ABC):
         answers = self.environment.answers(self.state)
         if answers is None:
             return {}
+        self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
         rewards, _ = self.environment.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
