@@ -66,6 +66,12 @@ def test_sample(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
     assert texts[0] != texts[2]
 
 
+def test_a_prompt_may_be_any_bytes(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+    """A shell passes bytes that are not UTF-8, and Python reads them as halves of surrogate pairs."""
+    assert main(["sample", str(finished.path), "--prompt", "all \udcff", "--tokens", "1"]) == 0
+    assert capfd.readouterr().out.startswith("all \ufffd")
+
+
 def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--mesh.nodes", "3"]) == 0
     out = capfd.readouterr().out
@@ -154,6 +160,15 @@ def test_a_line_is_written_at_once() -> None:
     with open(reader, "rb", buffering=0) as pipe, open(writer, "wb") as target:
         subprocess.run(command, check=True, env=for_programs(), stdout=target)
         assert pipe.read(1000) == f"zerojax {VERSION}\n".encode()
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "\ufffd é"), ("ascii", "? ??")])
+def test_what_an_encoding_lacks_is_replaced(encoding: str, shown: str) -> None:
+    program = "import sys; from zerojax import cli; cli._main = lambda _: print(end=sys.stdin.read())"
+    environment = for_programs() | {"PYTHONIOENCODING": f"{encoding}:strict"}
+    command = [sys.executable, "-c", f"{program}; cli.main()"]
+    done = subprocess.run(command, env=environment, input=b"\xff \xc3\xa9", capture_output=True, check=False)
+    assert done.stdout.decode(encoding) == shown, done.stderr
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

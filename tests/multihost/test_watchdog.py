@@ -54,6 +54,21 @@ def test_a_step_may_take_a_multiple_of_the_recent_ones(clock):
     assert dog.look() == "step 31 has taken 30.5 s; recent ones took 3 s: ending"
 
 
+def test_a_phase_may_have_more_time(clock):
+    dog = watch(clock, phase_timeout=60)
+    dog.phase("scoring", 30)
+    pass_time(clock, dog, 90)
+    clock.now += 0.5
+    assert dog.look() == "scoring has taken 90.5 s: ending"
+    dog.phase("a rollout")
+    pass_time(clock, dog, 60)
+    clock.now += 0.5
+    assert dog.look() == "a rollout has taken 60.5 s: ending"
+    dog = watch(clock, phase_timeout=0)
+    dog.phase("scoring", 30)
+    pass_time(clock, dog, 9000)
+
+
 def test_step_timeout_is_the_least_limit(clock):
     dog = watch(clock, step_timeout=60, step_factor=10)
     train(clock, dog, 30, 0.1)

@@ -154,7 +154,7 @@ class Trained(NamedTuple):
 def trained(settings: RunConfig, folder: Path, first: RunFolder) -> Trained:
     with open_run(settings, folder, first) as trainer:
         start = zerojax.gather_model(trainer.state)
-        stream, _ = make_batches(settings, read_data(settings, trainer.folder)[0])
+        stream, _ = make_batches(settings, read_data(settings, trainer.folder, None)[0])
         batches = [next(stream) for _ in range(settings.train.steps)]
         stream.close()
         trainer.train()
@@ -228,7 +228,7 @@ def test_a_run_leaves_its_figures(dpo: Trained) -> None:
 
 def test_every_pair_is_seen_once_an_epoch_in_a_new_order(place: Path) -> None:
     settings = config(place)
-    pairs = read_data(settings, RunFolder(place.parent / "run"))[0]
+    pairs = read_data(settings, RunFolder(place.parent / "run"), None)[0]
     stream, validation = make_batches(settings, pairs)
     count = len(pairs.train)
     seen = np.concatenate([next(stream)["chosen"] for _ in range(2 * count // 12 + 1)])

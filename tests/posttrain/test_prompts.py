@@ -78,6 +78,7 @@ def test_columns_of_parquet_go_to_the_reward_as_well(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([{"prompt": 3}], r"rows.jsonl:1: column 'prompt' is not text: 3"),
+        ([{"prompt": "a\ud800"}], "rows.jsonl:1: not valid Unicode: half of a surrogate pair at character 1"),
         ([{"prompt": "a"}, {"text": "a"}], r"rows.jsonl:2: .*'prompt'"),
         (
             [{"prompt": "a", "completion": "b"}],

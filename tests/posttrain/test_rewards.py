@@ -3,6 +3,8 @@
 import os
 import time
 from collections.abc import Iterator
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from threading import Timer
 
@@ -37,6 +39,19 @@ def reward(prompt, completion, answer="", **row):
         return met(completion, row["meets"])
     if completion == "exit":
         os._exit(3)
+    if completion == "fork" and os.fork() == 0:
+        raise ValueError("in the child")
+    if completion == "daemon":
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(60)
+        os._exit(3)
+    if completion == "huge":
+        return 1e300
+    if completion == "long":
+        raise ValueError("two\\nlines" * 1000)
+    if completion == "row":
+        return list(row.values()) == ["2020-01-02", "1.5"]
     if completion == "nan":
         return float("nan")
     if completion == "text":
@@ -78,6 +93,7 @@ def test_a_reward_gets_prompt_completion_and_row(process: RewardProcess) -> None
     assert process.score("abc", "x", {"answer": "x", "more": 0.5}) == 103.5
     assert process.score("ä\nß", "y", {}) == 3
     assert process.score("", "platform", {}) == 1
+    assert process.score("", "row", {"when": date(2020, 1, 2), "price": Decimal("1.5")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,6 +101,8 @@ def test_a_reward_gets_prompt_completion_and_row(process: RewardProcess) -> None
     [
         ("raise", "KeyError: 'no such answer'"),
         ("nan", "the reward is nan"),
+        ("huge", r"the reward is 1e\+300"),
+        ("long", "^ValueError: two [linestwo ]{100,500}$"),
         ("text", "ValueError: could not convert string to float: 'a lot'"),
     ],
 )
@@ -106,6 +124,19 @@ def test_a_process_that_hangs_or_ends_is_started_again(process: RewardProcess) -
         process.score("", "exit", {})
     assert process.score("abc", "x", {}) == 3
     assert not is_alive(child)
+
+
+def test_a_child_that_comes_back_from_the_function_answers_nothing(process: RewardProcess) -> None:
+    for number in range(3):
+        assert process.score("x" * number, "fork", {}) == number
+
+
+def test_a_child_that_lives_on_holds_up_nothing(process: RewardProcess) -> None:
+    began = time.monotonic()
+    with pytest.raises(LostReward):
+        process.score("", "daemon", {})
+    assert time.monotonic() - began < 10
+    assert process.score("abc", "", {}) == 103
 
 
 def test_a_closed_process_is_gone(process: RewardProcess) -> None:
@@ -136,7 +167,9 @@ def test_what_is_no_function_is_refused(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_rewards_are_in_the_order_of_the_completions(function: str, workers: int) -> None:
+def test_rewards_are_in_the_order_of_the_completions(
+    function: str, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = [""] * 12
     texts[2], texts[5], texts[9] = "hang", "exit", "raise"
     scorer = FunctionScorer(function, 1.0, workers)
@@ -145,6 +178,8 @@ def test_rewards_are_in_the_order_of_the_completions(function: str, workers: int
         lost = np.isin(texts, ("hang", "exit", "raise"))
         np.testing.assert_array_equal(found, np.where(lost, np.nan, np.arange(12)).astype(np.float32))
         assert why == "KeyError: 'no such answer'"
+        said = f"zerojax: 3 of 12 rewards are lost, the last one: {why}\n"
+        assert said in capsys.readouterr().err
     scorer.close()
 
 

@@ -123,7 +123,7 @@ def test_adapters_are_compared_with_their_base(place: Path, finished: RunFolder,
 
 
 def test_a_completion_without_a_reward_counts_nowhere(
-    place: Path, finished: RunFolder, tmp_path: Path
+    place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     with GRPOTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
@@ -149,6 +149,11 @@ def test_a_completion_without_a_reward_counts_nowhere(
         trainer.environment.scorer = FunctionScorer(f"{place / 'reward.py'}:refuse", 1.0, 1)
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
             trainer.score(rollout)
+        limits: list[tuple[str, float]] = []
+        monkeypatch.setattr(trainer.watchdog, "phase", lambda *phase: limits.append(phase))
+        with pytest.raises(RunError):
+            trainer.score(rollout)
+        assert limits == [("scoring rollout 1", 320.0)]  # 32 rewards of 10 s, one after another
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         return _main(list(arguments))
-    _write_whole_lines()
+    _prepare_streams()
     try:
         code = _main(sys.argv[1:])
     except Exception as error:
@@ -104,14 +104,15 @@ def _main(given: list[str]) -> int:
     return EXIT_OK
 
 
-def _write_whole_lines() -> None:
-    """Write every line at once and in one piece.
+def _prepare_streams() -> None:
+    """Write every line at once and in one piece, and replace characters that the encoding lacks.
 
     XLA and Gloo write to the same pipe from C++, and could otherwise split a line.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
+            errors = "replace" if stream.errors == "strict" else stream.errors
+            stream.reconfigure(line_buffering=True, write_through=False, errors=errors)
 
 
 def report(error: BaseException) -> tuple[int, str]:

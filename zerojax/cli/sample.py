@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> None:
     how, folder = options.sampling, RunFolder(options.run)
     model = options.open_model(folder)
     tokenizer = open_tokenizer(folder.read_config().data, folder.data)
-    prompt = tokenizer.encode(options.prompt.encode())
+    prompt = tokenizer.encode(options.prompt.encode(errors="surrogateescape"))
     start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)
     new = continue_text(
         model,

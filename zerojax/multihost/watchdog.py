@@ -78,17 +78,22 @@ class Watchdog:
         """
         self._begin(f"step {number}", is_step=True)
 
-    def phase(self, what: str) -> None:
-        """Note that a phase other than a step begins, and that what came before is done."""
-        self._begin(what, is_step=False)
+    def phase(self, what: str, more: float = 0.0) -> None:
+        """Note that a phase other than a step begins, and that what came before is done.
 
-    def _begin(self, what: str, *, is_step: bool) -> None:
+        Args:
+            what: begins.
+            more: seconds that it may take beyond a phase's limit.
+        """
+        self._begin(what, more)
+
+    def _begin(self, what: str, more: float = 0.0, *, is_step: bool = False) -> None:
         limits, now = self._limits, self._clock()
         with self._lock:
             if self._is_step:
                 self._recent.append(now - self._since)
             self._what, self._is_step, self._since = what, is_step, now
-            self._limit = limits.phase_timeout
+            self._limit = limits.phase_timeout and limits.phase_timeout + more
             if is_step and len(self._recent) >= _ENOUGH:
                 factor = limits.step_factor
                 self._limit = factor and max(limits.step_timeout, factor * median(self._recent))

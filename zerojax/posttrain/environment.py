@@ -13,8 +13,10 @@ from zerojax.posttrain.prompts import Prompt, Prompts
 from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.scorers import Scorer, open_scorer
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
+from zerojax.run.build import kept_tokenizer
+from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Tokenizer, open_template, open_tokenizer
+from zerojax.run.data import Tokenizer
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
@@ -40,19 +42,21 @@ class Environment:
     scorer: Scorer
 
     @classmethod
-    def open(cls, config: RunConfig, folder: RunFolder, reader: WeightReader) -> Self:
+    def open(
+        cls, config: RunConfig, folder: RunFolder, manifest: Manifest | None, reader: WeightReader
+    ) -> Self:
         """Read the prompts, and start the reward's first process or load the reward model.
 
         Args:
             config: the settings.
             folder: of the run.
+            manifest: of the checkpoint that it goes on from, if there is one.
             reader: reads the weights of a reward model.
 
         Raises:
             ConfigurationError: prompts, tokenizer or reward cannot be used.
         """
-        tokenizer = open_tokenizer(config.data, folder.data)
-        template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
+        tokenizer, template = kept_tokenizer(config, folder, manifest)
         prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
         scorer = open_scorer(config, tokenizer, reader)
         return cls(config, prompts, tokenizer, AnswerEnd.of(tokenizer, template), scorer)
@@ -92,6 +96,13 @@ class Environment:
     def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
         """The score of each completion, NaN for a lost one; and why one was lost, or ""."""
         return self.scorer.score(rollout)
+
+    def longest_score(self, completions: int) -> float:
+        """Seconds that a function may take for all of some completions (``posttrain.reward_seconds``)."""
+        settings = self.config.posttrain
+        return (
+            settings.reward_seconds * -(-completions // settings.reward_workers) if settings.reward else 0.0
+        )
 
     def describe(self) -> str:
         """The number of prompts."""

@@ -20,9 +20,10 @@ from zerojax.posttrain.predictions import micro_batches
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first, mean_metrics
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first, kept_tokenizer, mean_metrics
+from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, TrainBatches, open_template, open_tokenizer, validation_batches
+from zerojax.run.data import Batch, TrainBatches, validation_batches
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.open_run import opening, run_services
@@ -74,9 +75,9 @@ class PreferenceTrainer(BatchTrainer):
         setup.check()
         check_preferences(config)
         with opening(folder) as (lock, notes, _):
-            pairs, exact_match = read_data(config, folder)
-            batches, validation = make_batches(config, pairs)
             manifest, damaged = choose_checkpoint(config, folder, resume)
+            pairs, exact_match = read_data(config, folder, manifest)
+            batches, validation = make_batches(config, pairs)
             check_first_weights(manifest, init_from)
             referenced = settings.method in REFERENCED
             start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
@@ -158,14 +159,20 @@ class PreferenceTrainer(BatchTrainer):
         )
 
 
-def read_data(config: RunConfig, folder: RunFolder) -> tuple[Pairs, ExactMatch | None]:
+def read_data(
+    config: RunConfig, folder: RunFolder, manifest: Manifest | None
+) -> tuple[Pairs, ExactMatch | None]:
     """The pairs of a run, and the prompts of its evaluations if ``train.eval_exact_match`` asks for them.
+
+    Args:
+        config: the settings.
+        folder: of the run.
+        manifest: of the checkpoint that it goes on from, if there is one.
 
     Raises:
         DataError: as of ``Pairs.read``; or the tokenizer or its chat template is not there.
     """
-    tokenizer = open_tokenizer(config.data, folder.data)
-    template = open_template(config.data, folder.data) if config.data.kind == "chat" else None
+    tokenizer, template = kept_tokenizer(config, folder, manifest)
     pairs = Pairs.read(config.data, tokenizer, template, longest_answer(config))
     count = config.train.eval_exact_match
     if not count:

@@ -10,7 +10,7 @@ from jaxtyping import Int32
 
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Tokenizer, open_source, rank, validation_limit
-from zerojax.run.data.formats import read_rows
+from zerojax.run.data.formats import encode_text, read_rows
 from zerojax.validation.untrusted import short
 
 
@@ -134,11 +134,11 @@ def _encode(
     if template is None:
         if not isinstance(given, str):
             raise DataError(f"{place}: column {column!r} is not text: {short(given)}")
-        tokens = tokenizer.encode(given.encode())
+        tokens = tokenizer.encode(encode_text(given, place))
         return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
     try:
         text = template.render(given, add_generation_prompt=True)
-        return tokenizer.encode(text.encode()).astype(np.int32), given[-1]["content"]
+        return tokenizer.encode(encode_text(text, place)).astype(np.int32), given[-1]["content"]
     except (TypeError, KeyError, IndexError) as error:
         raise DataError(
             f"{place}: column {column!r} is not a list of messages with role and content"

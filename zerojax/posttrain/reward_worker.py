@@ -7,11 +7,13 @@ and is started by its path, so that it takes no device and starts again in a mom
 
 import importlib.util
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+_LARGEST = 3.4028235e38  # of fp32, in which rewards are kept
+_LONGEST = 500  # characters of an error
 
 
 def load(file: str, name: str) -> Callable[..., Any]:
@@ -31,7 +33,7 @@ def answer(find: Callable[[], dict[str, Any]]) -> str:
     try:
         found = find()
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
+        found = {"error": " ".join(f"{type(error).__name__}: {error}"[:_LONGEST].split())}
     return json.dumps(found) + "\n"
 
 
@@ -49,13 +51,19 @@ def main(file: str, name: str) -> None:
 
     def scored(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, Any]:
         reward = float(functions[0](prompt, completion, **row))
-        return {"reward": reward} if math.isfinite(reward) else {"error": f"the reward is {reward}"}
+        return {"reward": reward} if abs(reward) <= _LARGEST else {"error": f"the reward is {reward}"}
 
-    answers.write(answer(loaded))
-    answers.flush()
-    for line in questions:
-        answers.write(answer(lambda line=line: scored(*json.loads(line))))
+    own = os.getpid()
+
+    def reply(found: str) -> None:
+        if os.getpid() != own:  # a child that the function forked, and that came back
+            os._exit(1)
+        answers.write(found)
         answers.flush()
+
+    reply(answer(loaded))
+    for line in questions:
+        reply(answer(lambda line=line: scored(*json.loads(line))))
 
 
 if __name__ == "__main__":

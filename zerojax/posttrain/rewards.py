@@ -75,7 +75,7 @@ class RewardProcess:
         Args:
             prompt: as text.
             completion: likewise.
-            row: further arguments of the function, by name.
+            row: further arguments of the function, by name; what JSON has no type for comes as text.
 
         Raises:
             LostReward: there is none; says why.
@@ -93,9 +93,13 @@ class RewardProcess:
     def close(self) -> None:
         """End the process and those that it started."""
         self.kill()
-        if self._process is not None:
-            self._process.communicate()
+        if (process := self._process) is not None:
             self._process = None
+            process.wait()
+            for pipe in (process.stdin, process.stdout):  # not to their end: a child may hold them open
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
     def _start(self) -> None:
         worker = [sys.executable, "-P", reward_worker.__file__, *self._function]
@@ -118,12 +122,13 @@ class RewardProcess:
         try:
             if question is not None:
                 assert self._process.stdin is not None
-                self._process.stdin.write(json.dumps(question).encode() + b"\n")
+                self._process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
                 self._process.stdin.flush()
             line = self._read_line(time.monotonic() + seconds)
         except TimeoutError:
             self.close()
-            raise LostReward(f"no answer for {seconds:g} s (posttrain.reward_seconds)") from None
+            limit = "to load it" if question is None else "(posttrain.reward_seconds)"
+            raise LostReward(f"no answer for {seconds:g} s {limit}") from None
         except (OSError, EOFError):
             self.close()
             raise LostReward("its process has ended") from None

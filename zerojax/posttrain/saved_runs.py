@@ -1,12 +1,11 @@
 """Other runs that the settings name: a reward model, or the first weights of a critic."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from zerojax.errors import ConfigurationError
 from zerojax.run import checkpoints
 from zerojax.run.config import RunConfig, config_from_dict
-from zerojax.run.data import Tokenizer, open_tokenizer
+from zerojax.run.data import Tokenizer, open_tokenizer, same_tokenizer
 from zerojax.run.run_dir import RunFolder
 
 
@@ -60,14 +59,7 @@ def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
     """
     folder = RunFolder(checkpoints.find(Path(path)).parent.parent)
     theirs = open_tokenizer(saved_settings(path, key).data, folder.data)
-    if _files(theirs) != _files(tokenizer):
+    if not same_tokenizer(theirs, tokenizer):
         raise ConfigurationError(
             f"{key} {path} has another tokenizer than this run (data.tokenizer): both must have the same"
         )
-
-
-def _files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What the tokenizer's files hold."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder) / "tokenizer.json")
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

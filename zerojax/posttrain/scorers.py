@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Float32
 
 import zerojax
+from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.policy import last_scores
 from zerojax.posttrain.predictions import predict_rows
@@ -67,6 +68,8 @@ class FunctionScorer:
         """See ``Scorer``."""
         found = list(self._threads.map(self._score, rollout.prompts, rollout.texts))
         lost = [why for _, why in found if why]
+        if lost:
+            logger.warning(f"{len(lost)} of {len(found)} rewards are lost, the last one: {lost[-1]}")
         return np.asarray([reward for reward, _ in found], np.float32), lost[-1] if lost else ""
 
     def close(self) -> None:

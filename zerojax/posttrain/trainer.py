@@ -86,9 +86,9 @@ class PostTrainer(OpenRun, ABC):
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
         setup.check()
         with opening(folder) as (lock, notes, on_error):
-            environment = Environment.open(config, folder, reader)
-            on_error.callback(environment.scorer.close)
             manifest, damaged = choose_checkpoint(config, folder, resume)
+            environment = Environment.open(config, folder, manifest, reader)
+            on_error.callback(environment.scorer.close)
             check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state, base, batch = start.state, start.base, abstract_batch(config)
@@ -172,10 +172,15 @@ class PostTrainer(OpenRun, ABC):
         Raises:
             RunError: all of them are lost.
         """
+        self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
         rewards, why = self.environment.score(rollout)
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards
+
+    def watch_scores(self, what: str, rollout: Rollout) -> None:
+        """Let the watchdog wait for as long as a rollout's rewards may take, and then for a phase."""
+        self.watchdog.phase(what, self.environment.longest_score(len(rollout.texts)))
 
     @abstractmethod
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
@@ -234,6 +239,7 @@ class PostTrainer(OpenRun, ABC):
         answers = self.environment.answers(self.state)
         if answers is None:
             return {}
+        self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
         rewards, _ = self.environment.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}

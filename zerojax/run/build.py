@@ -27,10 +27,15 @@ from zerojax.run import checkpoints
 from zerojax.run.config import ClusterSection, RunConfig
 from zerojax.run.data import (
     Batch,
+    ChatTemplate,
     Dataset,
+    Tokenizer,
     TrainBatches,
+    keep_tokenizer,
     make_rows,
     open_dataset,
+    open_template,
+    open_tokenizer,
     prepare,
     validation_batches,
 )
@@ -157,12 +162,44 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
 
     run_on_process_zero(write)
     data = open_dataset(config.data, folder.data)
-    if data.tokenizer.vocab_size > config.model.vocab_size:
+    _check_vocabulary(data.tokenizer, config)
+    return data
+
+
+def kept_tokenizer(
+    config: RunConfig, folder: RunFolder, manifest: checkpoints.Manifest | None
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer of a run that reads its data without preparing them; and of conversations the template.
+
+    The run keeps both in its folder, and goes on with them when it resumes.
+
+    Args:
+        config: the settings.
+        folder: of the run.
+        manifest: of the checkpoint that it goes on from, if there is one.
+
+    Raises:
+        ConfigurationError: the tokenizer or template cannot be used, or its vocabulary is larger than the
+            model's.
+    """
+    resumes = manifest is not None and manifest.record.position
+
+    def keep() -> None:
+        if not (resumes and folder.data.exists()):
+            keep_tokenizer(config.data, folder.data)
+
+    run_on_process_zero(keep)
+    tokenizer = open_tokenizer(config.data, folder.data)
+    _check_vocabulary(tokenizer, config)
+    return tokenizer, open_template(config.data, folder.data) if config.data.kind == "chat" else None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:
+    if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigurationError(
-            f"the tokenizer has a vocabulary of {data.tokenizer.vocab_size}, and model.vocab_size is "
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, and model.vocab_size is "
             f"{config.model.vocab_size}: raise it"
         )
-    return data
 
 
 def choose_checkpoint(

@@ -9,6 +9,7 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig, config_from_dict
+from zerojax.run.data import DataError, Tokenizer, open_tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
 from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
 from zerojax.train.state import TrainState, initial_base
@@ -27,6 +28,10 @@ class WeightReader(Protocol):
 
     def outputs(self, path: Path) -> int | None:
         """``GPTConfig.outputs`` of the model whose weights are at a path that ``find`` returned."""
+        ...
+
+    def tokenizer(self, path: Path) -> Tokenizer | None:
+        """That of the model whose weights are at a path that ``find`` returned; None if it is not known."""
         ...
 
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
@@ -61,6 +66,15 @@ class CheckpointReader:
     def outputs(self, path: Path) -> int | None:
         """As the run's settings say; None for a checkpoint of a loop of its own."""
         return checkpoints.read_manifest(path).record.config.get("model", {}).get("outputs")
+
+    def tokenizer(self, path: Path) -> Tokenizer | None:
+        """As the run's settings say; None for a checkpoint of a loop of its own, or if its file is gone."""
+        if not (config := checkpoints.read_manifest(path).record.config):
+            return None
+        try:
+            return open_tokenizer(config_from_dict(config).data, RunFolder(path.parent.parent).data)
+        except DataError:
+            return None
 
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """As ``checkpoints.restore_weights``."""
@@ -125,6 +139,12 @@ def start_run(
         return Start(setup.initial_state(), "", {}, [])
     state, notes = first_weights(setup, source, reader)
     base = base_of(folder, source) if state.spec.frozen or reference else ""
+    theirs = reader.tokenizer(source)
+    if theirs is not None and not same_tokenizer(theirs, open_tokenizer(setup.config.data, folder.data)):
+        notes.append(
+            f"data.tokenizer is another than that of {source}: its tokens may mean something else to these "
+            "weights"
+        )
     return Start(state, base, {}, notes, source)
 
 

@@ -14,6 +14,7 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record
 from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
+from zerojax.run.data import Tokenizer
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -34,6 +35,10 @@ class ModelReader(CheckpointReader):
     def outputs(self, path: Path) -> int | None:
         """None of a Hugging Face model."""
         return None if is_model(path) else super().outputs(path)
+
+    def tokenizer(self, path: Path) -> Tokenizer | None:
+        """None of a Hugging Face model, which brings its own."""
+        return None if is_model(path) else super().tokenizer(path)
 
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """As ``load_weights``, or ``checkpoints.restore_weights``."""

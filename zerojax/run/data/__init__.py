@@ -20,10 +20,10 @@ from zerojax.run.data.dataset import (
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows, best_fit
-from zerojax.run.data.prepare import prepare
+from zerojax.run.data.prepare import keep_tokenizer, prepare
 from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
-from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import Header, TokenFile, TokenWriter, open_tokens
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "best_fit",
     "find_template",
     "is_prepared",
+    "keep_tokenizer",
     "load_tokenizer",
     "make_rows",
     "open_dataset",
@@ -57,6 +58,7 @@ __all__ = [
     "open_tokens",
     "prepare",
     "rank",
+    "same_tokenizer",
     "validation_batches",
     "validation_limit",
 ]

@@ -179,13 +179,13 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
 
 
 def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
-    """The tokenizer that made the tokens of a run, or that will make them.
+    """The tokenizer that made the tokens of a run, or that the run keeps, or that will make its tokens.
 
     Raises:
         DataError: it is trained on the data, which are not prepared yet; or its file is gone.
     """
     place = part_folders(settings, folder)[0]
-    if is_prepared(place):
+    if is_prepared(place) or (place / TOKENIZER).is_file():
         return load_tokenizer(place / TOKENIZER)
     if settings.tokenizer == "bpe":
         raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")

@@ -22,6 +22,7 @@ from zerojax.run.data.progress import TextProgress
 from zerojax.run.data.source import TextSource, open_source
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer
+from zerojax.run.data.tokenizer import SETTINGS as TOKENIZER_SETTINGS
 from zerojax.run.data.tokens import TokenWriter
 from zerojax.validation.untrusted import parse_json
 
@@ -56,6 +57,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     if all(is_prepared(part) for part in part_folders(settings, folder)):
         _check_same(wanted, folder)
         return
+    _check_replaceable(folder)
     template = _template(settings)
     sources = [
         open_source(one.source, one.pattern or "", one.column or "", _examples(one.kind, settings, template))
@@ -73,12 +75,57 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
         raise DataError(f"{draft}: cannot write: {error.strerror or error}") from error
     tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
     for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
-        tokenizer.save(part / TOKENIZER)
-        if template is not None:
-            (part / TEMPLATE).write_text(template.source, encoding="utf-8")
+        _write_tokenizer(tokenizer, template, part)
         _write_splits(source, limit, tokenizer, part, TextProgress(f"preparing {one.source}", say))
     (draft / _SETTINGS).write_text(json.dumps(wanted, indent=1) + "\n")
+    _replace(folder, draft)
+
+
+def keep_tokenizer(settings: DataSection, folder: Path) -> None:
+    """Write the tokenizer, and the chat template, of a run that reads its data without preparing them.
+
+    So such a run can be moved, and goes on with the tokenizer that it began with.
+
+    Args:
+        settings: name the tokenizer.
+        folder: to write, unless it is prepared; what it kept of another start is replaced.
+
+    Raises:
+        DataError: the tokenizer or template cannot be used.
+    """
+    if is_prepared(folder):
+        return
+    if settings.tokenizer == "bpe":
+        raise DataError("data.tokenizer = 'bpe' is trained on prepared data, which this run has none of")
+    _check_replaceable(folder)
+    tokenizer, template = make_tokenizer(settings, iter(())), _template(settings)
+    draft = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    _write_tokenizer(tokenizer, template, draft)
+    _replace(folder, draft)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder of a run's data that has more than a tokenizer."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if others := sorted({*names} - {TOKENIZER, TOKENIZER_SETTINGS, TEMPLATE}):
+        raise DataError(
+            f"{folder} holds {others[0]!r}, but not all files of prepared data: put them back, or delete "
+            "that folder to prepare the data again"
+        )
+
+
+def _replace(folder: Path, draft: Path) -> None:
+    """Rename a draft to the folder of a run's data, which has at most a tokenizer."""
+    shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
+
+
+def _write_tokenizer(tokenizer: Tokenizer, template: ChatTemplate | None, folder: Path) -> None:
+    tokenizer.save(folder / TOKENIZER)
+    if template is not None:
+        (folder / TEMPLATE).write_text(template.source, encoding="utf-8")
 
 
 def _write_splits(

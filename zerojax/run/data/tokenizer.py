@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -217,6 +218,17 @@ class BPETokenizer:
         self._tokenizer.save(str(path))
         settings = json.dumps(self.special_tokens, indent=2) + "\n"
         path.with_name(SETTINGS).write_text(settings, encoding="utf-8")
+
+
+def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have the same files, so that their tokens mean the same."""
+    return _files(one) == _files(other)
+
+
+def _files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    with TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder) / "tokenizer.json")
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

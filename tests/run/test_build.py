@@ -1,0 +1,84 @@
+"""The tokenizer of a run: kept in its folder, and compared with that of its first weights."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from micro_run import micro_config
+
+from zerojax.errors import ConfigurationError
+from zerojax.run.build import RunSetup, kept_tokenizer
+from zerojax.run.checkpoints import Manifest, Record
+from zerojax.run.config import RunConfig
+from zerojax.run.data import BPETokenizer, open_template, open_tokenizer, prepare
+from zerojax.run.data.chat_template import CHATML
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import start_run
+
+TEXT = b"all work and no play"
+
+
+def config(folder: Path, vocabulary: int = 264, **data: Any) -> RunConfig:
+    """Settings with a tokenizer of a file, which is written."""
+    path = folder / "tokenizer.json"
+    BPETokenizer.train([TEXT] * 9, vocabulary).save(path)
+    data = {"tokenizer": str(path), "validation": 0.2, **data}
+    return micro_config(folder, model={"vocab_size": 270}, data=data)
+
+
+def resumed() -> Manifest:
+    return Manifest(4, 0.0, Record(position={"rollouts": 1}), {})
+
+
+def test_a_run_keeps_its_tokenizer_and_its_template(tmp_path: Path) -> None:
+    settings = config(tmp_path, kind="chat", packing="documents", chat_template="chatml")
+    tokenizer, _ = kept_tokenizer(settings, RunFolder(tmp_path / "run"), None)
+    (tmp_path / "tokenizer.json").unlink()
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    moved = RunFolder(tmp_path / "moved")
+    for found in (
+        open_tokenizer(settings.data, moved.data),
+        kept_tokenizer(settings, moved, resumed())[0],
+    ):
+        assert found.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+        assert found.special_tokens == tokenizer.special_tokens
+    assert open_template(settings.data, moved.data).source == CHATML
+
+
+def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    kept_tokenizer(config(tmp_path), folder, None)
+    other = config(tmp_path, 268)
+    assert kept_tokenizer(other, folder, resumed())[0].vocab_size == 264
+    assert kept_tokenizer(other, folder, None)[0].vocab_size == 268  # its first start failed
+
+
+def test_first_weights_of_another_tokenizer_are_noted(finished: RunFolder, tmp_path: Path) -> None:
+    settings, folder, notes = config(tmp_path), RunFolder(tmp_path / "run"), []
+    for data in (replace(settings.data, tokenizer="byte"), settings.data):
+        setup = RunSetup.of(replace(finished.read_config(), data=data))
+        notes.append(start_run(setup, folder, None, finished.path).notes)
+    assert len(notes[0]) == 1
+    assert notes[1] == [
+        *notes[0],
+        f"data.tokenizer is another than that of {finished.path}/checkpoints/8: "
+        "its tokens may mean something else to these weights",
+    ]
+
+
+def test_a_vocabulary_larger_than_the_model_s_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="the tokenizer has a vocabulary of 272"):
+        kept_tokenizer(config(tmp_path, 272), RunFolder(tmp_path / "run"), None)
+
+
+def test_data_take_the_place_of_a_kept_tokenizer_and_of_nothing_else(text: Path, tmp_path: Path) -> None:
+    folder, settings = RunFolder(tmp_path / "run"), config(tmp_path, source=str(text))
+    kept_tokenizer(settings, folder, None)
+    prepare(settings.data, folder.data)
+    assert (folder.data / "train.bin").exists()
+    (folder.data / "validation.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"data holds '.*', but not all files of prepared data"):
+        prepare(settings.data, folder.data)
+    assert (folder.data / "train.bin").exists()
