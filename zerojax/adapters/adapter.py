@@ -143,6 +143,7 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
         raise ConfigurationError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
     if taken := sorted(METRICS.intersection(aux)):
         raise ConfigurationError(
-            f"loss_fn's aux has {taken[0]!r} in it, which is a metric of the step itself: give it another name."
+            f"loss_fn's aux has {taken[0]!r} in it, which is a metric of the step itself: give it another "
+            "name."
         )
     return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}

@@ -97,9 +97,7 @@ def accumulate(
     return grads, _shared(model_state), _over_world(sums), updated
 
 
-def evaluate(
-    spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
-) -> Sums:
+def evaluate(spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _refuse_reads(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
