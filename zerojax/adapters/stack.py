@@ -64,7 +64,7 @@ class Stack(nnx.Module):
                 keep its shapes and dtypes.
             *args: passed to every block.
             by_layer: arguments that differ, by name: arrays with a leading axis of layers, of which each
-                block gets its own part. No gradient flows through them.
+                block gets its own part.
             method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
@@ -107,4 +107,23 @@ class Stack(nnx.Module):
 
 def _run(block: Any, method: str, x: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     x = getattr(block, method)(x, *args, **kwargs)
-    return x, nnx.state(block, STATE)
+    return x, changed_state(block)
+
+
+def changed_state(module: nnx.Module) -> Any:
+    """All state of a module that a call may have changed, of which what it sowed is not kept between calls.
+
+    Raises:
+        ConfigurationError: the call assigned an array to an ordinary attribute, which would be lost.
+    """
+    state = nnx.state(module, nnx.Not(nnx.Param))
+    known = {id(leaf) for leaf in jax.tree.leaves(state)}
+    for path, inner in nnx.iter_modules(module):
+        for name, value in vars(inner).items():
+            if isinstance(value, jax.Array) and id(value) not in known:
+                raise ConfigurationError(
+                    f"the unit {type(module).__name__} assigned an array to its attribute "
+                    f"{'/'.join(map(str, (*path, name)))!r}, which a unit cannot keep: make it an "
+                    "nnx.Variable, or return it."
+                )
+    return state
