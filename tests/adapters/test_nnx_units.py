@@ -1,6 +1,6 @@
 """What an NNX module may keep beside floating-point parameters, in a unit and outside."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +114,85 @@ def test_an_array_that_a_unit_would_lose_is_refused(stack):
     state = create(model, lambda model, x: jnp.mean(model(x)), () if stack else (Assigning,))
     with pytest.raises(zerojax.ZeroError, match="unit Assigning assigned an array to its attribute 'last'"):
         zerojax.train_step(state, X)
+
+
+class Given(nnx.Module):
+    """A layer that is given another module."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array, norm: nnx.Module) -> jax.Array:
+        return x + norm(self.linear(x))
+
+
+class Sharing(nnx.Module):
+    """Two layers that share a norm."""
+
+    def __init__(self, rngs: nnx.Rngs, stack: bool = False):
+        axes: Any = ("node", "local")
+        self.norm = nnx.BatchNorm(4, axis_name=axes, rngs=rngs)
+        self.layers = zerojax.Stack(Given, 2, rngs=rngs) if stack else Given(rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers(self.layers(x, self.norm), self.norm)
+
+
+def test_a_module_that_a_unit_is_given_keeps_its_state():
+    found = []
+    for units in ((), (Given,)):
+        state = create(Sharing, lambda model, x: jnp.mean(model(x) ** 2), units)
+        state, _ = zerojax.train_step(state, X)
+        found.append(state.model_state["norm/mean"])
+    assert np.abs(found[0]).max() > 1e-3
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_a_stack_is_given_no_module_with_state():
+    state = create(lambda rngs: Sharing(rngs, stack=True), lambda model, x: jnp.mean(model(x)), ())
+    with pytest.raises(zerojax.ZeroError, match="a Stack was given a BatchNorm, whose state 'mean'"):
+        zerojax.train_step(state, X)
+
+
+class Tied(nnx.Module):
+    """Two stacks with one kernel."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.second = (zerojax.Stack(linear, 3, rngs=rngs) for _ in "12")
+        first, second = (cast(Any, stack.block) for stack in (self.first, self.second))
+        second.kernel = first.kernel
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(4, 4, rngs=rngs)
+
+
+def test_stacks_that_share_a_parameter_under_delta():
+    exact: Any = {"weights": "fp32", "grads": ("fp32", "fp32")}
+    delta = {**exact, "hpz": True, "weights_delta": True, "grad_sync": "step"}
+    state, wanted = (create(Tied, lambda m, x: jnp.mean(m(x) ** 2), (), **zero) for zero in (delta, {}))
+    for _ in range(2):
+        (state, ours), (wanted, theirs) = (zerojax.train_step(each, X) for each in (state, wanted))
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+
+
+class Complexes(nnx.Module):
+    """Complex state that depends on a device's rows."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros((), jnp.complex64))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.mean.set_value(jnp.mean(x) * (1 + 2j))
+        return self.linear(x)
+
+
+def test_complex_state_is_averaged_over_the_devices():
+    state = create(Complexes, lambda model, x: jnp.mean(model(x) ** 2), ())
+    state, _ = zerojax.train_step(state, X)
+    for shard in state.model_state["mean"].addressable_shards:
+        np.testing.assert_allclose(shard.data, X.mean() * (1 + 2j), rtol=1e-5)

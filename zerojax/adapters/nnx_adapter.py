@@ -8,6 +8,7 @@ zerojax keeps, never on the user's class or objects, so any number of models liv
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
-from zerojax.adapters.stack import STATE, Stack, changed_state
+from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.sharded import Sharded
@@ -74,7 +75,7 @@ class NNXAdapter:
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
-        self.updating = frozenset(name for name, _, stack in found.values() if stack)
+        self.updating = _updating(found)
         for _, module, _ in found.values():
             module.__class__ = _gathering_class(type(module))
         self._graph, params, model_state = nnx.split(abstract, _is_weight, ...)
@@ -202,6 +203,20 @@ def _parameters(
     return tuple(sorted(parameters, key=lambda parameter: order[parameter.path]))
 
 
+def _updating(units: dict[int, tuple[str, nnx.Module, tuple[int, ...]]]) -> frozenset[str]:
+    """The names of the stacks that share no parameter with another unit, which would not see it updated."""
+    parameters = {
+        name: {id(variable) for _, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Param)}
+        for name, module, _ in units.values()
+    }
+    times = Counter(each for every in parameters.values() for each in every)
+    return frozenset(
+        name
+        for name, _, stack in units.values()
+        if stack and all(times[each] == 1 for each in parameters[name])
+    )
+
+
 def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
     """The ids of the variables that can be reached without going through a unit."""
     reached: set[int] = set()
@@ -262,8 +277,9 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         values = [(path, variable.replace(w)) for (path, variable), w in zip(empty, whole, strict=True)]
         copy = nnx.merge(graph, nnx.from_flat_state(values), state)
         out = method(copy, *args, **kwargs)
-        return out, changed_state(copy)
+        return out, [changed_state(one) for one in (copy, *modules_in((args, kwargs)))]
 
-    out, state = call_unit(body, weights, (state, arrays))
-    nnx.update(module, state)
+    out, states = call_unit(body, weights, (state, arrays))
+    for one, changed in zip((module, *modules_in((args, kwargs))), states, strict=True):
+        nnx.update(one, changed)
     return out

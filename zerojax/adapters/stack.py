@@ -70,7 +70,17 @@ class Stack(nnx.Module):
 
         Returns:
             The output of the last block.
+
+        Raises:
+            ConfigurationError: an argument is a module with state, which the blocks could not change.
         """
+        for module in modules_in((args, kwargs)):
+            if names := [path for path, _ in nnx.to_flat_state(nnx.state(module, STATE))]:
+                raise ConfigurationError(
+                    f"a Stack was given a {type(module).__name__}, whose state "
+                    f"{'/'.join(map(str, names[0]))!r} its blocks share and cannot change: make it a part of "
+                    "the block, or call it outside the Stack."
+                )
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
         weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
         if weights and all(is_gathered(weight) for weight in weights):
@@ -108,6 +118,12 @@ class Stack(nnx.Module):
 def _run(block: Any, method: str, x: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     x = getattr(block, method)(x, *args, **kwargs)
     return x, changed_state(block)
+
+
+def modules_in(arguments: Any) -> list[nnx.Module]:
+    """The modules among a call's arguments, themselves pytrees."""
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
 
 
 def changed_state(module: nnx.Module) -> Any:

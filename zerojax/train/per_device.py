@@ -258,7 +258,7 @@ def _forward_in_breadth(
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
     totals, sums, after, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
-    after = {name: jnp.mean(x, axis=0) if _is_float(x) else x[0] for name, x in after.items()}
+    after = {name: jnp.mean(x, axis=0) if _is_inexact(x) else x[0] for name, x in after.items()}
     return total, sums, after, updated
 
 
@@ -274,7 +274,7 @@ def _micro_batches(batch: Any, count: int) -> Any:
 def _shared(model_state: ModelState) -> ModelState:
     """The mean over the world of state that devices compute from their own data (batch statistics)."""
     with jax.named_scope("metrics"):
-        return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in model_state.items()}
+        return {name: lax.pmean(x, AXES) if _is_inexact(x) else x for name, x in model_state.items()}
 
 
 def _over_world(sums: Sums) -> Sums:
@@ -282,8 +282,8 @@ def _over_world(sums: Sums) -> Sums:
         return lax.psum(sums, AXES)
 
 
-def _is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def _is_inexact(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
