@@ -62,3 +62,93 @@ def test_each_layer_gets_its_own_part_in_a_step(order):
         zerojax.gather_params(state),
         nnx.to_pure_dict(expected),
     )
+
+
+class Load(nnx.Variable):
+    """What a layer says of its load, as a router does."""
+
+
+class Loaded(nnx.Module):
+    """A layer whose loss has parts beside its activations: a variable that it updates, and what it sows."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.load = Load(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array, *, factor: jax.Array) -> jax.Array:
+        y = jnp.tanh(self.linear(x))
+        self.load.set_value(self.load.get_value() ** 2 / len(x) + factor * jnp.sum(y**2))
+        self.sow(nnx.Intermediate, "fourth", jnp.sum(factor * y**4))
+        return x + y
+
+
+class TwiceLoaded(nnx.Module):
+    """A stack that is called twice: the second call reads the state that the first leaves."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stack = zerojax.Stack(Loaded, 4, rngs=rngs)
+        self.factors = nnx.Param(jnp.array([1.0, -0.5, 2.0, 0.3]))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = self.stack(x, by_layer={"factor": self.factors[...]})
+        return x
+
+
+def total(model: TwiceLoaded, x: jax.Array) -> jax.Array:
+    """A sum over activations, variables and what is sown, of a copy: its state changes within a ``vmap``."""
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    x, sown = nnx.capture(model, nnx.Intermediate)(x)
+    parts = [*jax.tree.leaves(sown), *jax.tree.leaves(nnx.state(model, Load))]
+    return jnp.sum(x**2) + jnp.sum(jnp.stack([jnp.sum(part) for part in parts]))
+
+
+def total_by_hand(weights: Any, x: jax.Array) -> jax.Array:
+    """The same, layer by layer."""
+    linear, factors = weights["stack"]["block"]["linear"], weights["factors"]
+    loads, fourth = [jnp.zeros(()) for _ in factors], jnp.zeros(())
+    for _ in range(2):
+        for i, factor in enumerate(factors):
+            y = jnp.tanh(x @ linear["kernel"][i] + linear["bias"][i])
+            loads[i] = loads[i] ** 2 / len(x) + factor * jnp.sum(y**2)
+            fourth += jnp.sum(factor * y**4)
+            x = x + y
+    return jnp.sum(x**2) + fourth + jnp.sum(jnp.stack(loads))
+
+
+def value_of(total: Any, model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.vmap(lambda row: total(model, row[None]))(x))
+
+
+def slope_of(total: Any, model: Any, x: jax.Array) -> jax.Array:
+    """The mean square of a gradient with respect to the rows, each taken by itself."""
+    return jnp.mean(jax.vmap(lambda row: jnp.sum(jax.grad(total, 1)(model, row[None]) ** 2))(x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "zero"),
+    [
+        (value_of, {}),
+        (value_of, {"hpz": True, "remat": "none", "accumulate": 2}),
+        (value_of, {"accumulate": 2, "accumulate_order": "breadth"}),
+        (slope_of, {}),
+    ],
+)
+def test_gradients_flow_through_state_and_what_differs_by_layer(loss, zero):
+    """Through a variable that the layers update, through what they sow, and into ``by_layer``."""
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    state = zerojax.TrainState.create(
+        TwiceLoaded,
+        optax.sgd(1.0),
+        lambda model, x: loss(total, model, x),
+        mesh=zerojax.make_mesh(2, 2),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", **zero),
+    )
+    weights = zerojax.gather_params(state)
+    expected, gradients = jax.value_and_grad(lambda weights: loss(total_by_hand, weights, x))(weights)
+    state, metrics = zerojax.train_step(state, x)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    found = jax.tree.map(jnp.subtract, weights, zerojax.gather_params(state))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        assert jnp.linalg.norm(ours - theirs) < 1e-4 * jnp.linalg.norm(theirs)

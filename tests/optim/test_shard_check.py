@@ -37,6 +37,7 @@ def label(params: Any) -> Any:
     )
 
 
+WARM_UP = optax.warmup_cosine_decay_schedule(0.0, 1e-4, 1000, 10_000)
 GOOD = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": lambda: optax.adamw(1e-2),
@@ -61,9 +62,16 @@ GOOD = {
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "ema": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "warming up": lambda: optax.adamw(WARM_UP),
+    "many steps": lambda: optax.MultiSteps(optax.adam(1e-2), 20).gradient_transformation(),
+    "tree norms": lambda: contrib.prodigy(1.0),
 }
 
 BAD = {
+    "adafactor, warming up": lambda: optax.adafactor(WARM_UP),
+    "muon, warming up": lambda: contrib.muon(WARM_UP),
+    "adafactor, accumulated": lambda: optax.MultiSteps(optax.adafactor(1e-2), 5).gradient_transformation(),
+    "centralized, small": lambda: optax.chain(optax.centralize(), optax.sgd(1e-7)),
     "adafactor": lambda: optax.adafactor(1e-2),
     "factored": lambda: optax.chain(optax.scale_by_factored_rms(), optax.scale(-1e-2)),
     "muon": lambda: contrib.muon(1e-2),
@@ -87,6 +95,16 @@ def test_what_depends_on_a_leafs_shape_is_refused(name):
     ) as e:
         check_shardable(BAD[name](), leaves()[:3])
     assert "Use a transform that works element by element" in str(e.value).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "chosen", [lambda x: x.shape[-1] != 300, lambda x: x.shape[0] != 200], ids=["last side", "first side"]
+)
+def test_a_mask_by_sizes_is_refused(chosen):
+    """The probe's leaves have none of these sizes, and neither have stored ones."""
+    tx = optax.adamw(1e-2, mask=functools.partial(jax.tree.map, chosen))
+    with pytest.raises(zerojax.ZeroError, match="a mask that goes by sizes of leaves"):
+        check_shardable(tx, leaves()[1:3])
 
 
 def test_refused_before_anything_is_made():

@@ -5,18 +5,20 @@ design: each stage on each mesh with one model, each model at each stage on one 
 least twice. ``scripts/acceptance/equivalence.py`` runs the product.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from core_models import CASES, HALVES
 from flax import nnx
-from plain_loop import distance, masters, plain_loop, plain_model
+from plain_loop import Plain, distance, masters, plain_loop, plain_model
 
 import zerojax
 
@@ -216,6 +218,25 @@ def test_metrics_are_means_over_tokens_and_the_global_norm():
     np.testing.assert_allclose(metrics["offset"], (offsets * counts).sum() / counts.sum(), rtol=1e-5)
     assert metrics["skipped"] == metrics["skipped_in_row"] == 0
     assert int(state.step) == 1
+
+
+def learned_weights(model: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """Rows weigh as the model says, and the number of them has a name that a sum of zerojax's might have."""
+    y = model(batch["x"])[:, 0]
+    weights = jax.nn.sigmoid(y)
+    loss = jnp.sum(weights * (y - batch["y"]) ** 2) / jnp.sum(weights)
+    return loss, {"tokens": jnp.sum(weights), "count": len(y)}
+
+
+def test_only_the_loss_is_differentiated_whatever_aux_has_in_it():
+    case = dataclasses.replace(CASES["nnx"], loss=learned_weights)
+    plain, batch = Plain(case), case.batches(ROWS, 1)[0]
+    loss, grads = jax.value_and_grad(plain.loss)(plain.weights, batch)
+    state = case.start(optax.sgd(1.0), plain.weights, nodes=1, local=1)
+    state, metrics = zerojax.train_step(state, batch)
+    assert metrics["count"] == ROWS
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    assert distance(masters(state), jax.tree.map(jnp.subtract, plain.weights, grads)) < 1e-5
 
 
 MATH_MESHES = ((1, 1), (1, 8), (2, 4), (4, 2), (8, 1), (3, 2), (4, 3), (2, 1), (1, 2))

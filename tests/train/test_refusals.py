@@ -257,6 +257,8 @@ def test_linen_models_that_cannot_be_split():
         (lambda m, b: jnp.int32(3), "floating-point scalar; it returned int32"),
         (lambda m, b: (squared_error(m, b), m(b["x"])), "aux must be a dict of scalars"),
         (lambda m, b: (squared_error(m, b), {"each": m(b["x"])}), "aux must be a dict of scalars"),
+        (lambda m, b: (squared_error(m, b), {"a": {"b": 1.0}}), "aux must be a dict of scalars"),
+        (lambda m, b: (squared_error(m, b), {"loss": 1.0}), "aux has 'loss' in it, which is a metric"),
     ],
 )
 def test_losses_that_are_not_scalars(loss, message):

@@ -17,6 +17,8 @@ from zerojax.sharding.param_tree import Path
 Weights = Mapping[Path, Num[Array, "..."] | Sharded]
 ModelState = dict[str, Any]
 LossFn = Callable[..., Any]
+METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})
+"""The metrics of a step that are not the loss function's own."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ def takes_rngs(loss_fn: LossFn) -> bool:
     return len(positional) >= 3 or "rngs" in names
 
 
+def _is_scalar(value: Any) -> bool:
+    return jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+
+
 def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
     """Run a loss function and check its result.
 
@@ -117,7 +123,7 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
         The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
 
     Raises:
-        ConfigurationError: the loss is not a scalar, or aux is not a dict of scalars.
+        ConfigurationError: the loss is not a scalar, aux is not a dict of scalars, or a name in it is taken.
     """
     if takes_rngs(loss_fn):
         result = loss_fn(model, batch, nnx.Rngs(jax.random.key(0) if key is None else key))
@@ -133,6 +139,11 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ConfigurationError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
-    if not isinstance(aux, Mapping) or any(jnp.shape(value) for value in aux.values()):
+    if not isinstance(aux, Mapping) or any(not _is_scalar(value) for value in aux.values()):
         raise ConfigurationError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
+    if taken := sorted(METRICS.intersection(aux)):
+        raise ConfigurationError(
+            f"loss_fn's aux has {taken[0]!r} in it, which is a metric of the step itself: give it another "
+            "name."
+        )
     return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}

@@ -8,6 +8,7 @@ zerojax keeps, never on the user's class or objects, so any number of models liv
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
-from zerojax.adapters.stack import STATE, Stack
+from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.sharded import Sharded
@@ -28,21 +29,21 @@ from zerojax.sharding.param_tree import Path
 
 @dataclass(frozen=True)
 class BoundNNX:
-    """An ``nnx.Module`` with its weights in place."""
+    """An ``nnx.Module`` with its weights in place, the state from before the pass, and its random keys."""
 
     model: nnx.Module
+    before: ModelState
     keys: ModelState
 
     def model_state(self) -> ModelState:
         """The state after the pass, but with the random keys from before it."""
-        return {**_named(nnx.state(self.model, STATE)), **self.keys}
+        return {**self.before, **_named(nnx.state(self.model, STATE)), **self.keys}
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.updated``."""
         copies: dict[Path, Num[Array, ...]] = {}
-        for _, variable in nnx.to_flat_state(nnx.state(self.model)):
-            if isinstance(weight := variable.get_raw_value(), Sharded):
-                copies |= weight.secondary_copies()
+        for _, variable in nnx.to_flat_state(nnx.state(self.model, _is_sharded)):
+            copies |= variable.get_raw_value().secondary_copies()
         return copies
 
 
@@ -74,7 +75,7 @@ class NNXAdapter:
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
-        self.updating = frozenset(name for name, _, stack in found.values() if stack)
+        self.updating = _updating(found)
         for _, module, _ in found.values():
             module.__class__ = _gathering_class(type(module))
         self._graph, params, model_state = nnx.split(abstract, _is_weight, ...)
@@ -82,14 +83,12 @@ class NNXAdapter:
         self._model_state = {
             "/".join(_key(path)): (path, variable) for path, variable in nnx.to_flat_state(model_state)
         }
-        self.abstract_model_state: ModelState = {
-            name: variable.get_raw_value() for name, (_, variable) in self._model_state.items()
-        }
+        self.abstract_model_state: ModelState = _named(model_state)
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
         _, params, model_state = nnx.split(self._factory(nnx.Rngs(key)), _is_weight, ...)
-        weights = {_key(path): variable.get_value() for path, variable in nnx.to_flat_state(params)}
+        weights = {_key(path): variable.get_raw_value() for path, variable in nnx.to_flat_state(params)}
         return weights, _named(model_state)
 
     def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
@@ -103,7 +102,7 @@ class NNXAdapter:
         model = self._merge(self._graph, weights, {**model_state, **own})
         if not train:
             model.eval()
-        return BoundNNX(model, keys)
+        return BoundNNX(model, model_state, keys)
 
     def whole(self, weights: Weights, model_state: ModelState) -> nnx.Module:
         """See ``Adapter.whole``."""
@@ -113,7 +112,10 @@ class NNXAdapter:
 
     def _merge(self, graph: Any, weights: Weights, model_state: ModelState) -> nnx.Module:
         params = [(path, var.replace(weights[name])) for name, (path, var) in self._params.items()]
-        rest = [(path, var.replace(model_state[name])) for name, (path, var) in self._model_state.items()]
+        rest = [
+            (path, old.replace(model_state[name]) if isinstance(old, nnx.Variable) else model_state[name])
+            for name, (path, old) in self._model_state.items()
+        ]
         return nnx.merge(graph, nnx.from_flat_state(params), nnx.from_flat_state(rest))
 
 
@@ -122,7 +124,11 @@ def _key(path: tuple[Any, ...]) -> Path:
 
 
 def _named(state: nnx.State) -> ModelState:
-    return {"/".join(_key(path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    """The arrays of a state: of its variables, as they are without their hooks, and of plain attributes."""
+    return {
+        "/".join(_key(path)): leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in nnx.to_flat_state(state)
+    }
 
 
 def _own_key(keys: Array, key: Array) -> Array:
@@ -133,11 +139,19 @@ def _own_key(keys: Array, key: Array) -> Array:
 
 
 def _is_weight(path: Any, variable: Any) -> bool:
-    """A filter for floating-point parameters, the only ones with gradients."""
-    del path
+    """A filter for floating-point parameters, the only ones with gradients.
+
+    Raises:
+        ConfigurationError: a parameter is complex.
+    """
     if not isinstance(variable, nnx.Param):
         return False
     dtype = getattr(variable.get_raw_value(), "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ConfigurationError(
+            f"the parameter {'/'.join(_key(path))!r} is complex, which no optimizer here takes: make it two, "
+            "of its real and of its imaginary part."
+        )
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
@@ -187,6 +201,20 @@ def _parameters(
         parameters.append(Parameter(_key(path), shape, value.dtype.name, stack, name))
     order = {_key(path): i for i, (path, _) in enumerate(nnx.to_flat_state(nnx.state(model, _is_weight)))}
     return tuple(sorted(parameters, key=lambda parameter: order[parameter.path]))
+
+
+def _updating(units: dict[int, tuple[str, nnx.Module, tuple[int, ...]]]) -> frozenset[str]:
+    """The names of the stacks that share no parameter with another unit, which would not see it updated."""
+    parameters = {
+        name: {id(variable) for _, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Param)}
+        for name, module, _ in units.values()
+    }
+    times = Counter(each for every in parameters.values() for each in every)
+    return frozenset(
+        name
+        for name, _, stack in units.values()
+        if stack and all(times[each] == 1 for each in parameters[name])
+    )
 
 
 def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
@@ -249,8 +277,9 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         values = [(path, variable.replace(w)) for (path, variable), w in zip(empty, whole, strict=True)]
         copy = nnx.merge(graph, nnx.from_flat_state(values), state)
         out = method(copy, *args, **kwargs)
-        return out, nnx.state(copy, STATE)
+        return out, [changed_state(one) for one in (copy, *modules_in((args, kwargs)))]
 
-    out, state = call_unit(body, weights, (state, arrays))
-    nnx.update(module, state)
+    out, states = call_unit(body, weights, (state, arrays))
+    for one, changed in zip((module, *modules_in((args, kwargs))), states, strict=True):
+        nnx.update(one, changed)
     return out

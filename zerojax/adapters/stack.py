@@ -64,13 +64,23 @@ class Stack(nnx.Module):
                 keep its shapes and dtypes.
             *args: passed to every block.
             by_layer: arguments that differ, by name: arrays with a leading axis of layers, of which each
-                block gets its own part. No gradient flows through them.
+                block gets its own part.
             method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
         Returns:
             The output of the last block.
+
+        Raises:
+            ConfigurationError: an argument is a module with state, which the blocks could not change.
         """
+        for module in modules_in((args, kwargs)):
+            if names := [path for path, _ in nnx.to_flat_state(nnx.state(module, STATE))]:
+                raise ConfigurationError(
+                    f"a Stack was given a {type(module).__name__}, whose state "
+                    f"{'/'.join(map(str, names[0]))!r} its blocks share and cannot change: make it a part of "
+                    "the block, or call it outside the Stack."
+                )
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
         weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
         if weights and all(is_gathered(weight) for weight in weights):
@@ -107,4 +117,29 @@ class Stack(nnx.Module):
 
 def _run(block: Any, method: str, x: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     x = getattr(block, method)(x, *args, **kwargs)
-    return x, nnx.state(block, STATE)
+    return x, changed_state(block)
+
+
+def modules_in(arguments: Any) -> list[nnx.Module]:
+    """The modules among a call's arguments, themselves pytrees."""
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+
+
+def changed_state(module: nnx.Module) -> Any:
+    """All state of a module that a call may have changed, of which what it sowed is not kept between calls.
+
+    Raises:
+        ConfigurationError: the call assigned an array to an ordinary attribute, which would be lost.
+    """
+    state = nnx.state(module, nnx.Not(nnx.Param))
+    known = {id(leaf) for leaf in jax.tree.leaves(state)}
+    for path, inner in nnx.iter_modules(module):
+        for name, value in vars(inner).items():
+            if isinstance(value, jax.Array) and id(value) not in known:
+                raise ConfigurationError(
+                    f"the unit {type(module).__name__} assigned an array to its attribute "
+                    f"{'/'.join(map(str, (*path, name)))!r}, which a unit cannot keep: make it an "
+                    "nnx.Variable, or return it."
+                )
+    return state

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import ParamLayout
@@ -24,6 +26,13 @@ from zerojax.zero_config import ZeroConfig
 # Adafactor factors a matrix from 128 rows on: a smaller probe would not see it.
 _PROBE_SIDE = 128
 _PADDING = 3
+_MOST_UPDATES = 64
+_MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+"""Operations that a scalar, which is stored as a vector, may need more or fewer of."""
+_WAY_OUT = (
+    "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
+    "zerojax.scale_by_muon."
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,8 @@ def optimizer_specs(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:
     """Refuse an optimizer whose update of a flat, padded leaf differs from that of the leaf itself.
 
-    Two updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared.
+    Updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared, and the
+    operations of an update of the tree itself.
 
     Raises:
         ConfigurationError: naming the leaf on which they differ, or the optimizer's error on the flat tree.
@@ -111,23 +121,27 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wanted = _two_updates(tx, whole, grads)
+        wanted = _updates(tx, whole, grads)
         try:
-            found = _two_updates(tx, flat(whole), [flat(g) for g in grads])
+            found = _updates(tx, flat(whole), [flat(g) for g in grads])
         except Exception as error:
             raise ConfigurationError(
-                f"the optimizer can't work on sharded leaves, which are flat: {error} "
-                "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
-                "zerojax.scale_by_muon."
+                f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"
             ) from error
     for path, update in flat(wanted).items():
-        if not np.allclose(update, found[path], rtol=1e-4, atol=1e-6, equal_nan=True):
+        # Relative to the update: while a learning rate is warming up, all updates are small.
+        size = float(np.max(np.abs(update), initial=0, where=np.isfinite(update)))
+        if not np.allclose(update, found[path], rtol=1e-4, atol=1e-4 * size, equal_nan=True):
             raise ConfigurationError(
                 f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
-                "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do). Use "
-                "a transform that works element by element, or by norms of whole leaves; for Muon, "
-                "zerojax.scale_by_muon."
+                "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do). "
+                + _WAY_OUT
             )
+    if _operations(tx, leaves, stored=False) != _operations(tx, leaves, stored=True):
+        raise ConfigurationError(
+            "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
+            "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
+        )
 
 
 def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
@@ -139,14 +153,48 @@ def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
     return padded.reshape(x.shape[0], *shape) if stacked else padded.reshape(shape)
 
 
-def _two_updates(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[Any, np.ndarray]:
-    """The sum of two successive updates."""
+def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> dict[Any, np.ndarray]:
+    """The sum of successive updates: of as many as it takes until two have changed something.
 
-    def run(params: Any, first: Any, second: Any) -> Any:
-        state = tx.init(params)
-        one, state = tx.update(first, state, params)
-        two, _ = tx.update(second, state, params)
-        return jax.tree.map(jnp.add, one, two)
+    The first of a warm-up is zero, and so are those of accumulated gradients until the last of them.
+    """
+    given, gradients = to_tree(params), [to_tree(each) for each in grads]
 
-    updates = jax.jit(run)(to_tree(params), *(to_tree(g) for g in grads))
-    return {path: np.asarray(x) for path, x in from_tree(updates).items()}
+    @jax.jit
+    def update(total: Any, state: Any, gradient: Any) -> tuple[Any, Any, Array]:
+        one, state = tx.update(gradient, state, given)
+        changes = jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(one)]))
+        return jax.tree.map(jnp.add, total, one), state, changes
+
+    total, state = jax.tree.map(jnp.zeros_like, given), jax.jit(tx.init)(given)
+    changed = 0
+    for number in range(_MOST_UPDATES):
+        total, state, changes = update(total, state, gradients[number % len(gradients)])
+        changed += int(changes)
+        if changed == 2:
+            break
+    return {path: np.asarray(x) for path, x in from_tree(total).items()}
+
+
+def _operations(
+    tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], *, stored: bool
+) -> list[str]:
+    """The operations of an update of leaves as they are stored, or as the model has them, in order."""
+    params = to_tree(
+        {
+            leaf.path: jax.ShapeDtypeStruct(
+                leaf.stored_shape if stored else leaf.unsharded_shape, jnp.float32
+            )
+            for leaf in leaves
+        }
+    )
+    traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
+    names: list[str] = []
+    pending = [traced.jaxpr]
+    while pending:
+        jaxpr = pending.pop()
+        for equation in jaxpr.eqns:
+            if equation.primitive.name not in _MOVES:
+                names.append(equation.primitive.name)
+            pending += core.jaxprs_in_params(equation.params)
+    return names

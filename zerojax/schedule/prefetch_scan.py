@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Num
@@ -82,7 +81,7 @@ def scan_units(
         body: a pure function of one layer's whole weights; it may close over nothing that is traced.
         weights: the stacked parameters.
         x: floating-point activations, whose shapes and dtypes every layer keeps.
-        state: each layer's other state, stacked; no gradient flows through it.
+        state: each layer's other state, stacked.
         shared: arrays that every layer receives.
 
     Returns:
@@ -161,8 +160,7 @@ def _one_by_one(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, An
     sources = lax.stop_gradient(sources)  # gradients go to the sinks, and kernels that encode have none
 
     def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
-        x, state, shared = inputs
-        return layer.body(whole, x, jax.tree.map(lax.stop_gradient, state), shared)
+        return layer.body(whole, *inputs)
 
     def one(x: Any, own: Any) -> tuple[Any, Any]:
         both, sink, seed, state = own
@@ -268,23 +266,24 @@ def _scan_fwd(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[tuple[Any
 
 def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[_ScanArgs]:
     args, kept = residuals
-    cotangent, state_cotangents, _ = cotangents
-    # No gradient flows through the state; its cotangents only say which shapes zeros must have.
-    after = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state_cotangents)
+    *given, _ = cotangents
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
 
-    def plain(result: Any, kept: Any, cotangent: Any, args: _ScanArgs) -> Any:
+    def plain(result: Any, kept: Any, given: list[Array], args: _ScanArgs) -> Any:
         del result, kept
 
-        def run(sinks: Values, x: Any, shared: Any) -> Any:
-            return _one_by_one(comm, layer, args._replace(sinks=sinks, x=x, shared=shared))[0]
+        def run(sinks: Values, x: Any, state: Any, shared: Any) -> Any:
+            return _one_by_one(comm, layer, args._replace(sinks=sinks, x=x, state=state, shared=shared))
 
-        sums, of_x, of_shared = jax.vjp(run, args.sinks, args.x, args.shared)[1](cotangent)
-        return sums, of_x, inexact(of_shared)
+        vjp = jax.vjp(run, args.sinks, args.x, args.state, args.shared)[1]
+        sums, of_x, of_state, of_shared = vjp(tuple(with_float0(given, shapes)))
+        return sums, of_x, inexact(of_state), inexact(of_shared)
 
-    function = functools.partial(_backward, comm, after)
-    sums, of_x, of_shared = _with_derivatives_of(plain, function)(kept, cotangent, args)
+    function = functools.partial(_backward, comm, shapes)
+    sums, of_x, *rest = _with_derivatives_of(plain, function)(kept, inexact(given), args)
+    of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
     none: Any = None
-    return (_ScanArgs(none, sums, none, none, none, of_x, none, with_float0(of_shared, args.shared)),)
+    return (_ScanArgs(none, sums, none, none, none, of_x, of_state, of_shared),)
 
 
 class _BackwardCarry(NamedTuple):
@@ -292,6 +291,7 @@ class _BackwardCarry(NamedTuple):
 
     Attributes:
         cotangent: of the activations.
+        of_state: the cotangents of the floating-point arrays in ``state``, for all layers.
         of_shared: the cotangents of the floating-point arrays in ``shared``, summed so far.
         fetching: the weights of earlier layers.
         whole: this layer's weights.
@@ -300,6 +300,7 @@ class _BackwardCarry(NamedTuple):
     """
 
     cotangent: Any
+    of_state: list[Any]
     of_shared: list[Any]
     fetching: Fetching
     whole: Values
@@ -308,44 +309,48 @@ class _BackwardCarry(NamedTuple):
 
 
 def _backward(
-    comm: UnitComm, after: Any, kept: Any, cotangent: Any, args: _ScanArgs
-) -> tuple[Values, Any, list[Any]]:
+    comm: UnitComm, shapes: Any, kept: Any, given: list[Array], args: _ScanArgs
+) -> tuple[Values, Any, list[Any], list[Any]]:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients beside it.
 
     Args:
         comm: of one layer.
-        after: shapes of a layer's new state.
-        kept: the residuals that ``_forward`` returned.
-        cotangent: of the activations that it returned.
+        shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
+        kept: the residuals that it returned.
+        given: those cotangents, less those of integers.
         args: of the scan.
 
     Returns:
-        The sinks' sums; the cotangents of the first layer's activations and of the floating-point arrays in
-        ``shared``.
+        The sinks' sums; the cotangents of the first layer's activations, and of the floating-point arrays in
+        ``state`` and in ``shared``.
     """
     sources, frozen, seeds, shared = args.sources, args.frozen, args.seeds, args.shared
     (stacked, copies), (last_residual, last_whole) = kept
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
-    sources, frozen, copies, cotangent = lax.optimization_barrier((sources, frozen, copies, cotangent))
-    no_state = jax.tree.map(_zeros, after)
+    sources, frozen, copies, given = lax.optimization_barrier((sources, frozen, copies, given))
+    cotangent, after = with_float0(given, shapes)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
+    after = inexact(after)
     strategy, last = comm.strategy, comm.every[0].layers - 1
     kept = sources if strategy.source == strategy.keep else copies
     weights = WeightPrefetcher(comm, strategy.keep, kept, frozen, end=0, step=-1)
     queue = GradientQueue(comm, seeds, last)
 
-    def run(residual: Any, whole: Values, cotangent: Any) -> tuple[Values, Any, Any]:
+    def run(residual: Any, whole: Values, cotangent: Any, index: Any) -> tuple[Values, Any, Any, Any]:
         _, x, state, _ = residual.args_res
         vjp = residual.replace(args_res=[whole, x, state, shared])
-        grads, before, _, of_shared = vjp((cotangent, no_state))
-        return grads, before, inexact(of_shared)
+        grads, before, of_state, of_shared = vjp((cotangent, with_float0(layer_at(after, index), like)))
+        return grads, before, inexact(of_state), inexact(of_shared)
 
     def layer(carry: _BackwardCarry, index: Any, *, crossing: bool) -> _BackwardCarry:
         fetching, secondary = weights.advance(carry.fetching, index, crossing=crossing)
         whole = comm.to_whole(secondary)
         sent, sums = queue.advance(carry.in_flight, carry.sums, index + 1)
-        grads, cotangent, more = run(layer_at(stacked, index), carry.whole, carry.cotangent)
+        grads, cotangent, own, more = run(layer_at(stacked, index), carry.whole, carry.cotangent, index)
+        of_state = put_layer(carry.of_state, own, index)
         of_shared = jax.tree.map(jnp.add, carry.of_shared, more)
-        return _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, index, sent), sums)
+        in_flight = queue.enqueue(grads, index, sent)
+        return _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, sums)
 
     # Filled in place, layer by layer: joining parts afterwards would hold all gradients twice.
     sums = tuple(lax.empty(sink.shape, sink.dtype) for sink in args.sinks)
@@ -353,8 +358,9 @@ def _backward(
     if last > 0:
         fetching, secondary = weights.start(last - 1)
         whole = comm.to_whole(secondary)
-    grads, cotangent, of_shared = run(last_residual, last_whole, cotangent)
-    carry = _BackwardCarry(cotangent, of_shared, fetching, whole, queue.enqueue(grads, last), sums)
+    grads, cotangent, own, of_shared = run(last_residual, last_whole, cotangent, last)
+    of_state = put_layer(empty_layers(own, last + 1), own, last)
+    carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, queue.enqueue(grads, last), sums)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if weights.crosses else 1, last)
     top = max(last - max(queue.hops - 1, 0), stop)
@@ -369,13 +375,14 @@ def _backward(
         )
     for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)
-    cotangent, of_shared, _, whole, in_flight, sums = carry
+    cotangent, of_state, of_shared, _, whole, in_flight, sums = carry
     if last > 0:
         sent, sums = queue.advance(in_flight, sums, 1)
-        grads, cotangent, more = run(layer_at(stacked, 0), whole, cotangent)
+        grads, cotangent, own, more = run(layer_at(stacked, 0), whole, cotangent, 0)
+        of_state = put_layer(of_state, own, 0)
         of_shared = jax.tree.map(jnp.add, of_shared, more)
         in_flight = queue.enqueue(grads, 0, sent)
-    return queue.drain(in_flight, sums), cotangent, of_shared
+    return queue.drain(in_flight, sums), cotangent, of_state, of_shared
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
@@ -400,8 +407,3 @@ class _TracedOnce:
             closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
             self._traced = jaxpr_as_fun(closed), shapes
         return self._traced[1]
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> Any:
-    """A cotangent of zeros; for integers a NumPy array of float0, since JAX has no arrays of that dtype."""
-    return (np if shape.dtype == jax.dtypes.float0 else jnp).zeros(shape.shape, shape.dtype)

@@ -75,7 +75,7 @@ def gather_model(state: TrainState) -> Any:
     """
     spec = state.spec
     weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
-    model_state = {name: copied(x.addressable_data(0)) for name, x in state.model_state.items()}
+    model_state = jax.tree.map(lambda x: copied(x.addressable_data(0)), state.model_state)
     return spec.adapter.whole(weights, model_state)
 
 

@@ -37,7 +37,8 @@ from zerojax.train.blocks import Blocks, by_group, flat_blocks
 from zerojax.train.sources import Placed, Weights, place_weights
 from zerojax.train.spec import TrainSpec
 
-Sums = dict[str, Array]
+Sums = dict[str, Any]
+"""Sums over tokens: of the "loss", of every scalar in "aux", and the number of tokens, "count"."""
 Forward = Callable[..., tuple[Array, Sums, ModelState, Blocks]]
 Run = Callable[[Any, Any, Array], Any]
 """A function of a bound model, rows of a batch, and a key."""
@@ -46,7 +47,7 @@ TOKENS = "tokens"
 
 def accumulate(
     spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
-) -> tuple[Blocks, ModelState, dict[str, Array], Blocks]:
+) -> tuple[Blocks, ModelState, Sums, Blocks]:
     """Run forward and backward over this device's micro-batches.
 
     Args:
@@ -57,8 +58,8 @@ def accumulate(
         seed: of this step.
 
     Returns:
-        Gradient sums at the strategy's sink level; the state after the passes; the sums over the world of
-        the loss, of ``tokens`` and of the loss function's other aux; and the copies that units updated.
+        Gradient sums at the strategy's sink level; the state after the passes; the sums over the world; and
+        the copies that units updated.
     """
     zero = spec.zero
     sinks = spec.by_path(spec.strategy.zero_sink)
@@ -96,9 +97,7 @@ def accumulate(
     return grads, _shared(model_state), _over_world(sums), updated
 
 
-def evaluate(
-    spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
-) -> dict[str, Array]:
+def evaluate(spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _refuse_reads(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
@@ -176,11 +175,11 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     return _without_padding(spec, sums, OWNED), residual
 
 
-def means(sums: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+def means(sums: Sums) -> tuple[dict[str, Array], Array]:
     """Means over all tokens from sums over the world, and the number of tokens."""
-    count = sums["count"]
-    metrics = {name: total / count for name, total in sums.items() if name not in ("count", TOKENS)}
-    return metrics | ({TOKENS: sums[TOKENS]} if TOKENS in sums else {}), count
+    count, aux = sums["count"], sums["aux"]
+    metrics = {name: total / count for name, total in aux.items()} | {"loss": sums["loss"] / count}
+    return metrics | ({TOKENS: count} if TOKENS in aux else {}), count
 
 
 def _refuse_reads(
@@ -230,12 +229,10 @@ def _forward(
 ) -> tuple[Array, Sums, ModelState, Blocks]:
     """The loss of one micro-batch, summed over tokens; the sums of it and aux; state; updated copies."""
     bound, (value, aux) = _call(spec, placed, model_state, batch, seed, _loss_of(spec), train=train)
-    count = jnp.asarray(aux.get(TOKENS, 1), jnp.float32)
+    # The loss alone is differentiated, even if the number of tokens is computed from the weights.
+    count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))
     total = value * count
-    sums = {"loss": total, "count": count}
-    sums |= {name: x * count for name, x in aux.items() if name != TOKENS}
-    if TOKENS in aux:
-        sums[TOKENS] = count
+    sums = {"loss": total, "count": count, "aux": {name: x * count for name, x in aux.items()}}
     given = {path for weight in placed.weights.values() for path in _with_copies(weight)}
     updated = {path: copy for path, copy in bound.updated().items() if path in given}
     return total, jax.tree.map(lax.stop_gradient, sums), bound.model_state(), updated
@@ -261,7 +258,7 @@ def _forward_in_breadth(
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
     totals, sums, after, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
-    after = {name: jnp.mean(x, axis=0) if _is_float(x) else x[0] for name, x in after.items()}
+    after = {name: jnp.mean(x, axis=0) if _is_inexact(x) else x[0] for name, x in after.items()}
     return total, sums, after, updated
 
 
@@ -277,7 +274,7 @@ def _micro_batches(batch: Any, count: int) -> Any:
 def _shared(model_state: ModelState) -> ModelState:
     """The mean over the world of state that devices compute from their own data (batch statistics)."""
     with jax.named_scope("metrics"):
-        return {name: lax.pmean(x, AXES) if _is_float(x) else x for name, x in model_state.items()}
+        return {name: lax.pmean(x, AXES) if _is_inexact(x) else x for name, x in model_state.items()}
 
 
 def _over_world(sums: Sums) -> Sums:
@@ -285,8 +282,8 @@ def _over_world(sums: Sums) -> Sums:
         return lax.psum(sums, AXES)
 
 
-def _is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def _is_inexact(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
