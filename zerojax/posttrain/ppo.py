@@ -38,12 +38,10 @@ class PPOTrainer(PostTrainer):
     critic: Critic
 
     @classmethod
-    def roles(
-        cls, config: RunConfig, folder: RunFolder, step: int, start: Start, reader: WeightReader
-    ) -> Roles:
+    def roles(cls, config: RunConfig, folder: RunFolder, start: Start, reader: WeightReader) -> Roles:
         """The critic; see ``PostTrainer.roles``."""
         if start.source is None:
-            critic, notes = Critic.resume(config, folder, step, reader)
+            critic, notes = Critic.resume(config, folder, start.step, reader)
         else:
             critic, notes = Critic.begin(config, folder, start.source, reader)
         batch = abstract_columns(config, COLUMNS)
