@@ -174,7 +174,7 @@ class UnitComm:
         if self.world.local > 1:
             arrived = gather_together([rows.reshape(-1) for rows in secondary], LOCAL)
         return tuple(
-            _operand(blocks, leaf, self.strategy.weight_dtype(leaf))
+            decoded_weight(blocks, leaf, self.strategy.weight_dtype(leaf))
             for blocks, leaf in zip(arrived, self.every, strict=True)
         )
 
@@ -393,8 +393,17 @@ def _widened(rows: Rows, leaf: ParamLayout) -> Rows:
     return leaf.weights.local.decode(rows, leaf.shard, jnp.dtype(jnp.bfloat16)) if leaf.fp8 else rows
 
 
-def _operand(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Any:
-    """The whole weight that the matmuls read."""
+def decoded_weight(blocks: Num[Array, "..."], leaf: ParamLayout, dtype: jnp.dtype) -> Any:
+    """The whole weight that the matmuls read.
+
+    Args:
+        blocks: one layer's encoded shards, in the order of their owners.
+        leaf: its layout.
+        dtype: of the weight.
+
+    Returns:
+        One layer of unsharded shape; ``Codes``, where it is an operand of fp8 products.
+    """
     if leaf.fp8:
         return Codes.of(unflatten(blocks, leaf), dtype)
     codec = leaf.weights.local
