@@ -20,9 +20,9 @@ from zerojax.posttrain.predictions import micro_batches
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first, mean_metrics
+from zerojax.run.build import RunSetup, batches_of, choose_checkpoint, is_first, mean_metrics
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, TrainBatches, open_template, open_tokenizer, validation_batches
+from zerojax.run.data import Batch, TrainBatches, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.open_run import opening
@@ -166,19 +166,7 @@ def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Ba
     Raises:
         DataError: the held-out pairs do not fill a micro-batch.
     """
-    train, process, processes = config.train, jax.process_index(), jax.process_count()
-    validation = validation_batches(
-        [PairRows(pairs.held_out, train.sequence_length)],
-        batch_size=train.batch_size // train.accumulate,
-        batches=train.eval_batches,
-        process=process,
-        processes=processes,
+    train, held_out = (
+        PairRows(every, config.train.sequence_length) for every in (pairs.train, pairs.held_out)
     )
-    batches = TrainBatches(
-        [PairRows(pairs.train, train.sequence_length)],
-        batch_size=train.batch_size,
-        seed=train.seed,
-        process=process,
-        processes=processes,
-    )
-    return batches, validation
+    return batches_of(config, [train], [held_out])
