@@ -263,5 +263,4 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
         out_specs=spec.batch_spec,
         check_vma=False,
     )
-    fp8 = spec.zero.matmul_dtype == "fp8"
-    return jax.jit(run, compiler_options=compiler_options(spec.mesh, fp8=fp8, generation=True))
+    return jax.jit(run, compiler_options=compiler_options(spec.mesh, separate_products=True))
