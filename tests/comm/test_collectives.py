@@ -24,7 +24,7 @@ import zerojax
 from zerojax.comm import coalesced
 from zerojax.comm.collectives import UnitComm
 from zerojax.sharding import wire_format
-from zerojax.sharding.layout import ParamLayout, make_layout
+from zerojax.sharding.layout import ParamLayout, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.strategy import ReductionPlan, ShardingStrategy
 
@@ -57,7 +57,8 @@ def leaf_and_wire(
     """The same leaf as zerojax lays it out and as the reference does."""
     nodes, local = mesh
     config = zerojax.ZeroConfig(compute_dtype="float32", precise=(), **zero)
-    leaf = make_layout(("w",), (1, size), dtype, (), index=number, world=MeshShape(nodes, local), zero=config)
+    parameter = ParamShape(("w",), (1, size), dtype, ())
+    leaf = make_layout(parameter, index=number, world=MeshShape(nodes, local), zero=config)
     formats = (*config.weight_formats, *config.grad_formats)
     quantized = any(fmt in reference_codec.TOP for fmt in formats)
     wire = Wire(

@@ -29,7 +29,7 @@ from zerojax.comm.coalesced import gather_together
 from zerojax.comm.collectives import decoded_weight
 from zerojax.comm.xla_options import compiler_options
 from zerojax.matmul import fp8
-from zerojax.matmul.operand import Codes, Scaled, array_of, with_values
+from zerojax.matmul.operand import Codes, array_of, with_values
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
@@ -89,8 +89,7 @@ class GenerationCopy:
             if self.form == "compute":
                 return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf))
             place = leaf.spec((LOCAL,)) if self.form == "gathered" else PartitionSpec()
-            values = self.spec.abstract(leaf.frozen_shape, leaf.weights.local.dtype, place)
-            return Scaled(values, self.spec.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
+            return self.spec.abstract_encoded(leaf, leaf.frozen_shape, place)
 
         return {path: stored(leaf) for path, leaf in self.leaves.items()}
 
@@ -165,16 +164,7 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
         frozen=("*",),
         frozen_weights=None if adapter else form,
     )
-    return make_layout(
-        leaf.path,
-        leaf.shape,
-        leaf.dtype,
-        leaf.stack,
-        index=leaf.index,
-        world=MeshShape(1, 1),
-        zero=options,
-        frozen=True,
-    )
+    return make_layout(leaf, index=leaf.index, world=MeshShape(1, 1), zero=options, frozen=True)
 
 
 def _gathered(leaf: ParamLayout) -> ParamLayout:
