@@ -26,7 +26,7 @@ from zerojax.comm.collectives import UnitComm
 from zerojax.sharding import wire_format
 from zerojax.sharding.layout import ParamLayout, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
-from zerojax.sharding.strategy import ReductionPlan, ShardingStrategy
+from zerojax.sharding.strategy import ShardingStrategy
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)
@@ -77,10 +77,10 @@ def leaf_and_wire(
     return leaf, wire
 
 
-def comm_of(leaves: Sequence[ParamLayout], to: Any = "primary", **plan: Any) -> UnitComm:
+def comm_of(leaves: Sequence[ParamLayout], sink: Any = "primary", **plan: Any) -> UnitComm:
     """Their communication, at stage 3 in fp32."""
     strategy = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
-    return UnitComm(dataclasses.replace(strategy, reduction=ReductionPlan(to, **plan)), tuple(leaves))
+    return UnitComm(dataclasses.replace(strategy, sink=sink, **plan), tuple(leaves))
 
 
 def on_mesh(mesh: tuple[int, int], run: Callable[..., Any], *values: Any) -> Any:

@@ -52,4 +52,4 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
     ],
 )
 def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, own_stream):
-    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).reduction.own_stream is own_stream
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).own_stream is own_stream
