@@ -1,11 +1,12 @@
 """A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,9 @@ from zerojax.posttrain.policy import log_probs_of, policy_loss
 from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.processes import any_process, mean_over_processes
 from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.roles import Roles
 from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of
 from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first
+from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
@@ -35,6 +35,20 @@ from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 from zerojax.train.step import Metrics
+
+
+class Roles(NamedTuple):
+    """What a method adds to the roles of a run.
+
+    Attributes:
+        fields: of the trainer.
+        trained: the states that each step trains beside the policy.
+        notes: lines about them for the user.
+    """
+
+    fields: Mapping[str, Any] = MappingProxyType({})
+    trained: Sequence[Trained] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass
