@@ -41,7 +41,8 @@ def _check_array(name: str, array: jax.Array, ndim: int) -> None:
         raise ValueError(f"{name} has shape {array.shape}: expected {ndim} dimensions")
 
 
-def _check_float(name: str, array: jax.Array) -> None:
+def _check_floats(name: str, array: jax.Array, ndim: int) -> None:
+    _check_array(name, array, ndim)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} has dtype {array.dtype}: expected a floating-point array")
 
@@ -101,8 +102,7 @@ def encode(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    _check_array("x", x, 2)
-    _check_float("x", x)
+    _check_floats("x", x, 2)
     check_block(fmt, x.shape[1], block)
     _check_rotation(x.shape[1], rotation)
     rounding, seed = _check_rounding(fmt, rounding, seed)
@@ -125,9 +125,8 @@ def encode_delta(
     Returns uint8[rows, nbytes(fmt, n, block)]; arguments and errors as for ``encode``. Encoding the change of
     ZeRO-3 weights is from SDP4Bit (arXiv:2410.15526, section 3.1).
     """
-    _check_array("w", w, 2)
-    _check_float("w", w)
-    _check_float("base", base)
+    _check_floats("w", w, 2)
+    _check_floats("base", base, 2)
     if base.shape != w.shape:
         raise ValueError(f"base has shape {base.shape}, w has {w.shape}: they must agree")
     check_block(fmt, w.shape[1], block)
@@ -166,8 +165,7 @@ def encode_reordered(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    _check_array("g", g, 1)
-    _check_float("g", g)
+    _check_floats("g", g, 1)
     pieces = local * nodes * chunks
     if min(local, nodes, chunks) < 1 or g.size % pieces:
         raise ValueError(
@@ -204,8 +202,7 @@ def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | No
 
     Raises ValueError or TypeError if the payload does not hold rows like those of ``base``.
     """
-    _check_array("base", base, 2)
-    _check_float("base", base)
+    _check_floats("base", base, 2)
     _check_payload(payload, nbytes(fmt, base.shape[1], block))
     if payload.shape[0] != base.shape[0]:
         raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}")
@@ -295,8 +292,7 @@ def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
     Raises:
         ValueError, TypeError: shapes, dtypes or the block do not fit.
     """
-    _check_array("x", x, 2)
-    _check_float("x", x)
+    _check_floats("x", x, 2)
     nf4_bytes(x.shape[1], block)
     return dispatch("encode_nf4", x, specification=nf4_reference, block=block)
 

@@ -68,7 +68,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.formats import MINIFLOAT, QMAX, QUANTIZED, ROTATION, code_bytes
+from pallas_kernels.formats import BITS, MINIFLOAT, QMAX, QUANTIZED, ROTATION, code_bytes
 
 MIN_SCALE_BITS = (127 - 80) << 23
 MAX_SCALE_BITS = (127 + 125) << 23
@@ -230,7 +230,7 @@ def _part(packed: jax.Array, bits: int) -> jax.Array:
 def _pack(codes: jax.Array, fmt: str) -> jax.Array:
     if fmt == "fp6":
         return jnp.concatenate([_join(codes, 4), _join(codes >> 4, 2)], axis=-1)
-    return _join(codes, {"fp8": 8, "int8": 8, "int4": 4, "int2": 2}[fmt])
+    return _join(codes, BITS[fmt])
 
 
 def _values(packed: jax.Array, fmt: str) -> jax.Array:
@@ -249,9 +249,8 @@ def _values(packed: jax.Array, fmt: str) -> jax.Array:
         spacing = _power_of_two(jnp.maximum(exponent, 1) - bias - mantissa)
         value = steps.astype(jnp.float32) * spacing
         return jnp.where(codes & sign != 0, -value, value)
-    bits = {"int8": 8, "int4": 4, "int2": 2}[fmt]
-    half = 1 << (bits - 1)
-    return ((_part(packed, bits) ^ half) - half).astype(jnp.float32)
+    half = HALF_RANGE[fmt]
+    return ((_part(packed, BITS[fmt]) ^ half) - half).astype(jnp.float32)
 
 
 def _bytes(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from jax.typing import DTypeLike
 
@@ -26,6 +26,10 @@ NF4 = "nf4"
 NF4_BLOCK = 64
 FROZEN_FORMATS = (*FORMATS, NF4)
 
+AccumulateOrder = Literal["depth", "breadth"]
+FrozenSpread = Literal["node", "world"]
+GradSync = Literal["micro", "step"]
+MatmulDtype = Literal["compute", "fp8"]
 Remat = Literal["full", "attention", "none"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -103,7 +107,7 @@ class ZeroConfig:
     compute_dtype: DTypeLike = "bfloat16"
     remat: Remat = "full"
     accumulate: int = 1
-    accumulate_order: Literal["depth", "breadth"] = "depth"
+    accumulate_order: AccumulateOrder = "depth"
     weights: str | None = None
     weights_delta: bool = False
     delta_resync: int = 0
@@ -111,18 +115,18 @@ class ZeroConfig:
     hpz: bool = False
     grads: tuple[str | None, str | None] = (None, None)
     grads_hops: int = 2
-    grad_sync: Literal["micro", "step"] = "micro"
+    grad_sync: GradSync = "micro"
     block_size: int = 256
     rounding: Rounding = "nearest"
     rotation: int = 0
     error_feedback: bool = False
     chunks: int = 1
     precise: tuple[tuple[str, str], ...] = (("*embed*", "int8"),)
-    matmul_dtype: Literal["compute", "fp8"] = "compute"
+    matmul_dtype: MatmulDtype = "compute"
     fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
     frozen_weights: str | None = None
-    frozen_spread: Literal["node", "world"] = "node"
+    frozen_spread: FrozenSpread = "node"
 
     def __post_init__(self) -> None:
         """Refuse options that cannot work.
@@ -346,11 +350,7 @@ class ZeroConfig:
             )
 
     def _check_frozen(self) -> None:
-        if self.frozen_weights is not None and self.frozen_weights not in FROZEN_FORMATS:
-            raise ConfigurationError(
-                f"ZeroConfig.frozen_weights: {self.frozen_weights!r} is not one of "
-                f"{', '.join(FROZEN_FORMATS)}."
-            )
+        _check_format("frozen_weights", self.frozen_weights, FROZEN_FORMATS)
         if self.frozen_weights is not None and not self.frozen:
             raise ConfigurationError(
                 f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in "
@@ -387,14 +387,14 @@ class ZeroConfig:
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
-    "accumulate_order": ("depth", "breadth"),
-    "remat": ("full", "attention", "none"),
+    "accumulate_order": get_args(AccumulateOrder),
+    "remat": get_args(Remat),
     "grads_hops": (1, 2),
-    "grad_sync": ("micro", "step"),
-    "rounding": ("nearest", "stochastic"),
+    "grad_sync": get_args(GradSync),
+    "rounding": get_args(Rounding),
     "rotation": (0, 32),
-    "matmul_dtype": ("compute", "fp8"),
-    "frozen_spread": ("node", "world"),
+    "matmul_dtype": get_args(MatmulDtype),
+    "frozen_spread": get_args(FrozenSpread),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -425,6 +425,6 @@ def _bits(fmt: str) -> int:
     return 4 if fmt == NF4 else BITS[fmt]
 
 
-def _check_format(field: str, fmt: str | None) -> None:
-    if fmt is not None and fmt not in FORMATS:
-        raise ConfigurationError(f"ZeroConfig.{field}: {fmt!r} is not one of {', '.join(FORMATS)}.")
+def _check_format(field: str, fmt: str | None, allowed: Sequence[str] = FORMATS) -> None:
+    if fmt is not None and fmt not in allowed:
+        raise ConfigurationError(f"ZeroConfig.{field}: {fmt!r} is not one of {', '.join(allowed)}.")

@@ -40,7 +40,7 @@ from zerojax.models import parameter_count
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.data import Dataset, TrainBatches, make_rows, open_dataset
 from zerojax.run.run_dir import RunFolder
-from zerojax.sharding.layout import make_layout, unflatten
+from zerojax.sharding.layout import ParamShape, make_layout, unflatten
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.strategy import ShardingStrategy
@@ -147,7 +147,7 @@ def reducer(shapes: Shapes, zero: ZeroConfig) -> tuple[Any, Any]:
     """The layouts of some matrices, and the compiled reduction, which all layers share."""
     world = MeshShape(NODES, LOCAL)
     leaves = tuple(
-        make_layout(path, shape, "float32", (), index=i, world=world, zero=zero)
+        make_layout(ParamShape(path, shape, "float32", ()), index=i, world=world, zero=zero)
         for i, (path, shape) in enumerate(shapes)
     )
     comm = UnitComm(ShardingStrategy.of(zero), leaves)

@@ -24,9 +24,9 @@ import zerojax
 from zerojax.comm import coalesced
 from zerojax.comm.collectives import UnitComm
 from zerojax.sharding import wire_format
-from zerojax.sharding.layout import ParamLayout, make_layout
+from zerojax.sharding.layout import ParamLayout, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
-from zerojax.sharding.strategy import ReductionPlan, ShardingStrategy
+from zerojax.sharding.strategy import ShardingStrategy
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)
@@ -57,7 +57,8 @@ def leaf_and_wire(
     """The same leaf as zerojax lays it out and as the reference does."""
     nodes, local = mesh
     config = zerojax.ZeroConfig(compute_dtype="float32", precise=(), **zero)
-    leaf = make_layout(("w",), (1, size), dtype, (), index=number, world=MeshShape(nodes, local), zero=config)
+    parameter = ParamShape(("w",), (1, size), dtype, ())
+    leaf = make_layout(parameter, index=number, world=MeshShape(nodes, local), zero=config)
     formats = (*config.weight_formats, *config.grad_formats)
     quantized = any(fmt in reference_codec.TOP for fmt in formats)
     wire = Wire(
@@ -76,10 +77,10 @@ def leaf_and_wire(
     return leaf, wire
 
 
-def comm_of(leaves: Sequence[ParamLayout], to: Any = "primary", **plan: Any) -> UnitComm:
+def comm_of(leaves: Sequence[ParamLayout], sink: Any = "primary", **plan: Any) -> UnitComm:
     """Their communication, at stage 3 in fp32."""
     strategy = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
-    return UnitComm(dataclasses.replace(strategy, reduction=ReductionPlan(to, **plan)), tuple(leaves))
+    return UnitComm(dataclasses.replace(strategy, sink=sink, **plan), tuple(leaves))
 
 
 def on_mesh(mesh: tuple[int, int], run: Callable[..., Any], *values: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 import zerojax
 from zerojax import aot
-from zerojax.comm.xla_options import FP8_OPTIONS, GPU_OPTIONS, ONE_PROCESS_OPTIONS, compiler_options
+from zerojax.comm.xla_options import GPU_OPTIONS, ONE_PROCESS_OPTIONS, SEPARATE_PRODUCTS, compiler_options
 from zerojax.sharding.strategy import ShardingStrategy
 
 VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
@@ -19,7 +19,7 @@ def test_cpus_are_told_nothing():
 def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(1, 4)) == GPU_OPTIONS | ONE_PROCESS_OPTIONS
     assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
-    assert compiler_options(cuda_mesh(2, 4), fp8=True) == GPU_OPTIONS | FP8_OPTIONS
+    assert compiler_options(cuda_mesh(2, 4), separate_products=True) == GPU_OPTIONS | SEPARATE_PRODUCTS
 
 
 def test_what_is_compiled_without_a_gpu_runs_but_for_tuning():
@@ -52,4 +52,4 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
     ],
 )
 def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, own_stream):
-    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).reduction.own_stream is own_stream
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).own_stream is own_stream

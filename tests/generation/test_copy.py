@@ -55,7 +55,7 @@ def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
 @pytest.mark.parametrize("preset", ["zero3", "delta"])
 def test_no_byte_crosses_nodes_while_tokens_are_made(preset):
     state = create(SMALL, 2, 4, abstract=True, preset=preset)
-    engine = Engine(2, 1, 4, 20, "float32", Sampling(), ())
+    engine = Engine(2, 1, 16, 4, 20, "float32", Sampling(), ())
     forms: dict[Form, set[str]] = {"gathered": {"local"}, "compute": set(), "int8": set()}
     for form, axes in forms.items():
         assert set(axes_used(traced(state, form, engine).jaxpr.jaxpr)) == axes
@@ -122,7 +122,7 @@ def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_nod
 def test_weights_are_whole_where_they_fit():
     spec = mixed().spec
     # A cache of 1 MiB: 2 slots, 2 layers, keys and values, one head of 4 numbers of 4 bytes.
-    engine = Engine(2, 1, 4, (1 << 20) // (2 * 2 * 2 * 4 * 4), "float32", Sampling(), ())
+    engine = Engine(2, 1, 16, 4, (1 << 20) // (2 * 2 * 2 * 4 * 4), "float32", Sampling(), ())
     for room, form in ((2, "compute"), (1, "gathered"), (0, "gathered")):
         assert _copy(spec, engine, "auto", room, adapters=True).form == form
     assert _copy(spec, engine, "int8", 0, adapters=True).form == "int8"
@@ -161,7 +161,7 @@ def test_neither_weights_nor_cache_are_copied_for_a_token():
         lm_loss,
         mesh=zerojax.make_mesh(2, 4, devices=devices),
     )
-    engine = Engine(64, 1, 200, 216, "bfloat16", Sampling(), ((2,),))
+    engine = Engine(64, 1, 16, 200, 216, "bfloat16", Sampling(), ((2,),))
 
     def attend(query, keys, values, layer, start, stop, **_):
         """Reads a layer's columns in place, as the kernel does; its specification's matmuls copy them."""

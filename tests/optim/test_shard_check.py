@@ -13,7 +13,7 @@ from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
 from zerojax.optim.shard_check import check_shardable
-from zerojax.sharding.layout import make_layout
+from zerojax.sharding.layout import ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
 
 ROWS = 24
@@ -25,7 +25,7 @@ def leaves() -> tuple[Any, ...]:
     shapes = [(("norm", "scale"), (200,), ()), (("up", "kernel"), (200, 300), ())]
     shapes += [(("blocks", "kernel"), (200, 130), (3,)), (("gain",), (), ())]
     return tuple(
-        make_layout(path, shape, "float32", stack, index=i, world=world, zero=zero)
+        make_layout(ParamShape(path, shape, "float32", stack), index=i, world=world, zero=zero)
         for i, (path, shape, stack) in enumerate(shapes)
     )
 

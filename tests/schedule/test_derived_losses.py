@@ -66,7 +66,7 @@ def penalties(squares: jax.Array, cosines: jax.Array) -> jax.Array:
 
 
 def weight_penalty(model: Any, x: jax.Array) -> jax.Array:
-    sums = zerojax.weight_sum(model), zerojax.weight_sum(model, jnp.cos, paths=["*kernel", "none"])
+    sums = zerojax.weight_sum(model), zerojax.weight_sum(model, jnp.cos, paths=["*kernel", "*bias", "!*BIAS"])
     return jnp.mean(model(x) ** 2) + penalties(*sums)
 
 

@@ -46,4 +46,4 @@ def test_where_weights_begin_and_gradients_end(zero, levels):
     ids=str,
 )
 def test_hops_between_nodes_have_a_stream_of_their_own_where_each_pass_has_one(preset, zero, own_stream):
-    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **zero)).reduction.own_stream == own_stream
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **zero)).own_stream == own_stream

@@ -12,6 +12,7 @@ from jaxtyping import Array, Num
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded
+from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path
 
 Weights = Mapping[Path, Num[Array, "..."] | Sharded]
@@ -22,21 +23,13 @@ METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_r
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A floating-point parameter of a model, before it is laid out.
+class Parameter(ParamShape):
+    """A floating-point parameter of a model.
 
     Attributes:
-        path: its path in the model.
-        shape: unsharded shape; of one layer, if it is stacked.
-        dtype: its dtype in the model.
-        stack: ``(layers,)`` if that many layers are stacked along a leading axis, else ``()``.
         unit: the name of the unit that gathers it, or None if it is gathered for the whole step.
     """
 
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-    stack: tuple[int, ...]
     unit: str | None
 
 

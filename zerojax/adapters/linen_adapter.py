@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, traverse_util
+from flax import linen
 from flax.core.scope import DenyList, in_filter, intersect_filters
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -24,7 +24,7 @@ from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.sharding.param_tree import Path
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 
 Shape = tuple[int, ...]
 PARAMS = "params"
@@ -125,7 +125,7 @@ class BoundLinen(_LinenModel):
         module = context.module
         within = any(module.path[:n] in self._units for n in range(len(module.path) + 1))
         if within and _is_method(type(module), context):
-            weights = _flat(module.variables.get(PARAMS, {}))
+            weights = from_tree(module.variables.get(PARAMS, {}))
             if any(isinstance(weight, Sharded) for weight in weights.values()):
                 return _call_module(module, context.method_name, weights, args, kwargs)
         return run(*args, **kwargs)
@@ -158,7 +158,7 @@ class _Unbound(_LinenModel):
         kwargs.pop("rngs", None)
         out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
         kept = {name: value for name, value in variables.items() if name not in _PASSING}
-        self.variables = _NotYet(traverse_util.unflatten_dict({**_flat(kept), **_flat(self.variables)}))
+        self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}))
         if mutable is None or mutable is False:
             return out
         return out, {name: value for name, value in variables.items() if in_filter(mutable, name)}
@@ -259,7 +259,7 @@ class LinenAdapter:
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
         with master_weights(unbound, MasterWeights()):
             call_loss(self._loss_fn, unbound, batch, dropout_key)
-        weights = _flat(unbound.variables.get(PARAMS, {}))
+        weights = from_tree(unbound.variables.get(PARAMS, {}))
         floats = {path: w for path, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
         if len(floats) < len(weights):
             names = ["/".join(path) for path in weights.keys() - floats.keys()]
@@ -291,7 +291,7 @@ class LinenAdapter:
             kinds = {cls for cls in self._units if isinstance(module, cls)}
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
             if kinds and outermost and any(_is_method(cls, context) for cls in type(module).__mro__):
-                sliced = _flat(module.variables.get(PARAMS, {}))
+                sliced = from_tree(module.variables.get(PARAMS, {}))
                 stacks = {_stack(weights[(*module.path, *path)], x) for path, x in sliced.items()}
                 if len(stacks) > 1:
                     raise ConfigurationError(
@@ -310,18 +310,14 @@ class LinenAdapter:
         return found
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[Path, Any]:
-    return dict(traverse_util.flatten_dict(tree))
-
-
 def _model_state(variables: Mapping[str, Any]) -> ModelState:
     kept = {name: value for name, value in variables.items() if name not in {PARAMS, *_PASSING}}
-    return {"/".join(path): value for path, value in _flat(kept).items()}
+    return {"/".join(path): value for path, value in from_tree(kept).items()}
 
 
 def _variables(weights: Weights, model_state: ModelState) -> dict[str, Any]:
-    rest = traverse_util.unflatten_dict({tuple(name.split("/")): x for name, x in model_state.items()})
-    return {PARAMS: traverse_util.unflatten_dict(dict(weights)), **rest}
+    rest = to_tree({tuple(name.split("/")): x for name, x in model_state.items()})
+    return {PARAMS: to_tree(weights), **rest}
 
 
 def _stack(whole: Any, sliced: Any) -> Shape:
@@ -369,7 +365,7 @@ def _call_module(module: Any, method: str, weights: Mapping[Path, Sharded], args
     def body(whole: Any, inputs: Any) -> Any:
         state, rngs, arrays = inputs
         args, kwargs = join(arrays)
-        params = traverse_util.unflatten_dict(dict(zip(paths, whole, strict=True)))
+        params = to_tree(dict(zip(paths, whole, strict=True)))
 
         def call(unit: linen.Module) -> Any:
             return getattr(unit, method)(*args, **kwargs)

@@ -9,9 +9,9 @@ import functools
 import inspect
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,16 +68,17 @@ class NNXAdapter:
                 "that takes nnx.Rngs and returns the model, or a Linen module with sample_batch=."
             )
         self._plain = nnx.graphdef(abstract)
-        found = dict(_find_units(abstract, units))
+        # By the module: two stacks may share a block.
+        found = list({id(unit.module): unit for unit in _find_units(abstract, units)}.values())
         for cls in units:
-            if not any(isinstance(module, cls) for _, module, _ in found.values()):
+            if not any(isinstance(unit.module, cls) for unit in found):
                 inside = any(isinstance(module, cls) for _, module in nnx.iter_modules(abstract))
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
         self.updating = _updating(found)
-        for _, module, _ in found.values():
-            module.__class__ = _gathering_class(type(module))
+        for unit in found:
+            unit.module.__class__ = _gathering_class(type(unit.module))
         self._graph, params, model_state = nnx.split(abstract, _is_weight, ...)
         self._params = {_key(path): (path, variable) for path, variable in nnx.to_flat_state(params)}
         self._model_state = {
@@ -160,10 +161,16 @@ def _is_sharded(path: Any, variable: Any) -> bool:
     return isinstance(variable, nnx.Variable) and isinstance(variable.get_raw_value(), Sharded)
 
 
-def _find_units(
-    module: nnx.Module, units: tuple[type, ...]
-) -> Iterator[tuple[int, tuple[str, nnx.Module, tuple[int, ...]]]]:
-    """Outermost unit instances: the id, and the name, the module and its ``Parameter.stack``."""
+class _Unit(NamedTuple):
+    """A unit of a model; ``stack`` as ``Parameter.stack``."""
+
+    name: str
+    module: nnx.Module
+    stack: tuple[int, ...]
+
+
+def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
+    """The outermost instances of units."""
     taken: set[int] = set()
     for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         if id(child) in taken:
@@ -174,19 +181,17 @@ def _find_units(
         elif not isinstance(child, units):
             continue
         taken.update(id(inner) for _, inner in nnx.iter_modules(child))
-        yield id(child), ("/".join(_key(path)), child, stack)
+        yield _Unit("/".join(_key(path)), child, stack)
 
 
-def _parameters(
-    model: nnx.Module, units: dict[int, tuple[str, nnx.Module, tuple[int, ...]]]
-) -> tuple[Parameter, ...]:
+def _parameters(model: nnx.Module, units: Sequence[_Unit]) -> tuple[Parameter, ...]:
     """Every parameter once, with its unit; None if it is also read outside units."""
     owner: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for name, module, stack in units.values():
-        for _, variable in nnx.iter_graph(module):
+    for unit in units:
+        for _, variable in nnx.iter_graph(unit.module):
             if isinstance(variable, nnx.Param):
-                owner.setdefault(id(variable), (name, stack))
-    outside = _read_outside(model, set(units))
+                owner.setdefault(id(variable), (unit.name, unit.stack))
+    outside = _read_outside(model, {id(unit.module) for unit in units})
     parameters = []
     seen: set[int] = set()
     for path, variable in nnx.iter_graph(model):
@@ -203,17 +208,15 @@ def _parameters(
     return tuple(sorted(parameters, key=lambda parameter: order[parameter.path]))
 
 
-def _updating(units: dict[int, tuple[str, nnx.Module, tuple[int, ...]]]) -> frozenset[str]:
+def _updating(units: Sequence[_Unit]) -> frozenset[str]:
     """The names of the stacks that share no parameter with another unit, which would not see it updated."""
     parameters = {
-        name: {id(variable) for _, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Param)}
-        for name, module, _ in units.values()
+        unit.name: {id(leaf) for _, leaf in nnx.iter_graph(unit.module) if isinstance(leaf, nnx.Param)}
+        for unit in units
     }
     times = Counter(each for every in parameters.values() for each in every)
     return frozenset(
-        name
-        for name, _, stack in units.values()
-        if stack and all(times[each] == 1 for each in parameters[name])
+        unit.name for unit in units if unit.stack and all(times[each] == 1 for each in parameters[unit.name])
     )
 
 

@@ -123,7 +123,7 @@ class UnitComm:
         if self.world.nodes == 1:
             return payloads
         if own_stream is None:
-            own_stream = self.strategy.reduction.own_stream
+            own_stream = self.strategy.own_stream
         with jax.named_scope("gather_delta" if delta else "gather_node"):
             return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
 
@@ -174,7 +174,7 @@ class UnitComm:
         if self.world.local > 1:
             arrived = gather_together([rows.reshape(-1) for rows in secondary], LOCAL)
         return tuple(
-            _operand(blocks, leaf, self.strategy.weight_dtype(leaf))
+            decoded_weight(blocks, leaf, self.strategy.weight_dtype(leaf))
             for blocks, leaf in zip(arrived, self.every, strict=True)
         )
 
@@ -198,7 +198,7 @@ class UnitComm:
     @property
     def axes(self) -> tuple[str | tuple[str, str], ...]:
         """The mesh axes that a gradient crosses, in order, without those of extent 1."""
-        return self.strategy.reduction.axes(self.world)
+        return self.strategy.axes(self.world)
 
     @jax.named_scope("encode_gradients")
     def encode_gradients(self, grads: Values, seed: Seed) -> Payload:
@@ -213,7 +213,7 @@ class UnitComm:
             The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of
             one row, not encoded.
         """
-        axes, chunks = self.axes, self.strategy.reduction.chunks
+        axes, chunks = self.axes, self.strategy.chunks
         grads = tuple(map(array_of, grads[: len(self.leaves)]))
         if not axes:
             return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
@@ -248,7 +248,7 @@ class UnitComm:
         Returns:
             The payload of the next hop; after the last, the payload that arrived, not yet decoded.
         """
-        axes, own_stream = self.axes, self.strategy.reduction.own_stream
+        axes, own_stream = self.axes, self.strategy.own_stream
         if hop == len(axes) - 1:
             with jax.named_scope(self._last_scope):
                 return tuple(
@@ -275,7 +275,7 @@ class UnitComm:
         """
         if not self.axes:
             return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0])
-        to_owner = self.strategy.reduction.to == "primary"
+        to_owner = self.strategy.summed_at == "primary"
 
         def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
             size = (leaf.shard if to_owner else leaf.secondary) // len(arrived)
@@ -393,8 +393,17 @@ def _widened(rows: Rows, leaf: ParamLayout) -> Rows:
     return leaf.weights.local.decode(rows, leaf.shard, jnp.dtype(jnp.bfloat16)) if leaf.fp8 else rows
 
 
-def _operand(blocks: Rows, leaf: ParamLayout, dtype: jnp.dtype) -> Any:
-    """The whole weight that the matmuls read."""
+def decoded_weight(blocks: Num[Array, "..."], leaf: ParamLayout, dtype: jnp.dtype) -> Any:
+    """The whole weight that the matmuls read.
+
+    Args:
+        blocks: one layer's encoded shards, in the order of their owners.
+        leaf: its layout.
+        dtype: of the weight.
+
+    Returns:
+        One layer of unsharded shape; ``Codes``, where it is an operand of fp8 products.
+    """
     if leaf.fp8:
         return Codes.of(unflatten(blocks, leaf), dtype)
     codec = leaf.weights.local

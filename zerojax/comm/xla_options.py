@@ -39,29 +39,24 @@ ONE_PROCESS_OPTIONS: dict[str, Any] = {
     # one process only, where it has been seen to work.
     "xla_gpu_use_memcpy_local_p2p": True,
 }
-FP8_OPTIONS: dict[str, Any] = {
-    # Small products that read the same array (a layer's queries, keys and values) are not merged: the merged
-    # product would be in bf16, of decoded weights.
-    "xla_gpu_dot_merger_threshold_mb": 0,
-}
-
-GENERATION_OPTIONS: dict[str, Any] = {
-    # Nor while tokens are made: the weights of a merged product are joined first, a copy for every token.
+SEPARATE_PRODUCTS: dict[str, Any] = {
+    # Small products that read the same array (a layer's queries, keys and values) are not merged. In fp8 the
+    # merged product would be in bf16, of decoded weights; and where tokens are made, its weights are joined
+    # first, a copy for every token.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 
 
-def compiler_options(mesh: Mesh, *, fp8: bool = False, generation: bool = False) -> dict[str, Any]:
+def compiler_options(mesh: Mesh, *, separate_products: bool = False) -> dict[str, Any]:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
     Args:
         mesh: to run on.
-        fp8: whether matmuls are in fp8.
-        generation: whether it is a program that makes tokens.
+        separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
     """
     if not on_gpus(mesh.devices.flat):
         return {}
-    more = (FP8_OPTIONS if fp8 else {}) | (GENERATION_OPTIONS if generation else {})
+    more = SEPARATE_PRODUCTS if separate_products else {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 

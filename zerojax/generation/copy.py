@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from zerojax.comm.coalesced import gather_together
-from zerojax.comm.collectives import UnitComm
+from zerojax.comm.collectives import decoded_weight
 from zerojax.comm.xla_options import compiler_options
 from zerojax.matmul import fp8
-from zerojax.matmul.operand import Codes, Scaled, array_of
+from zerojax.matmul.operand import Codes, array_of, with_values
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
@@ -89,8 +89,7 @@ class GenerationCopy:
             if self.form == "compute":
                 return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf))
             place = leaf.spec((LOCAL,)) if self.form == "gathered" else PartitionSpec()
-            values = self.spec.abstract(leaf.frozen_shape, leaf.weights.local.dtype, place)
-            return Scaled(values, self.spec.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
+            return self.spec.abstract_encoded(leaf, leaf.frozen_shape, place)
 
         return {path: stored(leaf) for path, leaf in self.leaves.items()}
 
@@ -165,16 +164,7 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
         frozen=("*",),
         frozen_weights=None if adapter else form,
     )
-    return make_layout(
-        leaf.path,
-        leaf.shape,
-        leaf.dtype,
-        leaf.stack,
-        index=leaf.index,
-        world=MeshShape(1, 1),
-        zero=options,
-        frozen=True,
-    )
+    return make_layout(leaf, index=leaf.index, world=MeshShape(1, 1), zero=options, frozen=True)
 
 
 def _gathered(leaf: ParamLayout) -> ParamLayout:
@@ -224,9 +214,7 @@ def _frozen_rows(spec: TrainSpec, leaf: ParamLayout, x: Array) -> Array:
 
 def _flat(rows: Any, leaf: ParamLayout) -> Any:
     """Secondary partitions as a state stores them; a scale as it is."""
-    if isinstance(rows, Scaled):
-        return Scaled(_flat(rows.values, leaf), rows.scale)
-    return rows.reshape(*leaf.stack, -1)
+    return with_values(rows, array_of(rows).reshape(*leaf.stack, -1))
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
@@ -250,34 +238,31 @@ def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
 def _whole_layer(
     copy: GenerationCopy, leaves: Sequence[ParamLayout], values: Sequence[Any]
 ) -> tuple[Any, ...]:
-    kept = [copy.form != "compute" and _keeps_format(leaf) for leaf in leaves]
     arrived = [array_of(x).reshape(-1) for x in values]
     if copy.spec.world.local > 1:
         # One collective: XLA:CPU may mix up several that do not depend on each other.
         arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]
-    codes = [x for x, keep in zip(arrived, kept, strict=True) if keep]
-    others = [(_gathered(leaf), x) for leaf, x, keep in zip(leaves, arrived, kept, strict=True) if not keep]
-    comm = UnitComm(copy.spec.strategy, (), tuple(leaf for leaf, _ in others))
-    whole = comm.gather_local(tuple(x for _, x in others)) if others else ()
-    as_they_come, decoded = iter(codes), iter(whole)
-    stored: list[Any] = []
-    for leaf, value, keep in zip(leaves, values, kept, strict=True):
-        own = copy.leaves[leaf.path]
-        if keep:
-            codes_of = next(as_they_come)
-            stored.append(Scaled(codes_of, value.scale) if isinstance(value, Scaled) else codes_of)
-            continue
-        weight = next(decoded)
-        if isinstance(weight, Codes):
-            weight = _decoded(weight, value.scale)
-        stored.append(weight if copy.form == "compute" else _encoded(weight, own))
-    return tuple(stored)
+    return tuple(
+        _stored_whole(copy, leaf, value, gathered)
+        for leaf, value, gathered in zip(leaves, values, arrived, strict=True)
+    )
 
 
-def _decoded(weight: Codes, scale: Array) -> Array:
-    """A weight of fp8 products in the compute dtype."""
-    return (fp8.decode(weight.codes, jnp.float32) / scale).astype(weight.gradient.dtype)
+def _stored_whole(copy: GenerationCopy, leaf: ParamLayout, value: Any, gathered: Array) -> Any:
+    """One whole weight in the copy's form.
 
-
-def _encoded(weight: Array, leaf: ParamLayout) -> Array:
-    return leaf.weights.local.encode(flatten(weight, leaf)[None])[0]
+    Args:
+        copy: says in which form.
+        leaf: the weight's layout in the state.
+        value: its secondary partition, for the scale.
+        gathered: the encoded shards of all devices, in their order.
+    """
+    if copy.form != "compute" and _keeps_format(leaf):
+        return with_values(value, gathered)
+    weight = decoded_weight(gathered, _gathered(leaf), copy.spec.strategy.weight_dtype(leaf))
+    if isinstance(weight, Codes):
+        weight = (fp8.decode(weight.codes, jnp.float32) / value.scale).astype(weight.gradient.dtype)
+    if copy.form == "compute":
+        return weight
+    own = copy.leaves[leaf.path]
+    return own.weights.local.encode(flatten(weight, own)[None])[0]

@@ -41,26 +41,6 @@ class Queue(NamedTuple):
     first: Int[Array, " queue"]
     limits: Int[Array, " queue"]
 
-    @staticmethod
-    def of(
-        prompts: Sequence[Int[np.ndarray, " prompt"]],
-        rows: Sequence[int],
-        first: Sequence[int],
-        limits: Sequence[int],
-        *,
-        size: int,
-        padded: int,
-    ) -> "Queue":
-        """A queue of ``size`` rows on the host, for prompts of up to ``padded`` tokens."""
-        tokens = np.zeros((size, padded), np.int32)
-        for own, prompt in zip(tokens, prompts, strict=False):
-            own[: len(prompt)] = prompt
-        lengths = [len(prompt) for prompt in prompts]
-        columns = np.zeros((4, size), np.int32)
-        columns[:, : len(prompts)] = lengths, rows, first, limits
-        arrays: Any = (tokens, *columns)
-        return Queue(*arrays)
-
 
 class Drawn(NamedTuple):
     """New tokens, in the order of the queue; zeros after the length of each row."""
@@ -77,6 +57,7 @@ class Engine:
     Attributes:
         slots: rows that are decoded together.
         prefill: prompts that are prefilled together.
+        prompt: columns of the array of prompts.
         new_tokens: the most new tokens of a row.
         length: of a slot's cache, in tokens.
         dtype: of the cache.
@@ -88,6 +69,7 @@ class Engine:
 
     slots: int
     prefill: int
+    prompt: int
     new_tokens: int
     length: int
     dtype: str
@@ -113,7 +95,24 @@ class Engine:
         # Slots wait until so many of them are free: a quarter at most.
         prefill = max(1, min(_PREFILL_TOKENS // padded, -(-slots // 4)))
         length = int(min(padded + new_tokens, max(context, padded)))
-        return Engine(slots, prefill, new_tokens, length, dtype, how, stop)
+        return Engine(slots, prefill, padded, new_tokens, length, dtype, how, stop)
+
+    def queue(
+        self,
+        prompts: Sequence[Int[np.ndarray, " prompt"]],
+        rows: Sequence[int],
+        first: Sequence[int],
+        limits: Sequence[int],
+        size: int,
+    ) -> Queue:
+        """A queue of ``size`` rows on the host; arguments as of ``Queue``, without padding."""
+        tokens = np.zeros((size, self.prompt), np.int32)
+        for own, prompt in zip(tokens, prompts, strict=False):
+            own[: len(prompt)] = prompt
+        columns = np.zeros((4, size), np.int32)
+        columns[:, : len(prompts)] = [len(prompt) for prompt in prompts], rows, first, limits
+        arrays: Any = (tokens, *columns)
+        return Queue(*arrays)
 
     def run(self, bind: Callable[..., Any], queue: Queue, key: Key[Array, ""]) -> Drawn:
         """Continue every prompt of a queue.

@@ -23,7 +23,7 @@ from zerojax.generation.checks import (
     checked_stop,
 )
 from zerojax.generation.copy import Form, GenerationCopy
-from zerojax.generation.engine import Drawn, Engine, Queue, padded_length
+from zerojax.generation.engine import Drawn, Engine, Queue
 from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
@@ -145,9 +145,8 @@ def generate_rows(
     if copy.form == "gathered" and spec.world.local > 1:
         engine = dataclasses.replace(engine, group=LOCAL)
     rows = range(batch.first, batch.first + batch.count)
-    size, padded = batch.rows * len(spec.mesh.local_devices), padded_length(batch.prompt, context)
-    queue = Queue.of(checked_prompts(prompts), rows, [0] * batch.count, limits, size=size, padded=padded)
-    queue = place(spec, queue, 1)
+    size = batch.rows * len(spec.mesh.local_devices)
+    queue = place(spec, engine.queue(checked_prompts(prompts), rows, [0] * batch.count, limits, size), 1)
     drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, np.uint32(seed))
     return Completions(*(local_rows(x)[: len(prompts)] for x in drawn))
 
@@ -263,5 +262,4 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
         out_specs=spec.batch_spec,
         check_vma=False,
     )
-    fp8 = spec.zero.matmul_dtype == "fp8"
-    return jax.jit(run, compiler_options=compiler_options(spec.mesh, fp8=fp8, generation=True))
+    return jax.jit(run, compiler_options=compiler_options(spec.mesh, separate_products=True))

@@ -58,8 +58,7 @@ def continue_text(
         limits = [_limit(window, left, context) for window, left in zip(windows, room, strict=True)]
         engine = _engine(model, len(texts), max(map(len, windows)), max(limits), context, how, stop)
         first = [len(answers[i]) for i in unfinished]
-        padded = padded_length(max(map(len, windows)), context)
-        queue = Queue.of(windows, unfinished, first, limits, size=len(texts), padded=padded)
+        queue = engine.queue(windows, unfinished, first, limits, len(texts))
         drawn = jax.tree.map(np.asarray, _continue(graph, weights, queue, key, engine=engine))
         for number, i in enumerate(unfinished):
             answers[i] += drawn.tokens[number, : drawn.lengths[number]].tolist()
@@ -90,8 +89,7 @@ def stream(
         window = _window(text, answer, context)
         limit = _limit(window, new_tokens - len(answer), context)
         engine = _engine(model, 1, len(window), limit, context, how, stop)
-        padded = padded_length(len(window), context)
-        queue = Queue.of([window], [0], [len(answer)], [limit], size=1, padded=padded)
+        queue = engine.queue([window], [0], [len(answer)], [limit], 1)
         token, cache = _first(graph, weights, queue, key, engine=engine)
         for made in range(1, limit + 1):
             drawn = int(token[0])

@@ -5,8 +5,9 @@ with W gets a second, narrow product: ``x W + scale (x A) B``. The sum ``W + sca
 and neither is the gradient of W, which costs a third of an ordinary backward pass.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,23 +192,24 @@ class LowRankOperand:
             case "transpose":
                 order = params["permutation"]
                 after = "".join(factors[axis] for axis in order)
-                a, b = (self._permuted(which, order) for which in "ab")
-                return [self._with(self._base(primitive, params)[0], a, b, after)]
+                a, b = self._each(lambda x, own: lax.transpose(x, (0, *(own[i] for i in order if i in own))))
             case "reshape" if params["dimensions"] is None:
-                return self._reshaped(primitive, params)
+                if (parts := self._reshaped(params["new_sizes"])) is None:
+                    return None
+                a, b, after = parts
             case "squeeze":
                 gone = [axis % len(factors) for axis in params["dimensions"]]
                 after = "".join(which for axis, which in enumerate(factors) if axis not in gone)
-                a, b = (
-                    self._factor(which, lambda x, own: lax.squeeze(x, [own[i] for i in gone if i in own]))
-                    for which in "ab"
-                )
-                return [self._with(self._base(primitive, params)[0], a, b, after)]
+                a, b = self._each(lambda x, own: lax.squeeze(x, [own[i] for i in gone if i in own]))
             case "slice" | "split" | "rev":
-                return self._cut(primitive, params)
+                bases = self._base(primitive, params)
+                a, b = self._each(functools.partial(_parts, primitive, params))
+                return [self._with(*parts, factors) for parts in zip(bases, a, b, strict=True)]
             case "copy" | "copy_p" | "name":
-                return [self._with(self._base(primitive, params)[0], self.a, self.b, factors)]
-        return None
+                a, b, after = self.a, self.b, factors
+            case _:
+                return None
+        return [self._with(self._base(primitive, params)[0], a, b, after)]
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array | None:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
@@ -245,38 +247,30 @@ class LowRankOperand:
         made = primitive.bind(self.base, **params)
         return list(made) if primitive.multiple_results else [made]
 
-    def _factor(self, which: str, change: Any) -> Array:
-        """``change(factor, own)``, where ``own`` gives, for an axis of the weight, that of the factor."""
-        axes = [axis for axis, owner in enumerate(self.factors) if owner == which]
-        return change(self.a if which == "a" else self.b, {axis: i + 1 for i, axis in enumerate(axes)})
+    def _each(self, change: Callable[[Array, dict[int, int]], Any]) -> tuple[Any, Any]:
+        """``change(factor, own)`` of A and of B; ``own`` gives, for an axis of the weight, the factor's."""
 
-    def _permuted(self, which: str, order: Sequence[int]) -> Array:
-        return self._factor(
-            which, lambda x, own: lax.transpose(x, (0, *(own[axis] for axis in order if axis in own)))
-        )
+        def one(which: str, factor: Array) -> Any:
+            axes = [axis for axis, owner in enumerate(self.factors) if owner == which]
+            return change(factor, {axis: i + 1 for i, axis in enumerate(axes)})
 
-    def _reshaped(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand] | None":
-        """Split or join axes, those of A and of B each for themselves."""
+        return one("a", self.a), one("b", self.b)
+
+    def _reshaped(self, target: Sequence[int]) -> tuple[Array, Array, str] | None:
+        """A, B and ``factors`` after axes are split or joined, those of A and of B each for themselves."""
         first = self.factors[0] if self.factors else "a"
         count = len(self.factors) - len(self.factors.lstrip(first))
         if first in self.factors[count:]:
             return None
-        sizes, target = self.aval.shape, params["new_sizes"]
+        sizes = self.aval.shape
         wanted = math.prod(sizes[:count])
         for cut in range(len(target) + 1):
             if math.prod(target[:cut]) == wanted and math.prod(target[cut:]) == math.prod(sizes[count:]):
                 second = "b" if first == "a" else "a"
                 parts = {first: target[:cut], second: target[cut:]}
                 a, b = (x.reshape(x.shape[0], *parts[which]) for which, x in (("a", self.a), ("b", self.b)))
-                after = first * cut + second * (len(target) - cut)
-                return [self._with(self._base(primitive, params)[0], a, b, after)]
+                return a, b, first * cut + second * (len(target) - cut)
         return None
-
-    def _cut(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand]":
-        """Take parts of axes, which each belong to one factor."""
-        bases = self._base(primitive, params)
-        a, b = (self._factor(which, lambda x, own: _parts(primitive, params, x, own)) for which in "ab")
-        return [self._with(*parts, self.factors) for parts in zip(bases, a, b, strict=True)]
 
 
 jax.tree_util.register_dataclass(LowRankOperand, ["base", "a", "b", "seed"], ["factors", "dropout", "name"])

@@ -34,7 +34,7 @@ class Codes(NamedTuple):
     """A gathered weight in fp8.
 
     Attributes:
-        codes: of natural shape.
+        codes: e4m3, as bytes; one layer of unsharded shape.
         gradient: zeros that nothing reads, whose cotangent is the weight's gradient: codes, being integers,
             have none.
     """

@@ -3,8 +3,8 @@
 The module is traced with ordinary arrays in their place, and the traced program evaluated equation by
 equation. A weight passes through what only moves or casts it, and where it is an operand of ``dot_general``
 the product for its form is taken instead: of fp8 codes (``zerojax.matmul.fp8``), or with a low-rank adapter
-(``zerojax.matmul.lora``). The module itself is not changed, so any
-will do: NNX or Linen, through ``jnp.dot``, ``einsum`` or a nested ``jit``.
+(``zerojax.matmul.lora``). The module itself is not changed, so any will do: NNX or Linen, through
+``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
 from collections.abc import Callable, Sequence

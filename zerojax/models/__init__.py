@@ -3,7 +3,7 @@
 from zerojax.models.config import GPTConfig, flops_per_token, parameter_count
 from zerojax.models.gpt import GPT, MLP, Attention, Block
 from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
-from zerojax.models.scores import scores
+from zerojax.models.scores import last_scores, scores
 
 __all__ = [
     "GPT",
@@ -14,6 +14,7 @@ __all__ = [
     "cross_entropy",
     "flops_per_token",
     "label_log_probs",
+    "last_scores",
     "lm_loss",
     "parameter_count",
     "scores",

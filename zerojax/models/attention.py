@@ -88,7 +88,8 @@ def causal_attention(
             raise ConfigurationError(f'softcap = {softcap}: the kernel "cudnn" has none, only "xla"')
         if length % 2:
             query, key, value, mask = _with_a_later_position(query, key, value, mask)
-        return _cudnn_attention(_Options(reach, scale), query, key, value, mask)[:, :length]
+        attended: Array = _cudnn_attention(_Options(reach, scale), query, key, value, mask)
+        return attended[:, :length]
     if softcap is None:
         out = _dot_product_attention(_Options(reach, scale), query, key, value, mask, "xla")
     else:

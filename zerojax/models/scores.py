@@ -1,5 +1,6 @@
 """The scores of a model with one output, such as a reward model or a critic."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zerojax.errors import ConfigurationError
@@ -22,3 +23,17 @@ def scores(model: GPT, tokens: Int[Array, "rows time"]) -> Float[Array, "rows ti
             f"[model] outputs = {model.config.outputs}: scores are of a model with outputs = 1"
         )
     return logits(model.hidden(tokens), model.unembedding)[..., 0]
+
+
+def last_scores(
+    model: GPT, tokens: Int[Array, "rows time"], mask: Float[Array, "rows mask"]
+) -> Float[Array, " rows"]:
+    """The score of each text at its last token that counts.
+
+    Args:
+        model: as of ``scores``.
+        tokens: likewise.
+        mask: 1 where a token after the first counts, so that column i is of tokens[:, i + 1].
+    """
+    last = mask.shape[1] - jnp.argmax(mask[:, ::-1], axis=1)
+    return jnp.take_along_axis(scores(model, tokens), last[:, None], axis=1)[:, 0]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Self
 
 import jax
 
@@ -28,13 +28,6 @@ COLUMNS = ("tokens", "mask", "old_values", "returns")
 """What a batch of ``value_loss`` has."""
 
 
-class CriticStart(NamedTuple):
-    """What a critic begins with, and lines about it for the user."""
-
-    critic: "Critic"
-    notes: list[str]
-
-
 @dataclass
 class Critic:
     """The critic of a run.
@@ -50,8 +43,10 @@ class Critic:
     base: str
 
     @classmethod
-    def begin(cls, config: RunConfig, folder: RunFolder, first: Path, reader: WeightReader) -> CriticStart:
-        """The critic of a new run.
+    def begin(
+        cls, config: RunConfig, folder: RunFolder, first: Path, reader: WeightReader
+    ) -> tuple[Self, list[str]]:
+        """The critic of a new run, and lines about it for the user.
 
         Args:
             config: the settings of the run.
@@ -70,11 +65,13 @@ class Critic:
         source = first if named is None else Path(run_on_process_zero(lambda: str(reader.find(Path(named)))))
         state, notes = first_weights(RunSetup.of(own, loss_fn=value_loss(own.posttrain)), source, reader)
         base = base_of(folder, source) if state.spec.frozen else ""
-        return CriticStart(cls(own, state, base), [f"critic: {note}" for note in notes])
+        return cls(own, state, base), [f"critic: {note}" for note in notes]
 
     @classmethod
-    def resume(cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader) -> CriticStart:
-        """The critic that was saved with the policy of a step.
+    def resume(
+        cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader
+    ) -> tuple[Self, list[str]]:
+        """The critic that was saved with the policy of a step, and a line about it for the user.
 
         Args:
             config: the settings of the run.
@@ -92,7 +89,7 @@ class Critic:
         setup = RunSetup.of(own, loss_fn=value_loss(own.posttrain))
         state = with_base(setup.abstract_state(), folder, record.base, own, reader)
         critic = cls(own, restore(path, state, name=NAME), record.base)
-        return CriticStart(critic, [f"critic: resuming from step {step}"])
+        return critic, [f"critic: resuming from step {step}"]
 
     def values(self, rows: Rows) -> jax.Array:
         """The value of the state before each token of a completion."""

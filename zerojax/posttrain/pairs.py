@@ -10,7 +10,7 @@ from jaxtyping import Float32, Int32
 
 from zerojax.posttrain.prompts import files_of
 from zerojax.run.config import DataSection
-from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, rank, validation_limit
+from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, evenly_spread, hold_out
 from zerojax.run.data.answers import AnswerEnd, Item
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, text_of
 from zerojax.run.data.formats import read_rows
@@ -104,14 +104,8 @@ class Pairs:
                 f"{len(every) - len(fitting):,} have more than {longest} tokens (train.sequence_length), "
                 f"and of {len(fitting):,} both answers are the same"
             )
-        limit = validation_limit((pair.prompt for pair in pairs), data.validation)
-        held_out = [rank(pair.prompt) < limit for pair in pairs]
-        return cls(
-            [pair for pair, held in zip(pairs, held_out, strict=True) if not held],
-            [pair for pair, held in zip(pairs, held_out, strict=True) if held],
-            len(every) - len(fitting),
-            len(fitting) - len(pairs),
-        )
+        train, held_out = hold_out(pairs, lambda pair: pair.prompt, data.validation)
+        return cls(train, held_out, len(every) - len(fitting), len(fitting) - len(pairs))
 
     def notes(self, longest: int) -> list[str]:
         """Lines about the pairs that are left out."""
@@ -126,7 +120,7 @@ class Pairs:
 def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
     """At most ``count`` prompts with their chosen answers, spread evenly over some pairs."""
     items = []
-    for index in np.linspace(0, len(pairs) - 1, min(count, len(pairs))).astype(int).tolist():
+    for index in evenly_spread(count, len(pairs)):
         tokens, mask = pairs[index].chosen
         start = int(np.argmax(mask))
         items.append(Item(tokens[:start].astype(np.int32), tokens[start:].astype(np.int32)))

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable
 from functools import cache, partial
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zerojax.adapters import LossFn
-from zerojax.models import GPT, scores
+from zerojax.models import GPT, last_scores, scores
 from zerojax.posttrain.log_probs import token_log_probs
 from zerojax.posttrain.losses import clipped_policy_loss, clipped_value_loss, kl_estimate, token_mean
 from zerojax.run.config import PosttrainSection
@@ -48,12 +47,9 @@ def values_of(model: GPT, batch: Batch) -> Float[Array, "rows time"]:
     return batch["mask"] * scores(model, batch["tokens"][:, :-1])
 
 
-def last_scores(model: GPT, batch: Batch) -> Float[Array, " rows"]:
+def completion_scores(model: GPT, batch: Batch) -> Float[Array, " rows"]:
     """A function for ``predict_step``: the score of each text at the last token of its completion."""
-    mask, most = batch["mask"], model.config.max_seq_len
-    last = mask.shape[1] - jnp.argmax(mask[:, ::-1], axis=1)  # mask is of tokens[:, 1:]
-    found = scores(model, batch["tokens"][:, :most])
-    return jnp.take_along_axis(found, last[:, None], axis=1)[:, 0]
+    return last_scores(model, batch["tokens"][:, : model.config.max_seq_len], batch["mask"])
 
 
 def _log_probs(settings: PosttrainSection, model: GPT, batch: Batch) -> Array:

@@ -13,10 +13,9 @@ from zerojax.models import parameter_count
 from zerojax.posttrain.advantages import gae, token_rewards
 from zerojax.posttrain.critic import COLUMNS, NAME, Critic
 from zerojax.posttrain.processes import mean_over_processes, moments_over_processes
-from zerojax.posttrain.roles import Roles
 from zerojax.posttrain.rollout import Rollout, Rows
 from zerojax.posttrain.settings import abstract_batch, abstract_columns
-from zerojax.posttrain.trainer import PostTrainer
+from zerojax.posttrain.trainer import PostTrainer, Roles
 from zerojax.run.build import Trained
 from zerojax.run.checkpoints import Record
 from zerojax.run.config import RunConfig
@@ -38,12 +37,10 @@ class PPOTrainer(PostTrainer):
     critic: Critic
 
     @classmethod
-    def roles(
-        cls, config: RunConfig, folder: RunFolder, step: int, start: Start, reader: WeightReader
-    ) -> Roles:
+    def roles(cls, config: RunConfig, folder: RunFolder, start: Start, reader: WeightReader) -> Roles:
         """The critic; see ``PostTrainer.roles``."""
         if start.source is None:
-            critic, notes = Critic.resume(config, folder, step, reader)
+            critic, notes = Critic.resume(config, folder, start.step, reader)
         else:
             critic, notes = Critic.begin(config, folder, start.source, reader)
         batch = abstract_columns(config, COLUMNS)

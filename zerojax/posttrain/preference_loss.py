@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zerojax.adapters import LossFn
-from zerojax.models import GPT, scores
+from zerojax.models import GPT, last_scores
 from zerojax.posttrain.log_probs import token_log_probs
 from zerojax.posttrain.losses import bradley_terry_loss, dpo_loss, ipo_loss
 from zerojax.run.config import PosttrainSection
@@ -48,9 +48,7 @@ def answer_scores(model: GPT, batch: Batch) -> Answers:
         batch: whose answers leave at least the last column free.
     """
     tokens, mask = both(batch)
-    last = mask.shape[1] - jnp.argmax(mask[:, ::-1], axis=1)  # mask is of tokens[:, 1:]
-    found = jnp.take_along_axis(scores(model, tokens[:, :-1]), last[:, None], axis=1)[:, 0]
-    chosen, rejected = jnp.split(found, 2)
+    chosen, rejected = jnp.split(last_scores(model, tokens[:, :-1], mask), 2)
     return {"chosen": chosen, "rejected": rejected}
 
 

@@ -20,13 +20,20 @@ from zerojax.posttrain.predictions import micro_batches
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first, kept_tokenizer, mean_metrics
+from zerojax.run.build import (
+    RunSetup,
+    batches_of,
+    choose_checkpoint,
+    is_first,
+    kept_tokenizer,
+    mean_metrics,
+)
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, TrainBatches, validation_batches
+from zerojax.run.data import Batch, TrainBatches
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.exact_match import ExactMatch, describe_matches
-from zerojax.run.open_run import opening, run_services
+from zerojax.run.open_run import opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import BatchTrainer
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
@@ -57,45 +64,31 @@ class PreferenceTrainer(BatchTrainer):
     ) -> Self:
         """Read the pairs, and take the first weights or the newest checkpoint.
 
-        Args:
-            config: the settings.
-            folder: of the run, new or existing; it may hold an imported model.
-            resume: whether to resume from a checkpoint in the folder.
-            init_from: what gives a new run its first weights, such as a run or a checkpoint.
-            peers: the other processes of the run, if there are any.
-            reader: reads ``init_from``, and the base or reference of a resumed run.
-
-        Raises:
-            ConfigurationError: invalid settings or pairs; ``resume`` or ``init_from`` cannot be satisfied; or
-                another process trains in the folder.
-            RunError: the disk is full.
+        Arguments and errors as of ``Trainer.open``; the folder may hold an imported model.
         """
         settings = config.posttrain
         setup = RunSetup.of(config, loss_fn=preference_loss(settings))
         setup.check()
         check_preferences(config)
-        with opening(folder) as (lock, notes, _):
+        with opening(config, folder) as new:
             manifest, damaged = choose_checkpoint(config, folder, resume)
             pairs, exact_match = read_data(config, folder, manifest)
             batches, validation = make_batches(config, pairs)
             check_first_weights(manifest, init_from)
             referenced = settings.method in REFERENCED
             start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
-            if start.position:
-                batches.set_state(start.position)
-            state, base, batch = start.state, start.base, abstract_pairs(config)
-            reference = Reference.of(config, folder, base, state, reader) if referenced else None
-            run = run_services(
-                config, folder, lock, manifest, state=state, base=base, batch=batch, peers=peers
-            )
+            if start.record.position:
+                batches.set_state(start.record.position)
+            state = start.state
+            reference = Reference.of(config, folder, start.base, state, reader) if referenced else None
             trainer = cls(
-                **run,
+                **new.fields(start, abstract_pairs(config), peers),
                 batches=batches,
                 validation=validation,
                 reference=reference,
                 exact_match=exact_match,
             )
-            notes += [*damaged, plain_text(RoleMemory.of(config, state.spec).table())]
+            notes = [*new.notes, *damaged, plain_text(RoleMemory.of(config, state.spec).table())]
             trainer.announce(
                 f"{settings.method}, {parameter_count(config.model):,} parameters, "
                 f"{len(pairs.train):,} pairs and {len(pairs.held_out):,} held out",
@@ -187,19 +180,7 @@ def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Ba
     Raises:
         DataError: the held-out pairs do not fill a micro-batch.
     """
-    train, process, processes = config.train, jax.process_index(), jax.process_count()
-    validation = validation_batches(
-        [PairRows(pairs.held_out, train.sequence_length)],
-        batch_size=train.batch_size // train.accumulate,
-        batches=train.eval_batches,
-        process=process,
-        processes=processes,
+    train, held_out = (
+        PairRows(every, config.train.sequence_length) for every in (pairs.train, pairs.held_out)
     )
-    batches = TrainBatches(
-        [PairRows(pairs.train, train.sequence_length)],
-        batch_size=train.batch_size,
-        seed=train.seed,
-        process=process,
-        processes=processes,
-    )
-    return batches, validation
+    return batches_of(config, [train], [held_out])

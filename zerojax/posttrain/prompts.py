@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from zerojax.run.config import DataSection
-from zerojax.run.data import ChatTemplate, DataError, Tokenizer, open_source, rank, validation_limit
+from zerojax.run.data import ChatTemplate, DataError, Tokenizer, evenly_spread, hold_out, open_source
 from zerojax.run.data.formats import encode_text, read_rows
 from zerojax.validation.untrusted import short
 
@@ -66,13 +66,8 @@ class Prompts:
                 f"data.source {data.source!r}: no prompt has at most {longest} tokens, which is what "
                 "posttrain.max_new_tokens leaves of train.sequence_length"
             )
-        limit = validation_limit((one.tokens.tobytes() for one in fitting), data.validation)
-        held_out = [rank(one.tokens.tobytes()) < limit for one in fitting]
-        return cls(
-            [one for one, held in zip(fitting, held_out, strict=True) if not held],
-            [one for one, held in zip(fitting, held_out, strict=True) if held],
-            len(every) - len(fitting),
-        )
+        train, held_out = hold_out(fitting, lambda one: one.tokens.tobytes(), data.validation)
+        return cls(train, held_out, len(every) - len(fitting))
 
     def of_rollout(self, rollout: int, count: int, seed: int) -> list[Prompt]:
         """The prompts of a rollout: all prompts in one random order after another.
@@ -93,8 +88,7 @@ class Prompts:
 
     def of_evaluation(self, count: int) -> list[Prompt]:
         """At most ``count`` held-out prompts, spread evenly over them."""
-        total = len(self.held_out)
-        return [self.held_out[i] for i in np.linspace(0, total - 1, min(count, total)).astype(int)]
+        return [self.held_out[i] for i in evenly_spread(count, len(self.held_out))]
 
 
 def files_of(data: DataSection, what: str) -> Sequence[Path]:

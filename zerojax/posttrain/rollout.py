@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float32, Int32
 from zerojax.generation import Completions
 from zerojax.posttrain.processes import mean_over_processes
 from zerojax.posttrain.prompts import Prompt
-from zerojax.run.data import Tokenizer
+from zerojax.run.data import Tokenizer, evenly_spread
 from zerojax.run.data.answers import AnswerEnd
 
 Rows = dict[str, np.ndarray]
@@ -115,7 +115,7 @@ def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
 
 def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:
     """At most ``count`` completions, spread evenly over the rows, as values of JSON."""
-    for row in np.linspace(0, len(rewards) - 1, min(count, len(rewards))).astype(int).tolist():
+    for row in evenly_spread(count, len(rewards)):
         yield {
             "prompt": rollout.prompts[row].text,
             "completion": rollout.texts[row],

@@ -15,7 +15,7 @@ from jaxtyping import Float32
 import zerojax
 from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.posttrain.policy import last_scores
+from zerojax.posttrain.policy import completion_scores
 from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.reference import frozen_setup
@@ -126,7 +126,8 @@ class ModelScorer:
     def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
         """See ``Scorer``; none is lost."""
         rows = {"tokens": rollout.tokens, "mask": rollout.mask}
-        return predict_rows(self.config, rows, partial(zerojax.predict_step, self.state, fn=last_scores)), ""
+        score = partial(zerojax.predict_step, self.state, fn=completion_scores)
+        return predict_rows(self.config, rows, score), ""
 
     def close(self) -> None:
         """Nothing was started."""

@@ -1,11 +1,12 @@
 """A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +25,30 @@ from zerojax.posttrain.policy import log_probs_of, policy_loss
 from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.processes import any_process, mean_over_processes
 from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.roles import Roles
 from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of
 from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first
+from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import MetricsFile
-from zerojax.run.open_run import OpenRun, disk_errors_explained, opening, run_services
+from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 from zerojax.train.step import Metrics
+
+
+class Roles(NamedTuple):
+    """What a method adds to the roles of a run.
+
+    Attributes:
+        fields: of the trainer.
+        trained: the states that each step trains beside the policy.
+        notes: lines about them for the user.
+    """
+
+    fields: Mapping[str, Any] = MappingProxyType({})
+    trained: Sequence[Trained] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass
@@ -68,64 +82,55 @@ class PostTrainer(OpenRun, ABC):
     ) -> Self:
         """Open the environment, and take the first weights or the newest checkpoint of each role.
 
-        Args:
-            config: the settings.
-            folder: of the run, new or existing; it may hold an imported model.
-            resume: whether to resume from a checkpoint in the folder.
-            init_from: what gives a new run its first weights, such as a run or a checkpoint.
-            peers: the other processes of the run, if there are any.
-            reader: reads ``init_from``, and the base or reference of a resumed run.
-
-        Raises:
-            ConfigurationError: invalid settings, prompts or reward; ``resume`` or ``init_from`` cannot be
-                satisfied; or another process trains in the folder.
-            RunError: the disk is full.
+        Arguments and errors as of ``Trainer.open`` of training; the folder may hold an imported model.
         """
         settings = config.posttrain
         check_settings(config, jax.process_count())
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
         setup.check()
-        with opening(folder) as (lock, notes, on_error):
+        with opening(config, folder) as new:
             manifest, damaged = choose_checkpoint(config, folder, resume)
             environment = Environment.open(config, folder, manifest, reader)
-            on_error.callback(environment.scorer.close)
+            new.on_error.callback(environment.scorer.close)
             check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
-            state, base, batch = start.state, start.base, abstract_batch(config)
-            reference = Reference.of(config, folder, base, state, reader) if settings.kl else None
-            roles = cls.roles(config, folder, 0 if manifest is None else manifest.step, start, reader)
-            states = {"state": state, "base": base, "batch": batch, "beside": roles.trained}
-            run = run_services(config, folder, lock, manifest, **states, peers=peers)
+            state = start.state
+            reference = Reference.of(config, folder, start.base, state, reader) if settings.kl else None
+            roles = cls.roles(config, folder, start, reader)
             trainer = cls(
-                **run,
+                **new.fields(start, abstract_batch(config), peers, roles.trained),
                 **roles.fields,
                 environment=environment,
-                samples=MetricsFile(folder.samples, start=run["step"]) if is_first() else None,
+                samples=MetricsFile(folder.samples, start=start.step) if is_first() else None,
                 reference=reference,
-                rollouts=start.position.get("rollouts", 0),
+                rollouts=start.record.position.get("rollouts", 0),
             )
             critic = next((one.state.spec for one in roles.trained), None)
-            notes += [*damaged, plain_text(RoleMemory.of(config, state.spec, critic=critic).table())]
+            memory = RoleMemory.of(config, state.spec, critic=critic)
             trainer.announce(
                 f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
-                [*notes, *environment.notes(), *start.notes, *roles.notes],
+                [
+                    *new.notes,
+                    *damaged,
+                    plain_text(memory.table()),
+                    *environment.notes(),
+                    *start.notes,
+                    *roles.notes,
+                ],
             )
             return trainer
 
     @classmethod
-    def roles(
-        cls, config: RunConfig, folder: RunFolder, step: int, start: Start, reader: WeightReader
-    ) -> Roles:
+    def roles(cls, config: RunConfig, folder: RunFolder, start: Start, reader: WeightReader) -> Roles:
         """The roles that a method adds to policy, reference and reward.
 
         Args:
             config: the settings.
             folder: of the run.
-            step: of the checkpoint that it goes on from.
             start: what the policy starts with.
             reader: reads weights.
         """
-        del config, folder, step, start, reader
+        del config, folder, start, reader
         return Roles()
 
     def close_inputs(self) -> None:

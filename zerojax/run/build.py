@@ -29,6 +29,7 @@ from zerojax.run.data import (
     Batch,
     ChatTemplate,
     Dataset,
+    Rows,
     Tokenizer,
     TrainBatches,
     keep_tokenizer,
@@ -230,31 +231,40 @@ def choose_checkpoint(
 def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
     """This process's part of the training batches and of the validation batches.
 
-    Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
-
     Raises:
         DataError: a split is too short.
     """
-    train = config.train
-    rows = functools.partial(
-        make_rows, length=train.sequence_length, packing=config.data.packing, labels=config.data.masked
-    )
-    place = {"process": jax.process_index(), "processes": jax.process_count()}
+    length, packing, labels = config.train.sequence_length, config.data.packing, config.data.masked
+    rows = functools.partial(make_rows, length=length, packing=packing, labels=labels)
+    held_out = [rows(part.validation) for part in data.parts]
+    return batches_of(config, [rows(part.train) for part in data.parts], held_out, data.weights)
+
+
+def batches_of(
+    config: RunConfig, train: Sequence[Rows], held_out: Sequence[Rows], weights: Sequence[float] = (1.0,)
+) -> tuple[TrainBatches, list[Batch]]:
+    """``make_batches`` of rows.
+
+    Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
+
+    Args:
+        config: the settings.
+        train: the rows to train on of each source.
+        held_out: those of evaluations.
+        weights: of the sources.
+
+    Raises:
+        DataError: the held-out rows do not fill a micro-batch.
+    """
+    size, place = config.train.batch_size, {"process": jax.process_index(), "processes": jax.process_count()}
     validation = validation_batches(
-        [rows(part.validation) for part in data.parts],
-        weights=data.weights,
-        batch_size=train.batch_size // train.accumulate,
-        batches=train.eval_batches,
+        held_out,
+        weights=weights,
+        batch_size=size // config.train.accumulate,
+        batches=config.train.eval_batches,
         **place,
     )
-    batches = TrainBatches(
-        [rows(part.train) for part in data.parts],
-        weights=data.weights,
-        batch_size=train.batch_size,
-        seed=train.seed,
-        **place,
-    )
-    return batches, validation
+    return TrainBatches(train, weights=weights, batch_size=size, seed=config.train.seed, **place), validation
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:

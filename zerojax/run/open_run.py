@@ -17,7 +17,6 @@ from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
     Checkpoints,
-    Manifest,
     Record,
     Retention,
     TrainingClock,
@@ -27,6 +26,7 @@ from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
+from zerojax.run.weights import Start
 from zerojax.sharding import nccl
 
 _DISK_ERRORS = (
@@ -180,18 +180,58 @@ class Opening(NamedTuple):
     """A run that is being opened.
 
     Attributes:
-        lock: of its folder, taken.
+        config: its settings.
+        folder: its folder.
+        lock: of the folder, taken.
         notes: lines for the user.
         on_error: closes what is registered here if the run cannot be opened.
     """
 
+    config: RunConfig
+    folder: RunFolder
     lock: RunLock
     notes: list[str]
     on_error: ExitStack
 
+    def fields(
+        self, start: Start, batch: Any, peers: Peers | None, beside: Sequence[Trained] = ()
+    ) -> dict[str, Any]:
+        """The fields of an ``OpenRun``: its services; writes the settings to the run's folder.
+
+        Args:
+            start: what the run starts with.
+            batch: shapes and dtypes of a global batch.
+            peers: the other processes of the run, if there are any.
+            beside: further states that each step trains.
+        """
+        config, folder, record, saving = self.config, self.folder, start.record, self.config.checkpoint
+        if is_first():
+            folder.write_config(config)
+        trained = [Trained(config.model, start.state, batch), *beside]
+        reserve_host_memory([one.state for one in trained])
+        log = make_log(config, folder, trained, start.step, record.skipped)
+        checkpoints = Checkpoints(
+            folder.checkpoints,
+            Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
+            start=None if start.manifest is None else start.step,
+            say=log.say,
+        )
+        return {
+            "config": config,
+            "folder": folder,
+            "checkpoints": checkpoints,
+            "clock": TrainingClock(record.seconds, minutes=saving.minutes),
+            "log": log,
+            "watchdog": make_watchdog(config, folder, peers),
+            "lock": self.lock,
+            "state": start.state,
+            "step": start.step,
+            "base": start.base,
+        }
+
 
 @contextmanager
-def opening(folder: RunFolder) -> Generator[Opening]:
+def opening(config: RunConfig, folder: RunFolder) -> Generator[Opening]:
     """Create and lock a run's folder, for a block that opens the run; unlock it if that fails.
 
     Raises:
@@ -202,59 +242,8 @@ def opening(folder: RunFolder) -> Generator[Opening]:
     with ExitStack() as on_error, disk_errors_explained(folder):
         on_error.callback(lock.close)
         unlocked = run_on_process_zero(lock.take)
-        yield Opening(lock, [] if unlocked is None else [unlocked], on_error)
+        yield Opening(config, folder, lock, [] if unlocked is None else [unlocked], on_error)
         on_error.pop_all()
-
-
-def run_services(
-    config: RunConfig,
-    folder: RunFolder,
-    lock: RunLock,
-    manifest: Manifest | None,
-    *,
-    state: zerojax.TrainState,
-    base: str,
-    batch: Any,
-    peers: Peers | None,
-    beside: Sequence[Trained] = (),
-) -> dict[str, Any]:
-    """The fields of an ``OpenRun``, once it has a state; writes the settings to the run's folder.
-
-    Args:
-        config: the settings.
-        folder: of the run.
-        lock: taken.
-        manifest: of the checkpoint that it goes on from, if there is one.
-        state: of the run.
-        base: as of ``OpenRun``.
-        batch: shapes and dtypes of a global batch.
-        peers: the other processes of the run, if there are any.
-        beside: further states that each step trains.
-    """
-    record, step = (Record(), 0) if manifest is None else (manifest.record, manifest.step)
-    if is_first():
-        folder.write_config(config)
-    trained = [Trained(config.model, state, batch), *beside]
-    reserve_host_memory([one.state for one in trained])
-    log, saving = make_log(config, folder, trained, step, record.skipped), config.checkpoint
-    checkpoints = Checkpoints(
-        folder.checkpoints,
-        Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-        start=None if manifest is None else step,
-        say=log.say,
-    )
-    return {
-        "config": config,
-        "folder": folder,
-        "checkpoints": checkpoints,
-        "clock": TrainingClock(record.seconds, minutes=saving.minutes),
-        "log": log,
-        "watchdog": make_watchdog(config, folder, peers),
-        "lock": lock,
-        "state": state,
-        "step": step,
-        "base": base,
-    }
 
 
 @contextmanager

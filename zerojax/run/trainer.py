@@ -33,7 +33,7 @@ from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.metrics import draw_loss_curve, read_metrics
-from zerojax.run.open_run import OpenRun, disk_errors_explained, opening, run_services
+from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.fp8_report import fp8_metrics
@@ -183,19 +183,15 @@ class Trainer(BatchTrainer):
         config.model.check_language_model("zerojax train")
         setup = RunSetup.of(config)
         setup.check()
-        with opening(folder) as (lock, notes, _):
+        with opening(config, folder) as new:
             data = prepare_data(config, folder)
             batches, validation = make_batches(config, data)
             exact_match = ExactMatch.of(config, data, folder.data)
             manifest, damaged = choose_checkpoint(config, folder, resume)
-            notes += [*damaged, *data.notes(config.train.sequence_length)]
             start = start_run(setup, folder, manifest, init_from, reader)
-            if start.position:
-                batches.set_state(start.position)
-            batch = abstract_batch(config)
-            run = run_services(
-                config, folder, lock, manifest, state=start.state, base=start.base, batch=batch, peers=peers
-            )
+            if start.record.position:
+                batches.set_state(start.record.position)
+            run = new.fields(start, abstract_batch(config), peers)
             say, steps = run["log"].say, config.train.steps
             trainer = cls(
                 **run,
@@ -205,9 +201,8 @@ class Trainer(BatchTrainer):
                 exact_match=exact_match,
                 profile=StepProfile(folder.profile, profile, say, done=run["step"], planned=steps),
             )
-            trainer.announce(
-                f"{parameter_count(config.model):,} parameters, {data.describe()}", [*notes, *start.notes]
-            )
+            notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
+            trainer.announce(f"{parameter_count(config.model):,} parameters, {data.describe()}", notes)
             return trainer
 
     def close_inputs(self) -> None:

@@ -1,7 +1,7 @@
 """The weights that a run begins with, and the frozen ones that it goes on with: from where, and how."""
 
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
@@ -94,16 +94,26 @@ class Start(NamedTuple):
     Attributes:
         state: the model and its optimizer.
         base: its ``Record.base``.
-        position: in the data, of a run that resumes; else empty.
         notes: lines about it for the user.
+        manifest: of the checkpoint that it goes on from, if there is one.
         source: where the weights of a new run are from; None of one that resumes, or begins with random ones.
     """
 
     state: TrainState
     base: str
-    position: dict[str, Any]
     notes: list[str]
+    manifest: checkpoints.Manifest | None = None
     source: Path | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return 0 if self.manifest is None else self.manifest.step
+
+    @property
+    def record(self) -> checkpoints.Record:
+        """What was saved with the checkpoint; empty for a new run."""
+        return checkpoints.Record() if self.manifest is None else self.manifest.record
 
 
 def start_run(
@@ -136,7 +146,7 @@ def start_run(
         check_same_model(config_from_dict(manifest.record.config), setup.config, folder)
         source = folder.checkpoints / str(manifest.step)
     if source is None:
-        return Start(setup.initial_state(), "", {}, [])
+        return Start(setup.initial_state(), "", [])
     state, notes = first_weights(setup, source, reader)
     base = base_of(folder, source) if state.spec.frozen or reference else ""
     theirs = reader.tokenizer(source)
@@ -145,7 +155,7 @@ def start_run(
             f"data.tokenizer is another than that of {source}: its tokens may mean something else to these "
             "weights"
         )
-    return Start(state, base, {}, notes, source)
+    return Start(state, base, notes, manifest, source)
 
 
 def base_of(folder: RunFolder, source: Path) -> str:
@@ -192,9 +202,8 @@ def _resumed(
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
     state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
-    return Start(
-        state, record.base, record.position, ["; ".join([f"resuming from step {manifest.step}", *changes])]
-    )
+    notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]
+    return Start(state, record.base, notes, manifest)
 
 
 def with_base(

@@ -6,7 +6,6 @@ one scalar crosses the mesh. In the backward pass each element's owner computes 
 """
 
 import contextlib
-import fnmatch
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -25,6 +24,7 @@ from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import Level
+from zerojax.validation.patterns import why_not
 
 Elementwise = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 Sink = Num[Array, "..."]
@@ -75,8 +75,8 @@ def weight_sum(
             ``zerojax.gather_model`` returns.
         function: elementwise, from fp32 to fp32 arrays of the same shape; it closes over nothing that is
             traced.
-        paths: shell patterns of the paths of the parameters to include, such as ``"*kernel"``; case does
-            not matter.
+        paths: shell patterns of the paths of the parameters to include, such as ``"*kernel"``, read like
+            those of ``ZeroConfig.frozen``: case does not matter, and one that begins with "!" leaves out.
 
     Returns:
         An fp32 scalar, the same on all devices.
@@ -84,11 +84,7 @@ def weight_sum(
     Raises:
         ConfigurationError: ``model`` is neither, or no parameter matches.
     """
-    patterns = [paths.lower()] if isinstance(paths, str) else [path.lower() for path in paths]
-
-    def matches(path: Path) -> bool:
-        return any(fnmatch.fnmatch("/".join(path).lower(), pattern) for pattern in patterns)
-
+    patterns = [paths] if isinstance(paths, str) else paths
     given = _of_loss.get()
     if given is not None and given[0] is model:
         weights = given[1]
@@ -107,7 +103,7 @@ def weight_sum(
         sums = {
             path: lambda x=x: jnp.sum(function(x.astype(jnp.float32))) for path, x in _whole_weights(model)
         }
-    chosen = [add for path, add in sums.items() if matches(path)]
+    chosen = [add for path, add in sums.items() if why_not(patterns, "/".join(path), "paths") is None]
     if sums and not chosen:
         raise ConfigurationError(
             f"weight_sum: no parameter matches {', '.join(patterns)}; there is {_some(sums)}."

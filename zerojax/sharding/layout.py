@@ -36,38 +36,20 @@ OWNED = (LOCAL, NODE)
 
 
 @dataclass(frozen=True)
-class ParamLayout:
-    """One parameter of the model: its shape, its layout and its wire formats.
+class ParamShape:
+    """One parameter of the model, before it is laid out.
 
     Attributes:
         path: its path in the model.
-        shape: unsharded shape; of one layer, if the leaf is stacked.
+        shape: unsharded shape; of one layer, if it is stacked.
         dtype: its dtype in the model.
         stack: ``(layers,)`` if that many layers are stacked along a leading axis, else ``()``.
-        shard: elements of one layer that one device owns, padding included.
-        weights: codecs of its gather's hops.
-        grads: codecs of its gradient's hops.
-        index: of the parameter in the model; salts its random bits.
-        frozen: whether it is not trained: it is stored in the format of ``weights``, at
-            ``ShardingStrategy.frozen``.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     stack: tuple[int, ...]
-    world: MeshShape
-    shard: int
-    weights: PerHop[Codec]
-    grads: PerHop[Codec]
-    rotation: int
-    index: int
-    frozen: bool = False
-
-    @property
-    def fp8(self) -> bool:
-        """Whether it is gathered as the operand of fp8 products."""
-        return self.weights.local.fmt == E4M3
 
     @property
     def name(self) -> str:
@@ -90,6 +72,40 @@ class ParamLayout:
         return self.size * self.layers
 
     @property
+    def unsharded_shape(self) -> tuple[int, ...]:
+        """The shape in the model, layers included."""
+        return (*self.stack, *self.shape)
+
+
+@dataclass(frozen=True)
+class ParamLayout(ParamShape):
+    """One parameter of the model with its layout and its wire formats.
+
+    Attributes:
+        world: the mesh's extents.
+        shard: elements of one layer that one device owns, padding included.
+        weights: codecs of its gather's hops.
+        grads: codecs of its gradient's hops.
+        rotation: of its gradient; 0 if no hop is quantized.
+        index: of the parameter in the model; salts its random bits.
+        frozen: whether it is not trained: it is stored in the format of ``weights``, at
+            ``ShardingStrategy.frozen``.
+    """
+
+    world: MeshShape
+    shard: int
+    weights: PerHop[Codec]
+    grads: PerHop[Codec]
+    rotation: int
+    index: int
+    frozen: bool = False
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it is gathered as the operand of fp8 products."""
+        return self.weights.local.fmt == E4M3
+
+    @property
     def padded(self) -> int:
         """Elements of one layer, padding included."""
         return self.shard * self.world.size
@@ -98,11 +114,6 @@ class ParamLayout:
     def secondary(self) -> int:
         """Elements of one layer's secondary partition on one device, padding included."""
         return self.shard * self.world.nodes
-
-    @property
-    def unsharded_shape(self) -> tuple[int, ...]:
-        """The shape in the model, layers included."""
-        return (*self.stack, *self.shape)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -124,26 +135,16 @@ class ParamLayout:
 
 
 def make_layout(
-    path: Path,
-    shape: tuple[int, ...],
-    dtype: str,
-    stack: tuple[int, ...],
-    *,
-    index: int,
-    world: MeshShape,
-    zero: ZeroConfig,
-    fp8: bool = False,
-    frozen: bool = False,
+    p: ParamShape, *, index: int, world: MeshShape, zero: ZeroConfig, fp8: bool = False, frozen: bool = False
 ) -> ParamLayout:
-    """Lay out one leaf and choose its formats, by ``ZeroConfig.precise`` and its rank.
+    """Lay out one parameter and choose its formats, by ``ZeroConfig.precise`` and its rank.
 
     A weight of ``fp8`` products crosses ``local`` as what they read, and ``node`` as well, unless differences
     or fewer bits are sent there. A frozen one is stored as it travels.
     """
-    name, rank = "/".join(path), len(shape)
 
     def codec(fmt: str, rounding: Rounding = "nearest") -> Codec:
-        fmt = zero.wire_format_of(name, rank, fmt)
+        fmt = zero.wire_format_of(p.name, len(p.shape), fmt)
         return Codec(fmt, NF4_BLOCK if fmt == NF4 else zero.block_size, rounding)
 
     operand = Codec(E4M3, zero.block_size)
@@ -160,9 +161,10 @@ def make_layout(
             weights = PerHop(node=weights.node if fewer else operand, local=operand)
     blocks = [codec.block for codec in (*weights, *grads) if not codec.raw]
     unit = chunks * max(blocks, default=1)
-    shard = unit * -(-max(1, math.prod(shape)) // (unit * world.size))
+    shard = unit * -(-max(1, p.size) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
-    return ParamLayout(path, shape, dtype, stack, world, shard, weights, grads, rotation, index, frozen)
+    own = p.path, p.shape, p.dtype, p.stack
+    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen)
 
 
 def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:

@@ -9,10 +9,10 @@ Path = tuple[str, ...]
 
 
 def to_tree(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Nest values by path into the dict that an optimizer sees."""
+    """Nest values by path: into the dict that an optimizer sees, or a Linen module's collection."""
     return traverse_util.unflatten_dict(dict(values))
 
 
-def from_tree(tree: dict[str, Any]) -> dict[Path, Any]:
+def from_tree(tree: Mapping[str, Any]) -> dict[Path, Any]:
     """Undo ``to_tree``."""
-    return traverse_util.flatten_dict(tree)
+    return dict(traverse_util.flatten_dict(tree))

@@ -31,32 +31,6 @@ Level = Literal["primary", "secondary", "full"]
 
 
 @dataclass(frozen=True)
-class ReductionPlan:
-    """How far a gradient travels, and in how many hops.
-
-    Attributes:
-        to: "secondary" sums over ``local`` alone, "primary" over the world.
-        hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3), in which every device
-            sends every other its block: M between nodes per device, while two hops send M per node.
-        chunks: the number of pieces of the owner's block if there are two hops.
-        own_stream: whether hops between nodes, also those of the weights, have a stream of their own
-            (``zerojax.comm.coalesced``).
-    """
-
-    to: Literal["secondary", "primary"]
-    hops: int = 2
-    chunks: int = 1
-    own_stream: bool = False
-
-    def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
-        """The mesh axes to cross, in order, without those of extent 1."""
-        if self.to == "primary" and self.hops == 1:
-            return (OWNED,) if world.size > 1 else ()
-        extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.to == "primary" else {})
-        return tuple(axis for axis, extent in extents.items() if extent > 1)
-
-
-@dataclass(frozen=True)
 class ShardingStrategy:
     """Between which levels weights and gradients travel, when, and how.
 
@@ -67,7 +41,12 @@ class ShardingStrategy:
         compute_dtype: of the gathered weights.
         grad_dtype: of gradients left at level "full".
         remat: the rematerialisation policy within the unit.
-        reduction: the hops of a gradient, from the unit to the sink or, if that is "full", to the owner.
+        hops: of a gradient that is summed over the world: 2, or 1 for a single all-to-all over both axes (the
+            paper's Figure 3), in which every device sends every other its block: M between nodes per device,
+            while two hops send M per node.
+        chunks: the number of pieces of the owner's block if there are two hops.
+        own_stream: whether hops between nodes, also those of the weights, have a stream of their own
+            (``zerojax.comm.coalesced``).
         frozen: the level at which a unit finds the weights that are not trained; "primary" only if the others
             start and are kept there.
     """
@@ -78,7 +57,9 @@ class ShardingStrategy:
     compute_dtype: str
     grad_dtype: str
     remat: Remat
-    reduction: ReductionPlan
+    hops: int = 2
+    chunks: int = 1
+    own_stream: bool = False
     frozen: Literal["primary", "secondary"] = "secondary"
 
     @staticmethod
@@ -100,18 +81,27 @@ class ShardingStrategy:
             # One micro-batch's gradients are not added to anything before they are reduced.
             grad_dtype=str(zero.compute_dtype) if zero.passes == 1 else "float32",
             remat=zero.remat,
-            reduction=ReductionPlan(
-                "secondary" if sink == "secondary" else "primary",
-                zero.grads_hops,
-                zero.chunks,
-                _own_stream(zero, keep, sink),
-            ),
+            hops=zero.grads_hops,
+            chunks=zero.chunks,
+            own_stream=_own_stream(zero, keep, sink),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
         )
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
         """The dtype to compute with a parameter in: never wider than the model's own."""
         return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
+
+    @property
+    def summed_at(self) -> Literal["secondary", "primary"]:
+        """The level at which a gradient is summed: the sink or, if that is "full", the owner."""
+        return "secondary" if self.sink == "secondary" else "primary"
+
+    def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
+        """The mesh axes that a gradient crosses to be summed, in order, without those of extent 1."""
+        if self.summed_at == "primary" and self.hops == 1:
+            return (OWNED,) if world.size > 1 else ()
+        extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.summed_at == "primary" else {})
+        return tuple(axis for axis, extent in extents.items() if extent > 1)
 
     def reduces_between_nodes(self, world: MeshShape) -> bool:
         """Whether gradients cross the nodes on their way to the sink."""

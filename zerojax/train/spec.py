@@ -100,14 +100,11 @@ class TrainSpec:
 
     def secondary_spec(self, leaf: ParamLayout) -> Any:
         """The sharding of delta's secondary copy: spread over a node; its scale is replicated."""
-        copy = leaf.spec((LOCAL,))
-        return Scaled(copy, _EVERYONE) if leaf.fp8 else copy
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_secondary(leaf))
 
     def abstract_secondary(self, leaf: ParamLayout) -> Any:
         """Delta's secondary copy of a parameter; ``Scaled`` codes, if fp8 products read it."""
-        dtype, spec = leaf.weights.local.dtype, leaf.spec((LOCAL,))
-        copy = self.abstract((*leaf.stack, leaf.padded), dtype, spec)
-        return Scaled(copy, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else copy
+        return self.abstract_encoded(leaf, (*leaf.stack, leaf.padded), leaf.spec((LOCAL,)))
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The error-feedback residual of a parameter; every device has its own."""
@@ -120,7 +117,11 @@ class TrainSpec:
 
     def abstract_frozen(self, leaf: ParamLayout) -> Any:
         """A frozen weight as it is stored; ``Scaled`` codes, if fp8 products read it."""
-        values = self.abstract(leaf.frozen_shape, leaf.weights.local.dtype, self.frozen_spec(leaf))
+        return self.abstract_encoded(leaf, leaf.frozen_shape, self.frozen_spec(leaf))
+
+    def abstract_encoded(self, leaf: ParamLayout, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
+        """A weight in its local format; if fp8 products read it with its scales, which are replicated."""
+        values = self.abstract(shape, leaf.weights.local.dtype, spec)
         return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
     @property
@@ -210,7 +211,7 @@ def build(
             f"ZeroConfig.frozen={zero.frozen} leaves nothing to train: give the state adapters by lora=, or "
             'leave weights out by a last pattern such as "!*lm_head*".'
         )
-    zero.check_patterns(["/".join(p.path) for p in adapter.parameters])
+    zero.check_patterns([p.name for p in adapter.parameters])
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
         raise ConfigurationError(
             'matmul_dtype="fp8" applies to no weight: it needs two-dimensional weights of '
@@ -250,22 +251,19 @@ def adapter_parameters(
     """
     if lora is None:
         return []
-    names = ["/".join(p.path) for p in parameters]
-    refuse_idle("LoRA.targets", lora.targets, names, default=MATMUL_WEIGHTS)
+    refuse_idle("LoRA.targets", lora.targets, [p.name for p in parameters], default=MATMUL_WEIGHTS)
     if lora.dropout and zero.accumulate_order == "breadth":
         raise ConfigurationError(
             "LoRA.dropout would zero the same elements in all micro-batches in breadth: set "
             'accumulate_order="depth", or dropout=0.'
         )
-    chosen = [
-        p for p, name in zip(parameters, names, strict=True) if lora.without(name, p.shape, p.unit) is None
-    ]
+    chosen = [p for p in parameters if lora.without(p.name, p.shape, p.unit) is None]
     if not chosen:
         raise ConfigurationError(
             "no weight gets an adapter: adapters are for two-dimensional weights of units, and those "
             f"of Flax's attention, which LoRA.targets={lora.targets} matches."
         )
-    if trained := [name for name in ("/".join(p.path) for p in chosen) if not zero.is_frozen(name)]:
+    if trained := [p.name for p in chosen if not zero.is_frozen(p.name)]:
         raise ConfigurationError(
             f"an adapter needs a frozen weight, and {trained[0]!r} is trained: freeze the model by "
             f"ZeroConfig(frozen=(\"*\",)), or leave the weight out by LoRA(targets=(..., '!{trained[0]}'))."
@@ -273,7 +271,7 @@ def adapter_parameters(
     return [
         Parameter((*p.path, name), shape, "float32", p.stack, p.unit)
         for p in chosen
-        for name, shape in lora.shapes("/".join(p.path), p.shape).items()
+        for name, shape in lora.shapes(p.name, p.shape).items()
     ]
 
 
@@ -281,12 +279,9 @@ def lay_out(
     p: Parameter, index: int, world: MeshShape, zero: ZeroConfig, *, adapter: bool = False
 ) -> ParamLayout:
     """The layout of a parameter of the model, or of an adapter."""
-    name = "/".join(p.path)
-    fp8 = not adapter and zero.without_fp8(name, p.shape, p.unit) is None
-    frozen = not adapter and zero.is_frozen(name)
-    return make_layout(
-        p.path, p.shape, p.dtype, p.stack, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen
-    )
+    fp8 = not adapter and zero.without_fp8(p.name, p.shape, p.unit) is None
+    frozen = not adapter and zero.is_frozen(p.name)
+    return make_layout(p, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen)
 
 
 def _of_unit(

@@ -247,7 +247,7 @@ def _warn_without_fp8(device: Any) -> None:
 
 
 def _compiler_options(spec: TrainSpec) -> dict[str, Any]:
-    return compiler_options(spec.mesh, fp8=spec.zero.matmul_dtype == "fp8")
+    return compiler_options(spec.mesh, separate_products=spec.zero.matmul_dtype == "fp8")
 
 
 def _compiled(spec: TrainSpec) -> Any:

@@ -335,7 +335,7 @@ def _payload(spec: TrainSpec) -> int:
     pass.
     """
     strategy = spec.strategy
-    hops = len(strategy.reduction.axes(spec.world))
+    hops = len(strategy.axes(spec.world))
     two_hops = strategy.reduces_between_nodes(spec.world) and hops == 2
 
     def encoded(spec: TrainSpec, leaf: ParamLayout) -> int:

@@ -6,6 +6,7 @@ from typing import Literal
 from zerojax.errors import ConfigurationError
 from zerojax.run.config.sharding import WireFormat
 from zerojax.validation.bounds import check_numbers
+from zerojax.zero_config import Remat
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class CriticSection:
     hpz: bool | None = None
     grads: tuple[WireFormat, WireFormat] | None = None
     compute_dtype: str | None = None
-    remat: Literal["full", "attention", "none"] | None = None
+    remat: Remat | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self, "critic.{}".format)

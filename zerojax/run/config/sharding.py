@@ -9,7 +9,16 @@ from zerojax.matmul.lora import LoRA
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers, require
 from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import MATMUL_WEIGHTS
-from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
+from zerojax.zero_config import (
+    COMPUTE_FORMAT,
+    AccumulateOrder,
+    FrozenSpread,
+    GradSync,
+    MatmulDtype,
+    Remat,
+    Rounding,
+    ZeroConfig,
+)
 
 WireFormat = Literal["compute", Format]
 FrozenFormat = Literal["compute", Format, "nf4"]
@@ -89,8 +98,8 @@ class ZeroSection:
     preset: str = "zero3"
     stage: int | None = None
     compute_dtype: str | None = None
-    remat: Literal["full", "attention", "none"] | None = None
-    accumulate_order: Literal["depth", "breadth"] | None = None
+    remat: Remat | None = None
+    accumulate_order: AccumulateOrder | None = None
     weights: WireFormat | None = None
     weights_delta: bool | None = None
     delta_resync: int | None = None
@@ -98,18 +107,18 @@ class ZeroSection:
     hpz: bool | None = None
     grads: tuple[WireFormat, WireFormat] | None = None
     grads_hops: int | None = None
-    grad_sync: Literal["micro", "step"] | None = None
+    grad_sync: GradSync | None = None
     block_size: int | None = None
-    rounding: Literal["nearest", "stochastic"] | None = None
+    rounding: Rounding | None = None
     rotation: int | None = None
     error_feedback: bool | None = None
     chunks: int | None = None
     precise: tuple[tuple[str, WireFormat], ...] | None = None
-    matmul_dtype: Literal["compute", "fp8"] | None = None
+    matmul_dtype: MatmulDtype | None = None
     fp8: tuple[str, ...] | None = None
     frozen: tuple[str, ...] | None = None
     frozen_weights: FrozenFormat | None = None
-    frozen_spread: Literal["node", "world"] | None = None
+    frozen_spread: FrozenSpread | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is not None:

@@ -22,7 +22,7 @@ from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows, best_fit
 from zerojax.run.data.prepare import keep_tokenizer, prepare
 from zerojax.run.data.source import TextSource, open_source
-from zerojax.run.data.split import rank, validation_limit
+from zerojax.run.data.split import evenly_spread, hold_out, rank, validation_limit
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import Header, TokenFile, TokenWriter, open_tokens
 
@@ -46,7 +46,9 @@ __all__ = [
     "TrainBatches",
     "Windows",
     "best_fit",
+    "evenly_spread",
     "find_template",
+    "hold_out",
     "is_prepared",
     "keep_tokenizer",
     "load_tokenizer",

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from zerojax.run.data.chat_template import ChatTemplate
+from zerojax.run.data.split import evenly_spread
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.data.tokens import TokenFile
 
@@ -91,9 +92,8 @@ def held_out_items(file: TokenFile, count: int, longest: int) -> list[Item]:
     lengths = np.asarray(file.lengths, np.int64)
     ends = np.cumsum(lengths)
     fitting = np.flatnonzero(lengths <= longest)
-    chosen = np.linspace(0, len(fitting) - 1, min(count, len(fitting))).astype(int)
     items: list[Item] = []
-    for document in fitting[chosen]:
+    for document in fitting[evenly_spread(count, len(fitting))]:
         whole = slice(ends[document] - lengths[document], ends[document])
         tokens, mask = np.asarray(file.tokens[whole], np.int32), file.mask[whole]
         counted = np.flatnonzero(mask)

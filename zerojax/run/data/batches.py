@@ -14,6 +14,7 @@ from jaxtyping import Int32
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows
+from zerojax.run.data.split import evenly_spread
 from zerojax.run.data.tokens import TokenFile
 
 Row = dict[str, Int32[np.ndarray, " length_plus_1"]]
@@ -184,7 +185,7 @@ def validation_batches(
             "train.batch_size, or bring more text"
         )
     chosen = [
-        np.linspace(0, len(source) - 1, wanted).astype(int)
+        evenly_spread(wanted, len(source))
         for source, wanted in zip(sources, shares.taken(count * batch_size), strict=True)
     ]
     rows = batch_size // processes
@@ -192,7 +193,7 @@ def validation_batches(
     def load(batch: int) -> Batch:
         first = batch * batch_size + process * rows
         places = [shares.place(row) for row in range(first, first + rows)]
-        return stack_rows([sources[source][int(chosen[source][index])] for source, index in places])
+        return stack_rows([sources[source][chosen[source][index]] for source, index in places])
 
     return [load(batch) for batch in range(count)]
 

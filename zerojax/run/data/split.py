@@ -1,7 +1,9 @@
 """The validation split: whether a document is held out depends on its own text."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from zerojax.run.data.formats import DataError
 
@@ -39,3 +41,27 @@ def validation_limit(texts: Iterable[bytes], fraction: float) -> int:
             f"a validation split needs two different documents, but there is {'one' if most >= 0 else 'none'}"
         )
     return least + 1 if least >= limit else most
+
+
+def hold_out[T](every: Sequence[T], text: Callable[[T], bytes], fraction: float) -> tuple[list[T], list[T]]:
+    """Examples to train on, and those that are held out.
+
+    Args:
+        every: all examples.
+        text: what decides of an example, as of a document.
+        fraction: to hold out, as of ``validation_limit``.
+
+    Raises:
+        DataError: fewer than two different texts.
+    """
+    texts = [text(one) for one in every]
+    limit = validation_limit(texts, fraction)
+    sides: tuple[list[T], list[T]] = [], []
+    for one, own in zip(every, texts, strict=True):
+        sides[rank(own) < limit].append(one)
+    return sides
+
+
+def evenly_spread(most: int, total: int) -> list[int]:
+    """At most so many of the indices below ``total``, spread evenly over them."""
+    return np.linspace(0, total - 1, min(most, total)).astype(int).tolist()
