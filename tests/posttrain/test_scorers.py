@@ -1,7 +1,9 @@
 """A reward model scores as its unsharded weights do, and only with the policy's tokenizer."""
 
 import dataclasses
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from zerojax.models import GPT
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.rollout import Rollout
+from zerojax.posttrain.saved_runs import with_reward_checkpoint
 from zerojax.posttrain.scorers import ModelScorer, open_scorer
 from zerojax.posttrain.settings import check_settings
 from zerojax.run.build import RunSetup
@@ -81,6 +84,30 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     roles = RoleMemory.of(policy, RunSetup.of(policy).abstract_state().spec)
     assert (roles.reward_model, roles.critic, roles.reference) == (held(scorer.state), held(state), None)
     assert {"critic", "reward model"} <= set(map(str, roles.table().columns[0].cells))
+
+
+def test_a_run_keeps_the_reward_model_that_it_began_with(text: Path, tmp_path: Path) -> None:
+    config = micro_config(text, mesh={"nodes": 1, "local": 1}, **SCORES)
+    state = RunSetup.of(config).initial_state()
+    policy, run = saved(config, state, tmp_path / "reward"), RunFolder(tmp_path / "run")
+    steps = tmp_path / "reward/checkpoints"
+
+    def reward(**options: Any) -> str:
+        resume = options.pop("resume", "auto")
+        settings = dataclasses.replace(policy, posttrain=dataclasses.replace(policy.posttrain, **options))
+        return with_reward_checkpoint(settings, run, resume).posttrain.reward_model
+
+    assert reward() == str(steps / "1")
+    run.path.mkdir()
+    run.write_config(with_reward_checkpoint(policy, run, "auto"))
+    with Checkpoints(steps) as checkpoints:
+        checkpoints.save(2, state, Record(config=config_to_dict(config)))
+    assert reward() == str(steps / "1")
+    assert reward(resume="never") == str(steps / "2")
+    assert reward(reward_model=str(steps / "2")) == str(steps / "2")
+    shutil.rmtree(steps / "1")
+    with pytest.raises(ConfigurationError, match=r"checkpoints/1, with which this run began, is gone.*2,"):
+        reward()
 
 
 @pytest.mark.slow

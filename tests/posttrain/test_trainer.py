@@ -1,6 +1,7 @@
 """The loop: it learns what is rewarded, resumes bit by bit, and leaves out what has no reward."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from micro_run import Stop, die_at, lines, micro_config
 
 from zerojax.cli import main
-from zerojax.errors import ConfigurationError, RunError
+from zerojax.errors import ConfigurationError, RunError, Stopped
 from zerojax.posttrain.grpo import GRPOTrainer
+from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.scorers import FunctionScorer
 from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
@@ -23,6 +25,10 @@ def share(prompt, completion):
 
 def refuse(prompt, completion):
     raise ValueError("never")
+
+def hang(prompt, completion):
+    import time
+    time.sleep(600)
 """
 
 
@@ -97,6 +103,30 @@ def test_a_torn_run_resumes_bit_by_bit(
     assert [sample["rollout"] for sample in samples] == [1] * 4 + [2] * 4
 
 
+def test_a_stop_does_not_wait_for_the_rewards_of_a_rollout(
+    place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped, and made again by the run that resumes, which comes to the same end."""
+    settings = config(place)
+    whole = train(settings, tmp_path / "whole", finished)
+    plain = GRPOTrainer.score
+
+    def score(trainer: GRPOTrainer, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:
+        if trainer.rollouts == 0:
+            return plain(trainer, rollout, asked)
+        trainer.environment.scorer.close()
+        trainer.environment.scorer = FunctionScorer(f"{place / 'reward.py'}:hang", 600.0, 2)
+        return plain(trainer, rollout, lambda: True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "score", score)
+        with pytest.raises(Stopped, match="at step 1 of 4, and saved"):
+            train(settings, tmp_path / "stopped", finished)
+    found = train(settings, tmp_path / "stopped", finished, resume="must")
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, found.state.params, whole.state.params)
+
+
 @pytest.mark.slow
 def test_a_run_learns_what_is_rewarded(place: Path, finished: RunFolder, tmp_path: Path) -> None:
     settings = config(
@@ -148,11 +178,11 @@ def test_a_completion_without_a_reward_counts_nowhere(
         trainer.environment.scorer.close()
         trainer.environment.scorer = FunctionScorer(f"{place / 'reward.py'}:refuse", 1.0, 1)
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
-            trainer.score(rollout)
+            trainer.score(rollout, lambda: False)
         limits: list[tuple[str, float]] = []
         monkeypatch.setattr(trainer.watchdog, "phase", lambda *phase: limits.append(phase))
         with pytest.raises(RunError):
-            trainer.score(rollout)
+            trainer.score(rollout, lambda: False)
         assert limits == [("scoring rollout 1", 320.0)]  # 32 rewards of 10 s, one after another
 
 

@@ -1,5 +1,6 @@
 """What a policy acts in: prompts to complete, and what scores the completions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -93,9 +94,11 @@ class Environment:
         )
         return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
 
-    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """The score of each completion, NaN for a lost one; and why one was lost, or ""."""
-        return self.scorer.score(rollout)
+    def score(
+        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
+    ) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """As ``Scorer.score``."""
+        return self.scorer.score(rollout, stopping)
 
     def longest_score(self, completions: int) -> float:
         """Seconds that a function may take for all of some completions (``posttrain.reward_seconds``)."""

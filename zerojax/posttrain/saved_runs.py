@@ -1,12 +1,14 @@
 """Other runs that the settings name: a reward model, or the first weights of a critic."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.run.data import Tokenizer, open_tokenizer, same_tokenizer
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import Resume, RunFolder
 
 
 def saved_settings(path: str, key: str) -> RunConfig:
@@ -23,6 +25,41 @@ def saved_settings(path: str, key: str) -> RunConfig:
         return config_from_dict(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
     except ConfigurationError as error:
         raise ConfigurationError(f"{key}: {error}") from error
+
+
+def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume) -> RunConfig:
+    """The settings with a checkpoint in place of the run that ``posttrain.reward_model`` names.
+
+    A run keeps the reward that it began with, also if its reward model is trained on.
+
+    Args:
+        config: the settings.
+        folder: of the run, new or existing.
+        resume: as of ``PostTrainer.open``.
+
+    Raises:
+        ConfigurationError: there is no such checkpoint, or no longer.
+    """
+    named = Path(config.posttrain.reward_model)
+    if not config.posttrain.reward_model:
+        return config
+
+    def choose() -> str:
+        if not (named / "checkpoints").is_dir():
+            return str(named)
+        begun = resume != "never" and folder.config.is_file()
+        before = Path(folder.read_config().posttrain.reward_model if begun else "")
+        if before.parent != named / "checkpoints":
+            return str(checkpoints.find(named))
+        if not before.is_dir():
+            raise ConfigurationError(
+                f"posttrain.reward_model: {before}, with which this run began, is gone. To go on with "
+                f"another, name it: {checkpoints.find(named)}, for example"
+            )
+        return str(before)
+
+    chosen = run_on_process_zero(choose)
+    return replace(config, posttrain=replace(config.posttrain, reward_model=chosen))
 
 
 def check_reward_model(config: RunConfig) -> None:

@@ -1,7 +1,8 @@
 """What scores completions: a user's function, or a reward model."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +31,19 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
 from zerojax.train.state import TrainState
 
+_STOP_SECONDS = 0.2  # within which a signal is noticed
+
 
 class Scorer(Protocol):
     """Scores completions."""
 
-    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """The score of each completion, NaN for those that are lost; and why one was lost, or ""."""
+    def score(
+        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
+    ) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """The score of each completion, NaN for those that are lost; and why one was lost, or "".
+
+        Once ``stopping`` returns True all may be lost: nobody waits for them.
+        """
         ...
 
     def close(self) -> None:
@@ -64,9 +72,19 @@ class FunctionScorer:
         # Not one per rollout: a process ends with the thread that started it.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
-    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
+    def score(
+        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
+    ) -> tuple[Float32[np.ndarray, " rows"], str]:
         """See ``Scorer``."""
-        found = list(self._threads.map(self._score, rollout.prompts, rollout.texts))
+        waiting = [
+            self._threads.submit(self._score, prompt, text)
+            for prompt, text in zip(rollout.prompts, rollout.texts, strict=True)
+        ]
+        while wait(waiting, _STOP_SECONDS).not_done:
+            if stopping():
+                self.close()
+                return np.full(len(waiting), np.nan, np.float32), "the run was asked to stop"
+        found = [one.result() for one in waiting]
         lost = [why for _, why in found if why]
         if lost:
             logger.warning(f"{len(lost)} of {len(found)} rewards are lost, the last one: {lost[-1]}")
@@ -123,8 +141,11 @@ class ModelScorer:
             state = checkpoints.restore(path, abstract)
         return cls(config, state)
 
-    def score(self, rollout: Rollout) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``; none is lost."""
+    def score(
+        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
+    ) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """See ``Scorer``; none is lost, and it does not stop."""
+        del stopping
         rows = {"tokens": rollout.tokens, "mask": rollout.mask}
         score = partial(zerojax.predict_step, self.state, fn=completion_scores)
         return predict_rows(self.config, rows, score), ""

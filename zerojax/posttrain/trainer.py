@@ -26,6 +26,7 @@ from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.processes import any_process, mean_over_processes
 from zerojax.posttrain.reference import Reference
 from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of
+from zerojax.posttrain.saved_runs import with_reward_checkpoint
 from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
 from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
@@ -84,6 +85,7 @@ class PostTrainer(OpenRun, ABC):
 
         Arguments and errors as of ``Trainer.open`` of training; the folder may hold an imported model.
         """
+        config = with_reward_checkpoint(config, folder, resume)
         settings = config.posttrain
         check_settings(config, jax.process_count())
         setup = RunSetup.of(config, loss_fn=policy_loss(settings))
@@ -159,7 +161,11 @@ class PostTrainer(OpenRun, ABC):
                 self.evaluate_first()
             while self.step < self.config.train.steps:
                 rollout = self.rollout()
-                rewards = self.score(rollout)
+                rewards = self.score(rollout, lambda: signalled.received)
+                if rewards is None:
+                    # From these weights and its own seed the rollout comes out the same after a resume.
+                    self.save(at_end=False)
+                    self.stop()
                 rows = self.rows(rollout, rewards)
                 self.write_samples(rollout, rewards)
                 self.update(rows, self.measure(rollout, rewards, rows))
@@ -171,14 +177,19 @@ class PostTrainer(OpenRun, ABC):
         self.watchdog.phase(f"rollout {self.rollouts + 1}")
         return self.environment.rollout(self.state, self.rollouts)
 
-    def score(self, rollout: Rollout) -> np.ndarray:
+    def score(self, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:
         """The reward of each completion, fp32, NaN for a lost one.
+
+        None if a process was asked to stop, unless steps are being skipped, when nothing could be saved.
 
         Raises:
             RunError: all of them are lost.
         """
+        skipping = any(int(one.skipped_in_row) for one in (self.state, *self.beside().values()))
         self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
-        rewards, why = self.environment.score(rollout)
+        rewards, why = self.environment.score(rollout, lambda: asked() and not skipping)
+        if any_process(asked() and not skipping)[0]:
+            return None
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards

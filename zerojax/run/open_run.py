@@ -4,7 +4,7 @@ import errno
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 
@@ -143,7 +143,7 @@ class OpenRun:
         with suppress(OSError):  # a full disk, which is then the reported error
             self.folder.update_summary(status=status, step=self.step, reason=reason)
 
-    def stop(self) -> None:
+    def stop(self) -> NoReturn:
         """End before the last step, on request.
 
         Raises:
