@@ -4,9 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from zerojax.analysis.plan.units import kind_of
+from zerojax.formatting import numeric
 from zerojax.train.spec import TrainSpec
 
 
@@ -81,11 +82,8 @@ def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
 
 def fp8_table(plan: Fp8Plan) -> Table:
     """The weights computed with in fp8; then the others, by reason."""
-    table = Table(title=f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters")
-    table.add_column("")
-    table.add_column("weights", overflow="fold")
-    for name in ("copies", "elements"):
-        table.add_column(name, justify="right")
+    title = f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters"
+    table = Table("", Column("weights", overflow="fold"), *numeric("copies", "elements"), title=title)
     for why in dict.fromkeys([None, *(row.left_out for row in plan.rows)]):
         same = [row for row in plan.rows if row.left_out == why]
         table.add_row(

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from zerojax.analysis.plan.work import Work
-from zerojax.formatting import size
+from zerojax.formatting import numeric, size
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
@@ -81,10 +81,8 @@ class PredictedMemory:
             of: a remark on the total, such as the budget.
         """
         without = "" if self.kinds["activations"] else ", without activations"
-        table = Table(title=title or f"Memory of one device in a step{without}")
-        table.add_column("kind")
-        table.add_column("what it is")
-        table.add_column("bytes", justify="right")
+        title = title or f"Memory of one device in a step{without}"
+        table = Table("kind", "what it is", *numeric("bytes"), title=title)
         for kind, count in self.kinds.items():
             if count:
                 table.add_row(kind, KINDS[kind], size(count))
