@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.options import read_options
-from zerojax.errors import ConfigurationError
+from zerojax.errors import file_errors
 from zerojax.run.html_report import read_run_data, render
 from zerojax.run.run_dir import RunFolder
 
@@ -30,8 +30,6 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "report", arguments)
     out = options.out or options.run / "report.html"
     page = render(read_run_data(RunFolder(options.run)))
-    try:
+    with file_errors(out, what="cannot write the report: "):
         out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{out}: cannot write the report: {error.strerror}") from error
     print(f"{out}: {len(page) / 1000:.0f} kB")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
@@ -184,10 +184,8 @@ def make_folder(out: Path, draft: Path) -> None:
     if out.exists():
         raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with file_errors(draft, what="cannot write: "):
         draft.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigurationError(f"{draft}: cannot write: {error.strerror or error}") from error
 
 
 def _write_settings(
