@@ -76,8 +76,7 @@ def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
         Fp8Row(name, shape, copies, copies * sizes[name, shape], why)
         for (name, shape, why), copies in kinds.items()
     )
-    units = (group for group in spec.groups if group.unit is not None)
-    return Fp8Plan(rows, sum(leaf.count for group in units for leaf in group.every))
+    return Fp8Plan(rows, sum(leaf.count for group in spec.unit_groups for leaf in group.every))
 
 
 def fp8_table(plan: Fp8Plan) -> Table:

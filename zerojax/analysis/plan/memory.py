@@ -248,8 +248,7 @@ def _hpz_copy(spec: TrainSpec) -> int:
         return 0
     return sum(
         leaf.layers * spec.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
-        for group in spec.groups
-        if group.unit is not None
+        for group in spec.unit_groups
         for leaf in group.leaves
     )
 
@@ -279,7 +278,7 @@ def _frozen_in_use(spec: TrainSpec) -> int:
     early, because the device holds all of them, it decodes each matrix of the second unit when it has dropped
     one of the first.
     """
-    if all(group.unit is None for group in spec.groups):
+    if not spec.unit_groups:
         return _frozen_outside(spec)
     holders = spec.world.size if spec.strategy.frozen == "primary" else spec.world.local
     if holders == 1:
@@ -321,7 +320,7 @@ def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
     outside = _of_no_unit(spec) if rest else 0
     if all(leaf.grads.local.raw for leaf in spec.leaves):
         return outside + sum(_largest_units(spec, _gradient_bytes, 1))
-    in_units = [leaf for group in spec.groups if group.unit is not None for leaf in group.leaves]
+    in_units = [leaf for group in spec.unit_groups for leaf in group.leaves]
     return outside + max((_gradient_bytes(spec, leaf) for leaf in in_units), default=0)
 
 
@@ -357,8 +356,7 @@ def _largest_units(
     """Bytes of the ``count`` largest units: of their trained weights, or of their frozen ones."""
     units = [
         (sum(of(spec, leaf) for leaf in (group.frozen if frozen else group.leaves)), group.layers)
-        for group in spec.groups
-        if group.unit is not None
+        for group in spec.unit_groups
     ]
     every = [size for size, copies in units for _ in range(min(copies, count))]
     return sorted(every, reverse=True)[:count]
