@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from zerojax.cli.options import read_options
+from zerojax.cli.options import RunPath, read_options
 from zerojax.errors import file_errors
 from zerojax.run.html_report import read_run_data, render
 from zerojax.run.run_dir import RunFolder
@@ -21,7 +18,7 @@ class Options:
         out: File to write; RUN/report.html by default.
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     out: Path | None = None
 
 
