@@ -1,6 +1,9 @@
 """The package's exceptions, and the exit codes of its processes."""
 
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -49,6 +52,26 @@ class Stopped(ZeroJaxError):
 
 class JobError(ZeroJaxError):
     """The processes of a job could not connect; the message says which is missing, or why."""
+
+
+@contextmanager
+def file_errors(
+    path: Path, kind: type[ConfigurationError] = ConfigurationError, what: str = ""
+) -> Generator[None]:
+    """Report what the system says of a file as a ``ConfigurationError``: "PATH: No such file or directory".
+
+    Args:
+        path: of the file, for the message.
+        kind: of the error.
+        what: cannot be done, for the message, such as "cannot write: ".
+
+    Raises:
+        ConfigurationError: in place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: {what}{error.strerror or error}") from error
 
 
 def show_traceback(error: BaseException) -> tuple[int, str]:

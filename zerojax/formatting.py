@@ -3,6 +3,7 @@
 import io
 
 from rich.console import Console, RenderableType
+from rich.table import Column
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -41,6 +42,11 @@ def milliseconds(seconds: float) -> str:
 def duration(seconds: float) -> str:
     """Seconds with their unit: 0.0123 -> "12 ms", 1.5 -> "1.50 s"."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
+
+
+def numeric(*names: str) -> list[Column]:
+    """Columns of numbers for a table of rich, by their headings."""
+    return [Column(name, justify="right") for name in names]
 
 
 def plain_text(renderable: RenderableType, width: int = 120) -> str:

@@ -11,7 +11,6 @@ parameters and optimizer have to be equal bit for bit. Exit code 0 if they are.
 import argparse
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.run.checkpoints import restore
@@ -65,14 +65,15 @@ class Soak:
             if not victims:
                 continue
             for victim in victims if everyone else [self.random.choice(victims)]:
-                os.kill(victim, signal.SIGKILL)
+                victim.kill()
             done += 1
             self.hits[f"{moment}, {'all' if everyone else 'one'}"] += 1
             print(
                 f"kill {done}: {moment}, {'all' if everyone else 'one'}, at step {last_step(self.run)}",
                 flush=True,
             )
-            self._wait_until_gone(victims)
+            if psutil.wait_procs(victims, timeout=60)[1]:  # those that were not killed end by themselves
+                raise SystemExit("a process has outlived its peer by a minute")
         return launcher.wait()
 
     def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> bool:
@@ -93,18 +94,9 @@ class Soak:
             time.sleep(0.001)
         return False
 
-    def _processes(self, launcher: int) -> list[int]:
-        """The ids of the launcher's trainers that are alive."""
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(child) for child in children if _is_alive(int(child))]
-
-    def _wait_until_gone(self, processes: list[int]) -> None:
-        """All of them: those that were not killed end by themselves."""
-        end = time.monotonic() + 60
-        while any(map(_is_alive, processes)):
-            if time.monotonic() > end:
-                raise SystemExit("a process has outlived its peer by a minute")
-            time.sleep(0.01)
+    def _processes(self, launcher: int) -> list[psutil.Process]:
+        """The launcher's trainers that are alive."""
+        return [child for child in psutil.Process(launcher).children() if _is_alive(child)]
 
 
 def last_step(run: Path) -> int:
@@ -120,10 +112,10 @@ def write_text(folder: Path) -> None:
         (folder / f"{i}.txt").write_text(f"document {i}: " + "all work and no play " * (i + 20))
 
 
-def _is_alive(process: int) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -19,8 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 # Kernels launched one by one, as traces show them.
@@ -37,6 +39,7 @@ BLOCK = 256
 NF4_BLOCK = 64
 PEERS = (4, 8)
 LOCAL, NODES, CHUNKS = 8, 2, 4
+DECODED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 SMALL = 64 << 20
 """Bytes of a call's arguments up to which its time is taken from a trace."""
 
@@ -83,87 +86,65 @@ def payload(index: int, fmt: str, peers: int, n: int) -> jax.Array:
     return jnp.concatenate([codes & 0xF7 if fmt == "fp8" else codes, raw], axis=1)
 
 
+def bound(kernel: Callable, xla: Callable, **options: Any) -> tuple[Callable, Callable]:
+    """A kernel and its reference with their options, which have the same names."""
+    return partial(kernel, **options), partial(xla, **options)
+
+
 def encode_cases(n: int) -> list[Case]:
     """Encoders of n bf16 elements, plain, reordered, and with their options."""
-    seed = jnp.uint32(1)
-    cases = []
 
-    def add(name, fmt, rounding="nearest", rotation=0):
-        options = {"block": BLOCK, "rounding": rounding, "rotation": rotation}
-        draws = seed if rounding == "stochastic" else None
-        cases.append(
-            Case(
-                name,
-                fmt,
-                lambda x: pk.encode(x, fmt, seed=draws, **options),
-                lambda x: reference.encode(x, draws, fmt=fmt, **options),
-                lambda i: (data(i, n),),
-                2 * n + pk.nbytes(fmt, n, BLOCK),
-            )
+    def plain(name: str, fmt: str, rounding: str = "nearest", rotation: int = 0) -> Case:
+        seed = jnp.uint32(1) if rounding == "stochastic" else None
+        options = {"fmt": fmt, "block": BLOCK, "rounding": rounding, "rotation": rotation, "seed": seed}
+        pair = bound(pk.encode, reference.encode, **options)
+        return Case(name, fmt, *pair, lambda i: (data(i, n),), 2 * n + pk.nbytes(fmt, n, BLOCK))
+
+    def reordered(fmt: str) -> Case:
+        order = {"local": LOCAL, "nodes": NODES, "chunks": CHUNKS}
+        options = {"fmt": fmt, "block": BLOCK, "rounding": "nearest", "rotation": 0, "seed": None}
+        pair = bound(pk.encode_reordered, reference.encode_reordered, **order, **options)
+        moved = 2 * n + pk.nbytes(fmt, n, BLOCK)
+        return Case("reorder + encode", fmt, *pair, lambda i: (data(i, n)[0],), moved)
+
+    def subtracted(fmt: str) -> Case:
+        options = {"fmt": fmt, "block": BLOCK, "rounding": "nearest", "seed": None}
+        pair = bound(pk.encode_delta, reference.encode_delta, **options)
+        moved = 6 * n + pk.nbytes(fmt, n, BLOCK)
+        return Case(
+            "subtract + encode", fmt, *pair, lambda i: (data(i, n).astype(jnp.float32), data(i + 1, n)), moved
         )
 
-    for fmt in pk.QUANTIZED:
-        add("encode", fmt)
-    for fmt in pk.QUANTIZED:
-        order = {"local": LOCAL, "nodes": NODES, "chunks": CHUNKS, "block": BLOCK}
-        cases.append(
-            Case(
-                "reorder + encode",
-                fmt,
-                lambda x, fmt=fmt, order=order: pk.encode_reordered(x[0], fmt, **order),
-                lambda x, fmt=fmt, order=order: reference.encode_reordered(
-                    x[0], None, fmt=fmt, rounding="nearest", rotation=0, **order
-                ),
-                lambda i: (data(i, n),),
-                2 * n + pk.nbytes(fmt, n, BLOCK),
-            )
-        )
-    for fmt in pk.QUANTIZED:
-        add("encode, stochastic", fmt, "stochastic")
-        add("encode, rotated", fmt, "nearest", 32)
-        add("encode, both", fmt, "stochastic", 32)
-        cases.append(
-            Case(
-                "subtract + encode",
-                fmt,
-                lambda w, b, fmt=fmt: pk.encode_delta(w, b, fmt, block=BLOCK),
-                lambda w, b, fmt=fmt: reference.encode_delta(
-                    w, b, None, fmt=fmt, block=BLOCK, rounding="nearest"
-                ),
-                lambda i: (data(i, n).astype(jnp.float32), data(i + 1, n)),
-                6 * n + pk.nbytes(fmt, n, BLOCK),
-            )
-        )
-    return cases
+    def others(fmt: str) -> list[Case]:
+        return [
+            plain("encode, stochastic", fmt, "stochastic"),
+            plain("encode, rotated", fmt, rotation=32),
+            plain("encode, both", fmt, "stochastic", 32),
+            subtracted(fmt),
+        ]
+
+    formats = pk.QUANTIZED
+    return [
+        *(plain("encode", fmt) for fmt in formats),
+        *map(reordered, formats),
+        *chain.from_iterable(map(others, formats)),
+    ]
 
 
 def decode_cases(n: int) -> list[Case]:
     """Decoders of n elements."""
-    cases = []
-    for fmt in pk.QUANTIZED:
-        for dtype in (jnp.bfloat16, jnp.float32):
-            options = {"fmt": fmt, "n": n, "block": BLOCK, "dtype": jnp.dtype(dtype)}
-            cases.append(
-                Case(
-                    f"decode to {jnp.dtype(dtype).name}",
-                    fmt,
-                    lambda p, options=options: pk.decode(p, **options),
-                    lambda p, options=options: reference.decode(p, **options),
-                    lambda i, fmt=fmt: (payload(i, fmt, 1, n),),
-                    jnp.dtype(dtype).itemsize * n + pk.nbytes(fmt, n, BLOCK),
-                )
-            )
-        cases.append(
-            Case(
-                "decode + add",
-                fmt,
-                lambda p, b, fmt=fmt: pk.decode_add(p, b, fmt, block=BLOCK),
-                lambda p, b, fmt=fmt: reference.decode_add(p, b, fmt=fmt, block=BLOCK),
-                lambda i, fmt=fmt: (payload(i, fmt, 1, n), data(i, n)),
-                4 * n + pk.nbytes(fmt, n, BLOCK),
-            )
-        )
-    return cases
+
+    def plain(fmt: str, dtype: jnp.dtype) -> Case:
+        pair = bound(pk.decode, reference.decode, fmt=fmt, n=n, block=BLOCK, dtype=dtype)
+        moved = dtype.itemsize * n + pk.nbytes(fmt, n, BLOCK)
+        return Case(f"decode to {dtype.name}", fmt, *pair, lambda i: (payload(i, fmt, 1, n),), moved)
+
+    def added(fmt: str) -> Case:
+        pair = bound(pk.decode_add, reference.decode_add, fmt=fmt, block=BLOCK)
+        moved = 4 * n + pk.nbytes(fmt, n, BLOCK)
+        return Case("decode + add", fmt, *pair, lambda i: (payload(i, fmt, 1, n), data(i, n)), moved)
+
+    return [case for fmt in pk.QUANTIZED for case in (*(plain(fmt, dtype) for dtype in DECODED), added(fmt))]
 
 
 def nf4_payload(index: int, n: int) -> jax.Array:
@@ -179,74 +160,43 @@ def nf4_payload(index: int, n: int) -> jax.Array:
 def nf4_cases(n: int) -> list[Case]:
     """The storage format, in blocks of 64: of the encoder, too, the bytes that must move are counted once."""
     size = pk.nf4_bytes(n, NF4_BLOCK)
-    cases = [
-        Case(
-            "encode",
-            "nf4",
-            lambda x: pk.encode_nf4(x, block=NF4_BLOCK),
-            lambda x: nf4_reference.encode_nf4(x, block=NF4_BLOCK),
-            lambda i: (data(i, n),),
-            2 * n + size,
-        )
-    ]
-    for dtype in (jnp.bfloat16, jnp.float32):
-        options = {"n": n, "block": NF4_BLOCK, "dtype": jnp.dtype(dtype)}
-        cases.append(
-            Case(
-                f"decode to {jnp.dtype(dtype).name}",
-                "nf4",
-                lambda p, options=options: pk.decode_nf4(p, **options),
-                lambda p, options=options: nf4_reference.decode_nf4(p, **options),
-                lambda i: (nf4_payload(i, n),),
-                jnp.dtype(dtype).itemsize * n + size,
-            )
-        )
-    return cases
+
+    def decode(dtype: jnp.dtype) -> Case:
+        pair = bound(pk.decode_nf4, nf4_reference.decode_nf4, n=n, block=NF4_BLOCK, dtype=dtype)
+        moved = dtype.itemsize * n + size
+        return Case(f"decode to {dtype.name}", "nf4", *pair, lambda i: (nf4_payload(i, n),), moved)
+
+    pair = bound(pk.encode_nf4, nf4_reference.encode_nf4, block=NF4_BLOCK)
+    return [Case("encode", "nf4", *pair, lambda i: (data(i, n),), 2 * n + size), *map(decode, DECODED)]
 
 
 def sum_cases(n: int) -> list[Case]:
     """The fused reductions; their payloads together are as large as n bf16 elements."""
-    cases = []
-    pairs = [(fmt, fmt) for fmt in pk.QUANTIZED] + [("int8", "int4")]
-    for peers in PEERS:
-        for fmt, out in pairs:
-            m = 2 * n * 8 // (pk.BITS[fmt] * peers)
-            width = m // (NODES * BLOCK) * BLOCK
-            args = (fmt, out, NODES, width)
-            cases.append(
-                Case(
-                    f"decode + sum of {peers} + encode",
-                    fmt if fmt == out else f"{fmt} to {out}",
-                    lambda p, args=args: pk.decode_sum_encode(p, *args, block=BLOCK),
-                    lambda p, fmt=fmt, out=out, width=width: reference.decode_sum_encode(
-                        p,
-                        None,
-                        fmt_in=fmt,
-                        fmt_out=out,
-                        rows_out=NODES,
-                        n=width,
-                        block=BLOCK,
-                        rounding="nearest",
-                    ),
-                    lambda i, fmt=fmt, peers=peers, total=NODES * width: (payload(i, fmt, peers, total),),
-                    peers * pk.nbytes(fmt, NODES * width, BLOCK) + NODES * pk.nbytes(out, width, BLOCK),
-                )
-            )
-    for rotation in (0, 32):
-        for fmt in pk.QUANTIZED:
-            m = 2 * n * 8 // (pk.BITS[fmt] * 8) // BLOCK * BLOCK
-            options = {"fmt": fmt, "n": m, "block": BLOCK, "rotation": rotation, "scale": 0.125}
-            cases.append(
-                Case(
-                    "decode + sum of 8" + (", rotated" if rotation else ""),
-                    fmt,
-                    lambda p, options=options: pk.decode_sum(p, **options),
-                    lambda p, options=options: reference.decode_sum(p, **options),
-                    lambda i, fmt=fmt, m=m: (payload(i, fmt, 8, m),),
-                    8 * pk.nbytes(fmt, m, BLOCK) + 4 * m,
-                )
-            )
-    return cases
+
+    def encoded(peers: int, fmt: str, out: str) -> Case:
+        width = 2 * n * 8 // (pk.BITS[fmt] * peers) // (NODES * BLOCK) * BLOCK
+        total = NODES * width
+        options = {"rows_out": NODES, "n": width, "block": BLOCK, "rounding": "nearest", "seed": None}
+        pair = bound(pk.decode_sum_encode, reference.decode_sum_encode, fmt_in=fmt, fmt_out=out, **options)
+        moved = peers * pk.nbytes(fmt, total, BLOCK) + NODES * pk.nbytes(out, width, BLOCK)
+        name = fmt if fmt == out else f"{fmt} to {out}"
+        kernel = f"decode + sum of {peers} + encode"
+        return Case(kernel, name, *pair, lambda i: (payload(i, fmt, peers, total),), moved)
+
+    def whole(rotation: int, fmt: str) -> Case:
+        m = 2 * n * 8 // (pk.BITS[fmt] * 8) // BLOCK * BLOCK
+        options = {"fmt": fmt, "n": m, "block": BLOCK, "rotation": rotation, "scale": 0.125}
+        pair = bound(pk.decode_sum, reference.decode_sum, **options)
+        name = "decode + sum of 8" + ", rotated" * bool(rotation)
+        return Case(
+            name, fmt, *pair, lambda i: (payload(i, fmt, 8, m),), 8 * pk.nbytes(fmt, m, BLOCK) + 4 * m
+        )
+
+    pairs = [*zip(pk.QUANTIZED, pk.QUANTIZED, strict=True), ("int8", "int4")]
+    return [
+        *(encoded(peers, fmt, out) for peers in PEERS for fmt, out in pairs),
+        *(whole(rotation, fmt) for rotation in (0, 32) for fmt in pk.QUANTIZED),
+    ]
 
 
 def program(fn: Callable, sets: list[tuple]) -> Callable:

@@ -9,6 +9,7 @@ from zerojax.models import parameter_count
 from zerojax.run.build import is_first
 from zerojax.run.config import RunConfig, config_from_dict, config_to_dict
 from zerojax.run.data import Dataset
+from zerojax.run.run_dir import write_whole
 
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:
@@ -87,9 +88,7 @@ class RunsFile:
         shared = {key: value for key, value in self.content.items() if key != "runs"}
         runs = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line each
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(self._path.name + ".unfinished")
-        draft.write_text(f'{json.dumps(shared, indent=1)[:-2]},\n "runs": [\n{runs}\n]}}\n')
-        draft.rename(self._path)
+        write_whole(self._path, f'{json.dumps(shared, indent=1)[:-2]},\n "runs": [\n{runs}\n]}}\n')
         print(
             f"{record['variant']:32} seed {record['seed']}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_second'] / 1e3:.0f}k tokens/s  {record['seconds']:.0f} s",

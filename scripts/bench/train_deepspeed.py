@@ -98,7 +98,8 @@ def build(
         engine.step()
         return loss.detach()
 
-    return peer_blocks.Peer(name, 1, step, partial(gradient_norm, engine), parameters, engine.destroy)
+    norm = partial(gradient_norm, engine)
+    return peer_blocks.Peer(name, 1, step, norm, parameters, close=engine.destroy)
 
 
 def make_config(options: argparse.Namespace, zero: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -156,14 +157,8 @@ def cudnn_assumed() -> Generator[None]:
         "check_compute_capability": lambda wanted: _version(wanted) <= _HOPPER,
         "is_cuda_compute_capability_equal": lambda wanted: _version(wanted) == _HOPPER,
     }
-    before = {name: getattr(fused, name) for name in answers}
-    try:
-        for name, answer in answers.items():
-            setattr(fused, name, answer)
+    with mock.patch.multiple(fused, **answers):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(fused, name, function)
 
 
 def _version(text: str) -> tuple[int, ...]:

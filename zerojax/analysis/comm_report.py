@@ -32,7 +32,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from zerojax.errors import ConfigurationError
-from zerojax.formatting import plain_text, size
+from zerojax.formatting import numeric, plain_text, size
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
 from zerojax.train.state import TrainState
 from zerojax.train.step import NUMBER, trace_train_step
@@ -164,11 +164,11 @@ class CommReport:
         )
 
     def _collectives_table(self) -> Table:
-        table = Table(title="Collectives of a training step; bytes that one device sends")
-        for name in ("phase", "collective", "axis", "dtype"):
-            table.add_column(name)
-        for name in ("elements", "count", "in the node", "between nodes"):
-            table.add_column(name, justify="right")
+        table = Table(
+            *("phase", "collective", "axis", "dtype"),
+            *numeric("elements", "count", "in the node", "between nodes"),
+            title="Collectives of a training step; bytes that one device sends",
+        )
         for c in self.collectives:
             sent = [size(c.local_bytes), size(c.node_bytes)]
             if not c.usual:
@@ -180,10 +180,8 @@ class CommReport:
         return table
 
     def _phases_table(self) -> Table:
-        table = Table(title="By phase; bytes that one device sends per step")
-        table.add_column("phase")
-        for name in ("in the node", "between nodes"):
-            table.add_column(name, justify="right")
+        numbers = numeric("in the node", "between nodes")
+        table = Table("phase", *numbers, title="By phase; bytes that one device sends per step")
         for phase, sent in self.phases().items():
             table.add_row(phase, *map(size, sent))
         table.add_section()

@@ -146,11 +146,11 @@ def _time(mesh: Mesh, size: int, collective: Callable[[jax.Array], jax.Array]) -
     return float(np.max(multihost_utils.process_allgather(np.asarray([seconds]))))
 
 
-def _best_time(run: Callable[[], Any], repeats: int = 3) -> float:
-    """The shortest of some runs, after one to compile."""
+def _best_time(run: Callable[[], Any]) -> float:
+    """The shortest of three runs, after one to compile."""
     jax.block_until_ready(run())
     times = []
-    for _ in range(repeats):
+    for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)

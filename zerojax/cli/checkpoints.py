@@ -4,13 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zerojax.cli.options import read_options
+from zerojax.cli.options import RunPath, read_options
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
 from zerojax.run.checkpoints import DamagedError, Manifest, damage_line, read_manifest, step_dirs, verify
@@ -33,7 +31,7 @@ class Options:
         delete: Delete this checkpoint: a step, or a name such as 400.damaged.
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     verify: bool = True
     rewind: int | None = None
     delete: str | None = None

@@ -1,14 +1,12 @@
 """``zerojax eval RUN``: measure the validation loss of a checkpoint, and exact match."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 from zerojax.cli.cluster import joined_cluster
-from zerojax.cli.options import read_options
-from zerojax.cli.trained import open_trained
+from zerojax.cli.options import RunPath, read_options
+from zerojax.cli.trained import mesh_of_run, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
@@ -27,7 +25,7 @@ class Options:
         mesh: Devices to use; by default as in the run.
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     ema: bool = False
     exact_match: int | None = None
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -35,10 +33,7 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint, evaluate it, and print the loss."""
-    mesh = MeshSection()
-    if arguments and not arguments[0].startswith("-"):
-        mesh = RunFolder(Path(arguments[0])).read_config().mesh
-    default = Options(run=tyro.MISSING, mesh=mesh)
+    default = Options(run=tyro.MISSING, mesh=mesh_of_run(arguments))
     options = read_options(Options, "eval", arguments, default)
     folder = RunFolder(options.run)
     config = folder.read_config()

@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.cluster import joined_cluster
-from zerojax.cli.options import read_options
-from zerojax.cli.trained import TrainedRun, as_stored, open_trained
+from zerojax.cli.options import RunPath, read_options
+from zerojax.cli.trained import TrainedRun, as_stored, mesh_of_run, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     EXPORT_DTYPES,
@@ -58,7 +58,7 @@ class Options:
         mesh: Devices to use; by default as in the run.
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     weights: Format | None = None
     block_size: int | None = None
@@ -89,10 +89,7 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint and write it, quantized if asked to."""
-    mesh = MeshSection()
-    if arguments and not arguments[0].startswith("-"):
-        mesh = RunFolder(Path(arguments[0])).read_config().mesh
-    default = Options(run=tyro.MISSING, out=tyro.MISSING, mesh=mesh)
+    default = Options(run=tyro.MISSING, out=tyro.MISSING, mesh=mesh_of_run(arguments))
     options = read_options(Options, "export", arguments, default)
     folder = RunFolder(options.run)
     # The weights as they are stored are written and measured, whatever the wire formats of training.

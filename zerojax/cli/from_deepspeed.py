@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from zerojax.cli.options import read_options
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.interop.deepspeed import translate
 from zerojax.validation.untrusted import LONGEST_SETTINGS, parse_json
 
@@ -50,10 +50,8 @@ def run(arguments: list[str]) -> None:
     if options.out is None:
         print(text, end="")
     else:
-        try:
+        with file_errors(options.out, what="cannot write: "):
             options.out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"{options.out}: cannot write: {error.strerror}") from error
     for line in [line for line in text.splitlines() if line.startswith("#")]:
         print(line.removeprefix("# ").removeprefix("#"), file=sys.stderr)
 

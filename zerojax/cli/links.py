@@ -18,7 +18,7 @@ from zerojax.analysis.links import time_collectives
 from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError
-from zerojax.formatting import plain_text, size
+from zerojax.formatting import numeric, plain_text, size
 from zerojax.multihost.flows import measure_flows
 from zerojax.multihost.peers.handshake import VARIABLE
 from zerojax.run.config import ClusterSection, MeshSection
@@ -104,9 +104,8 @@ def tables(report: LinkReport) -> Group:
 def _flows(report: LinkReport) -> Table | str:
     if not report.flows:
         return "TCP flows: not measured, as the nodes are not processes of their own"
-    table = Table(title="TCP flows from each node to the next, all at once")
-    for name in ("flows", "Gb/s a node", "busiest thread, of a core", "busy, of all cores"):
-        table.add_column(name, justify="right")
+    numbers = numeric("flows", "Gb/s a node", "busiest thread, of a core", "busy, of all cores")
+    table = Table(*numbers, title="TCP flows from each node to the next, all at once")
     for flow in report.flows:
         table.add_row(
             str(flow.flows),
@@ -118,9 +117,8 @@ def _flows(report: LinkReport) -> Table | str:
 
 
 def _collectives(report: LinkReport) -> Table:
-    table = Table(title="Collectives between the nodes, Gb/s a node, by what a device sends")
-    for name in ("", *(f"{count / _MIB:.3g} MiB" for count in report.sizes())):
-        table.add_column(name, justify="right")
+    numbers = numeric("", *(f"{count / _MIB:.3g} MiB" for count in report.sizes()))
+    table = Table(*numbers, title="Collectives between the nodes, Gb/s a node, by what a device sends")
     for op in OPS:
         table.add_row(op, *(gigabits(report.carried(op, count)) for count in report.sizes()))
     return table

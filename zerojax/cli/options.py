@@ -4,7 +4,8 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -14,6 +15,9 @@ from zerojax.validation.bounds import check_numbers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+"""The folder of a run, as the first word of a command line."""
 
 _REGISTRY = ConstructorRegistry()
 _BOOLEANS = {"true": True, "false": False}

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from zerojax.cli.options import read_options
-from zerojax.errors import ConfigurationError
+from zerojax.cli.options import RunPath, read_options
+from zerojax.errors import file_errors
 from zerojax.run.html_report import read_run_data, render
 from zerojax.run.run_dir import RunFolder
 
@@ -21,7 +18,7 @@ class Options:
         out: File to write; RUN/report.html by default.
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     out: Path | None = None
 
 
@@ -30,8 +27,6 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "report", arguments)
     out = options.out or options.run / "report.html"
     page = render(read_run_data(RunFolder(options.run)))
-    try:
+    with file_errors(out, what="cannot write the report: "):
         out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{out}: cannot write the report: {error.strerror}") from error
     print(f"{out}: {len(page) / 1000:.0f} kB")

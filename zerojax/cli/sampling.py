@@ -1,12 +1,9 @@
 """What ``zerojax sample`` and ``zerojax chat`` share: their options, and a run's model on one device."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from zerojax import gather_model
+from zerojax.cli.options import RunPath
 from zerojax.cli.trained import as_stored, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.generation import Sampling
@@ -31,7 +28,7 @@ class SamplingOptions:
         ema: Use the averaged weights (optimizer.ema_decay).
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunPath
     tokens: int = 300
     temperature: float = 0.8
     top_k: int | None = None

@@ -1,5 +1,6 @@
 """Loading of trained runs, for commands that use their checkpoints."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,13 @@ class TrainedRun:
     state: TrainState
     step: int
     base: Path | None
+
+
+def mesh_of_run(arguments: Sequence[str]) -> MeshSection:
+    """The mesh of the run that a command line begins with, or the default one: the default of --mesh."""
+    if arguments and not arguments[0].startswith("-"):
+        return RunFolder(Path(arguments[0])).read_config().mesh
+    return MeshSection()
 
 
 def as_stored(config: RunConfig) -> RunConfig:

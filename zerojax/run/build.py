@@ -332,8 +332,8 @@ def make_log(
 
 def _spared_flops(state: zerojax.TrainState) -> int:
     """FLOPs per token of the gradients of frozen matrices, which are not computed."""
-    units = [group for group in state.spec.groups if group.unit is not None]
-    return sum(2 * leaf.count for group in units for leaf in group.frozen if len(leaf.shape) > 1)
+    frozen = [leaf for group in state.spec.unit_groups for leaf in group.frozen]
+    return sum(2 * leaf.count for leaf in frozen if len(leaf.shape) > 1)
 
 
 def watchdog_limits(cluster: ClusterSection) -> Limits:

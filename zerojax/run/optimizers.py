@@ -98,7 +98,6 @@ def decay_mask(params: Any) -> Any:
     """
 
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
-        keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-        return any(key in _DECAYED for key in keys)
+        return not _DECAYED.isdisjoint(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)

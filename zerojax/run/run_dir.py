@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_config, load_config
 
 Resume = Literal["auto", "must", "never"]
@@ -85,18 +85,12 @@ class RunFolder:
         Raises:
             ConfigurationError: it cannot be created or written to.
         """
-        try:
+        with file_errors(self.path, what="cannot create the run folder: "):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"{self.path}: cannot create the run folder: {error.strerror}"
-            ) from error
         for folder in (self.path, self.checkpoints):
-            try:
+            with file_errors(folder, what="the run cannot write here: "):
                 if folder.exists():
                     tempfile.TemporaryFile(dir=folder).close()
-            except OSError as error:
-                raise ConfigurationError(f"{folder}: the run cannot write here: {error.strerror}") from error
 
     def read_config(self) -> RunConfig:
         """The settings of the run.

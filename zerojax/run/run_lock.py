@@ -16,7 +16,7 @@ import sys
 from datetime import datetime
 from typing import Self, TextIO
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.log import logger
 from zerojax.run.run_dir import RunFolder
 
@@ -43,10 +43,8 @@ class RunLock:
         """
         self._folder.create()
         path, note = self._folder.lock, None
-        try:
+        with file_errors(path, what="the run cannot write here: "):
             file = path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"{path}: the run cannot write here: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

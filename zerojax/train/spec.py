@@ -147,6 +147,11 @@ class TrainSpec:
         return self.once("weights", find)
 
     @property
+    def unit_groups(self) -> tuple[ParamGroup, ...]:
+        """The groups that are units: all but that of the parameters outside of units."""
+        return tuple(group for group in self.groups if group.unit is not None)
+
+    @property
     def updating(self) -> tuple[ParamGroup, ...]:
         """Groups whose units update delta's copies during the forward pass.
 

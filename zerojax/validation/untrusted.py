@@ -61,7 +61,10 @@ def short(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Text with line breaks and other control characters escaped, for a terminal or a TOML comment."""
+    """Text as one line that is safe in a terminal, a log or a TOML comment.
+
+    Control characters, line breaks, direction marks and lone surrogates become escapes.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -1,6 +1,7 @@
 """The collectives of a compiled program: their sizes, groups and counts."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -176,10 +177,5 @@ def _has_matmul(program: Program, instruction: Instruction) -> bool:
 
 def _devices(text: str) -> int:
     """The number of devices of the program, from its first line."""
-    header = text.split("\n", 1)[0]
-    counts = [
-        int(header.split(f"{key}=", 1)[1].split(",", 1)[0].split("}", 1)[0])
-        for key in ("replica_count", "num_partitions")
-        if f"{key}=" in header
-    ]
-    return math.prod(counts)
+    header = text.partition("\n")[0]
+    return math.prod(map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header)))

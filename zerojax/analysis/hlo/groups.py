@@ -103,4 +103,4 @@ def _ints(text: str) -> list[int]:
 
 
 def _rows(array: np.ndarray) -> Groups:
-    return tuple(tuple(int(d) for d in row) for row in array)
+    return tuple(map(tuple, array.tolist()))

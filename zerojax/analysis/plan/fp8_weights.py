@@ -4,9 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from zerojax.analysis.plan.units import kind_of
+from zerojax.formatting import numeric
 from zerojax.train.spec import TrainSpec
 
 
@@ -75,17 +76,13 @@ def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
         Fp8Row(name, shape, copies, copies * sizes[name, shape], why)
         for (name, shape, why), copies in kinds.items()
     )
-    units = (group for group in spec.groups if group.unit is not None)
-    return Fp8Plan(rows, sum(leaf.count for group in units for leaf in group.every))
+    return Fp8Plan(rows, sum(leaf.count for group in spec.unit_groups for leaf in group.every))
 
 
 def fp8_table(plan: Fp8Plan) -> Table:
     """The weights computed with in fp8; then the others, by reason."""
-    table = Table(title=f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters")
-    table.add_column("")
-    table.add_column("weights", overflow="fold")
-    for name in ("copies", "elements"):
-        table.add_column(name, justify="right")
+    title = f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters"
+    table = Table("", Column("weights", overflow="fold"), *numeric("copies", "elements"), title=title)
     for why in dict.fromkeys([None, *(row.left_out for row in plan.rows)]):
         same = [row for row in plan.rows if row.left_out == why]
         table.add_row(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from zerojax.adapters.nnx_adapter import NNXAdapter
-from zerojax.formatting import milliseconds, size
+from zerojax.formatting import milliseconds, numeric, size
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.wire_format import Codec
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -212,13 +212,9 @@ def hops_table(
         title: of the table.
         seconds: of a hop within the node and between nodes.
     """
-    table = Table(title=title)
-    for name in ("phase", "over", "formats"):
-        table.add_column(name)
-    for name in ("in the node", "between nodes"):
-        table.add_column(name, justify="right")
-        if seconds is not None:
-            table.add_column("ms", justify="right")
+    time = () if seconds is None else ("ms",)
+    numbers = numeric("in the node", *time, "between nodes", *time)
+    table = Table("phase", "over", "formats", *numbers, title=title)
 
     def sent(together: Sequence[HopPlan]) -> Iterator[str]:
         """The cells of some hops: bytes, and time, within the node and between nodes."""

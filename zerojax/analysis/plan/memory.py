@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from zerojax.analysis.plan.work import Work
-from zerojax.formatting import size
+from zerojax.formatting import numeric, size
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
@@ -81,10 +81,8 @@ class PredictedMemory:
             of: a remark on the total, such as the budget.
         """
         without = "" if self.kinds["activations"] else ", without activations"
-        table = Table(title=title or f"Memory of one device in a step{without}")
-        table.add_column("kind")
-        table.add_column("what it is")
-        table.add_column("bytes", justify="right")
+        title = title or f"Memory of one device in a step{without}"
+        table = Table("kind", "what it is", *numeric("bytes"), title=title)
         for kind, count in self.kinds.items():
             if count:
                 table.add_row(kind, KINDS[kind], size(count))
@@ -250,8 +248,7 @@ def _hpz_copy(spec: TrainSpec) -> int:
         return 0
     return sum(
         leaf.layers * spec.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
-        for group in spec.groups
-        if group.unit is not None
+        for group in spec.unit_groups
         for leaf in group.leaves
     )
 
@@ -281,7 +278,7 @@ def _frozen_in_use(spec: TrainSpec) -> int:
     early, because the device holds all of them, it decodes each matrix of the second unit when it has dropped
     one of the first.
     """
-    if all(group.unit is None for group in spec.groups):
+    if not spec.unit_groups:
         return _frozen_outside(spec)
     holders = spec.world.size if spec.strategy.frozen == "primary" else spec.world.local
     if holders == 1:
@@ -323,7 +320,7 @@ def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
     outside = _of_no_unit(spec) if rest else 0
     if all(leaf.grads.local.raw for leaf in spec.leaves):
         return outside + sum(_largest_units(spec, _gradient_bytes, 1))
-    in_units = [leaf for group in spec.groups if group.unit is not None for leaf in group.leaves]
+    in_units = [leaf for group in spec.unit_groups for leaf in group.leaves]
     return outside + max((_gradient_bytes(spec, leaf) for leaf in in_units), default=0)
 
 
@@ -359,8 +356,7 @@ def _largest_units(
     """Bytes of the ``count`` largest units: of their trained weights, or of their frozen ones."""
     units = [
         (sum(of(spec, leaf) for leaf in (group.frozen if frozen else group.leaves)), group.layers)
-        for group in spec.groups
-        if group.unit is not None
+        for group in spec.unit_groups
     ]
     every = [size for size, copies in units for _ in range(min(copies, count))]
     return sorted(every, reverse=True)[:count]

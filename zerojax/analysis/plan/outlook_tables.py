@@ -9,7 +9,7 @@ from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import hops_table
 from zerojax.analysis.plan.outlook import Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
-from zerojax.formatting import milliseconds, size
+from zerojax.formatting import milliseconds, numeric, size
 
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
@@ -68,25 +68,13 @@ def _hops(outlook: Outlook) -> Table:
 
 def _side_by_side(outlook: Outlook) -> Table:
     table = Table(
+        "",
+        *numeric("memory", "compute", "local", "network", "waiting", "step"),
+        *numeric("tokens/s", "MFU", "largest", "nodes"),
         title="Predicted steps, ms",
         caption="compute, local, network and optimizer overlap; waiting: what the network adds to the step. "
         "largest: sequences a device that fit. nodes: the fewest that fit",
     )
-    table.add_column("")
-    headings = (
-        "memory",
-        "compute",
-        "local",
-        "network",
-        "waiting",
-        "step",
-        "tokens/s",
-        "MFU",
-        "largest",
-        "nodes",
-    )
-    for name in headings:
-        table.add_column(name, justify="right")
     for forecast in outlook.forecasts:
         table.add_row(*_row(forecast), style=None if forecast.fits else "dim")
     return table

@@ -84,7 +84,7 @@ def predict_step(
         cluster: to run on.
     """
     micro = spec.zero.accumulate
-    units = sum(group.layers for group in spec.groups if group.unit is not None) or 1
+    units = sum(group.layers for group in spec.unit_groups) or 1
     rate = cluster.memory_rate
     kept = _TIMES_KEPT / 2 * work.kept / rate  # half of them in each pass
     forward, backward = _matmuls(spec, work, cluster)
@@ -108,8 +108,8 @@ def predict_step(
 def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, float]:
     """Seconds of the FLOPs of one micro-batch, forward and backward."""
     dtype = spec.zero.compute_dtype
-    rate, groups = cluster.flops(dtype), [group for group in spec.groups if group.unit is not None]
-    matrices = [leaf for group in groups for leaf in group.every if len(leaf.shape) > 1]
+    rate = cluster.flops(dtype)
+    matrices = [leaf for group in spec.unit_groups for leaf in group.every if len(leaf.shape) > 1]
     every = max(1, sum(leaf.count for leaf in matrices))
     share = sum(leaf.count for leaf in matrices if leaf.fp8) / every
     # A frozen weight has no gradient, whose product takes as long as that of the forward pass.

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
+from zerojax.formatting import numeric
 from zerojax.train.spec import TrainSpec
 
 
@@ -130,12 +131,12 @@ def kind_of(path: Sequence[str]) -> str:
 
 def units_table(units: Sequence[UnitPlan], parameters: int) -> Table:
     """Units and leaves with their formats; ``parameters`` of the model is for the title."""
-    table = Table(title=f"Units: what is gathered together ({parameters:,} parameters)")
-    table.add_column("unit, and its leaves", overflow="fold")
-    for name in ("copies", "shape", "elements"):
-        table.add_column(name, justify="right")
-    for name in ("weights: node", "local", "gradients: local", "node"):
-        table.add_column(name)
+    table = Table(
+        Column("unit, and its leaves", overflow="fold"),
+        *numeric("copies", "shape", "elements"),
+        *("weights: node", "local", "gradients: local", "node"),
+        title=f"Units: what is gathered together ({parameters:,} parameters)",
+    )
     for unit in units:
         label = "(outside units)" if unit.name is None else unit.name or "(the model)"
         table.add_row(label, str(unit.copies), "", f"{unit.copies * unit.elements:,}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from jax.profiler import ProfileData
 
 from zerojax.analysis.profile.hlo_names import instructions
@@ -71,7 +72,7 @@ def read_events(path: Path) -> list[Event]:
         raw = path.read_bytes()
         names = instructions(raw)
         profile: Any = ProfileData.from_serialized_xspace(raw)
-    except (OSError, ValueError, IndexError, RuntimeError) as error:
+    except (OSError, ValueError, DecodeError, RuntimeError) as error:
         raise ConfigurationError(f"{path} cannot be read as a trace: {error}") from error
     return events_of(profile, names)
 

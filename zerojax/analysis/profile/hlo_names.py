@@ -1,12 +1,17 @@
 """The name scopes of a traced program's instructions, read from the trace itself.
 
 The metadata of a trace's host plane holds the programs that ran, as XLA's ``HloProto``, whose instructions
-have the name scopes of their source ("op_name"). No light Python package reads these messages, so the few
-fields needed are looked up by number in protobuf's wire format; the numbers are those of
+have the name scopes of their source ("op_name"). No light Python package has these messages, so all fields
+are unknown ones, and the few needed are looked up by number; the numbers are those of
 tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
 """
 
 from collections.abc import Iterator
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+_BYTES = 2  # the wire type of strings, bytes and messages
 
 # Field numbers from XSpace to an XStat's bytes_value.
 _PLANES, _PLANE_NAME, _EVENT_METADATA, _MAP_VALUE, _METADATA_NAME = 1, 2, 4, 2, 2
@@ -26,6 +31,9 @@ def instructions(trace: bytes) -> dict[str, Instructions]:
 
     Args:
         trace: the bytes of an ``.xplane.pb``.
+
+    Raises:
+        DecodeError: it is none.
     """
     found: dict[str, Instructions] = {}
     for plane in _all(trace, _PLANES):
@@ -53,33 +61,10 @@ def _text(values: list[bytes]) -> str:
 
 
 def _all(message: bytes, wanted: int) -> list[bytes]:
-    """The values of a length-delimited field, in order."""
-    found, position = [], 0
-    while position < len(message):
-        key, position = _varint(message, position)
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            _, position = _varint(message, position)
-        elif kind == 1:
-            position += 8
-        elif kind == 5:
-            position += 4
-        elif kind == 2:
-            size, position = _varint(message, position)
-            if number == wanted:
-                found.append(message[position : position + size])
-            position += size
-        else:
-            raise ValueError(f"a field of wire type {kind}: this is not a trace")
-    return found
+    """The values of a length-delimited field, in order.
 
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    value, shift = 0, 0
-    while True:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
+    Raises:
+        DecodeError: the bytes are no message.
+    """
+    fields = UnknownFieldSet(Empty.FromString(message))
+    return [field.data for field in fields if (field.field_number, field.wire_type) == (wanted, _BYTES)]

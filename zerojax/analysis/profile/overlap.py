@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from zerojax.analysis.profile.events import Event
-from zerojax.formatting import plain_text
+from zerojax.formatting import numeric, plain_text
 
 Interval = tuple[float, float]
 
@@ -34,9 +34,8 @@ class Overlap:
         return self.hidden / self.total if self.total else 1.0
 
     def __rich__(self) -> RenderableType:
-        table = Table(title="Communication, summed over devices")
-        for name in ("hop", "time", "hidden behind compute", "hidden"):
-            table.add_column(name, justify="left" if name == "hop" else "right")
+        numbers = numeric("time", "hidden behind compute", "hidden")
+        table = Table("hop", *numbers, title="Communication, summed over devices")
         rows = {name or "no scope": times for name, times in sorted(self.hops.items())}
         for name, (total, hidden) in (rows | {"all": (self.total, self.hidden)}).items():
             share = f"{hidden / total:.1%}" if total else "-"

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, make_folder
+from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
 from zerojax.interop.huggingface.families import describe_model
 from zerojax.interop.huggingface.mapping import (
     Tensor,
@@ -33,7 +33,6 @@ from zerojax.interop.huggingface.save import cast, gather_layer
 from zerojax.interop.huggingface.source import is_model
 from zerojax.matmul.lora import LoRA
 from zerojax.models import GPTConfig
-from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.checkpoints.canonical import abstract_weight, with_weights
@@ -77,23 +76,20 @@ def export_adapter(
     specs = {
         name: TensorSpec(kind, shape) for tensor in tensors for name, shape in _shapes(tensor, lora).items()
     }
-    draft = out.with_name(out.name + ".unfinished")
-    run_on_process_zero(lambda: make_folder(out, draft))
-    writer = SafetensorWriter(draft, specs, sys.maxsize, WEIGHTS) if is_first() else None
     params = from_tree(state.params)
-    for leaf in adapted:
-        for layer in layers_of(leaf):
+    every_layer = [(leaf, layer) for leaf in adapted for layer in layers_of(leaf)]
+    with new_folder(out) as draft:
+        writer = SafetensorWriter(draft, specs, sys.maxsize, WEIGHTS) if is_first() else None
+        for leaf, layer in every_layer:
             a, b = (gather_layer(spec, part, params[part.path], layer) for part in spec.adapters[leaf.path])
             if writer is None:
                 continue
             for tensor in layer_tensors(leaf, layer, parts):
                 for name, x in zip(_shapes(tensor, lora), (a, b[:, tensor.part.columns]), strict=True):
                     writer.write(name, cast(name, x.T, kind))
-    if writer is not None:
-        writer.close()
-        write_config(draft, lora, family, targets, base)
-        draft.rename(out)
-    run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
+        if writer is not None:
+            writer.close()
+            write_config(draft, lora, family, targets, base)
     return targets
 
 

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jax.typing import DTypeLike
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
@@ -129,28 +131,25 @@ def export_model(
     Raises:
         ConfigurationError: ``out`` exists, or a weight is out of the dtype's range.
     """
-    draft = out.with_name(out.name + ".unfinished")
     quantized = set() if how is None else {t.name for t in how.tensors(state.spec, target.parts)}
     specs: dict[str, TensorSpec] = {}
     for name, spec in target.specs.items():
         specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
-    run_on_process_zero(lambda: make_folder(out, draft))
-    writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
-    for tensor, values in each_tensor(state, target.parts):
-        name = tensor.name
-        if writer is None or name not in target.specs:
-            continue
-        spec = target.specs[name]
-        if how is not None and name in quantized:
-            for part, array in how.encode(name, values, spec).items():
-                writer.write(part, array)
-        else:
-            writer.write(name, cast(name, values, spec.dtype), tensor.part.first_row)
-    if writer is not None:
-        writer.close()
-        _write_settings(target, how, config, folder, draft)
-        draft.rename(out)
-    run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
+    with new_folder(out) as draft:
+        writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
+        for tensor, values in each_tensor(state, target.parts):
+            name = tensor.name
+            if writer is None or name not in target.specs:
+                continue
+            spec = target.specs[name]
+            if how is not None and name in quantized:
+                for part, array in how.encode(name, values, spec).items():
+                    writer.write(part, array)
+            else:
+                writer.write(name, cast(name, values, spec.dtype), tensor.part.first_row)
+        if writer is not None:
+            writer.close()
+            _write_settings(target, how, config, folder, draft)
 
 
 def quantized_state(
@@ -175,19 +174,28 @@ def quantized_state(
     return begin_with(plain, load_params(plain.spec, files, target.parts), config.train.seed)
 
 
-def make_folder(out: Path, draft: Path) -> None:
-    """Create the folder that will become ``out``, in place of one that an interrupted export left.
+@contextmanager
+def new_folder(out: Path) -> Generator[Path]:
+    """A folder that becomes ``out`` when the block is done; all processes enter, and the first one writes.
 
     Raises:
         ConfigurationError: ``out`` exists, or the folder cannot be created.
     """
+    draft = out.with_name(out.name + ".unfinished")
+    run_on_process_zero(lambda: _make_folder(out, draft))
+    yield draft
+    if is_first():
+        draft.rename(out)
+    run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
+
+
+def _make_folder(out: Path, draft: Path) -> None:
+    """Create ``draft``, in place of one that an interrupted export left."""
     if out.exists():
         raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with file_errors(draft, what="cannot write: "):
         draft.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigurationError(f"{draft}: cannot write: {error.strerror or error}") from error
 
 
 def _write_settings(

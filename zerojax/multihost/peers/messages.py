@@ -6,6 +6,8 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from zerojax.validation import untrusted
+
 # The largest message in bytes: many times the size of a config.
 LIMIT = 1 << 20
 
@@ -126,9 +128,6 @@ def parse(data: bytes) -> Message | None:
 
 
 def printable(text: str, limit: int = LONG) -> str:
-    """Text from a peer as one line that is safe in a terminal or a log.
-
-    Control characters, line breaks, direction marks and lone surrogates become escapes.
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
+    """Text from a peer as one line that is safe in a terminal or a log, of at most ``limit`` characters."""
+    shown = untrusted.printable(text[:limit])
     return shown if len(text) <= limit else f"{shown} ..."

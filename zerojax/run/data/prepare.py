@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from zerojax.errors import file_errors
 from zerojax.run.config import DataSection, MixtureSource
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, load_template
 from zerojax.run.data.dataset import (
@@ -68,11 +69,9 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
         for source in sources
     ]
     shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with file_errors(draft, DataError, "cannot write: "):
         for part in drafts:
             part.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(f"{draft}: cannot write: {error.strerror or error}") from error
     tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
     for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
         _write_tokenizer(tokenizer, template, part)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerojax.errors import file_errors
 from zerojax.run.data.examples import Examples
 from zerojax.run.data.formats import DataError, Document, cut_document, is_table, read_documents
 from zerojax.validation.untrusted import parse_json
@@ -102,11 +103,8 @@ def _is_taken(path: Path, root: Path) -> bool:
         return False
     if is_table(path):
         return True
-    try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(_SNIFF_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    with file_errors(path, DataError), path.open("rb") as file:
+        return b"\0" not in file.read(_SNIFF_BYTES)
 
 
 def _saved_files(folder: Path) -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ it counts in the loss. Their documents stand as they are, without tokens added b
 """
 
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -19,13 +20,13 @@ import dacite
 import numpy as np
 from jaxtyping import Bool, UInt32
 
+from zerojax.errors import file_errors
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 _FORMAT = 2
 _DTYPES = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,10 @@ class TokenWriter:
         self._dtype = next(name for name, t in _DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(t).max)
         self._documents = self._tokens = self._text_bytes = self._crc = self._lengths_crc = 0
         self._targets = self._mask_crc = 0
-        try:
+        with self._writing():
             self._file = path.open("wb")
             self._lengths = path.with_suffix(".lengths").open("wb")
             self._mask = path.with_suffix(".mask").open("wb") if masked else None
-        except OSError as error:
-            raise _unwritable(path, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -122,14 +121,12 @@ class TokenWriter:
         Raises:
             DataError: the file cannot be written.
         """
-        try:
+        with self._writing():
             if not (self._shared_ends and self._documents):
                 self._write(self._begin)
             self._write(tokens)
             self._write(self._end)
             self._end_document(len(tokens) + 2, text_bytes)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
 
     def add_masked(
         self, tokens: UInt32[np.ndarray, " n"], mask: Bool[np.ndarray, " n"], text_bytes: int
@@ -141,14 +138,15 @@ class TokenWriter:
         """
         assert self._mask is not None
         raw = mask.astype(np.uint8).tobytes()
-        try:
+        with self._writing():
             self._write(tokens)
             self._mask.write(raw)
             self._end_document(len(tokens), text_bytes)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
         self._mask_crc = zlib.crc32(raw, self._mask_crc)
         self._targets += int(mask.sum())
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return file_errors(self._path, DataError, "cannot write: ")
 
     def _end_document(self, tokens: int, text_bytes: int) -> None:
         length = np.asarray(tokens, _DTYPES["uint32"]).tobytes()
@@ -169,7 +167,7 @@ class TokenWriter:
         Raises:
             DataError: there is no document, or the header cannot be written.
         """
-        try:
+        with self._writing():
             self._file.close()
             self._lengths.close()
             if self._mask is not None:
@@ -194,8 +192,6 @@ class TokenWriter:
             # Without a mask, the header is as it was before there were masks.
             values = {name: value for name, value in asdict(header).items() if value is not None}
             self._path.with_suffix(".json").write_text(dump_checked(values))
-        except OSError as failure:
-            raise _unwritable(self._path, failure) from failure
 
 
 def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
@@ -219,16 +215,14 @@ def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
         checked.append((path.with_suffix(".mask"), mask, header.mask_crc32))
     if verify:
         for file, array, crc in checked:
-            if _checksum(array) != crc:
+            if zlib.crc32(array) != crc:
                 raise DataError(f"{file}: damaged: wrong checksum; delete its folder to prepare it again")
     return TokenFile(path, header, tokens, lengths, mask)
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    try:
+    with file_errors(path, DataError):
         size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
     if size != count * dtype.itemsize:
         raise DataError(
             f"{path}: damaged: {size} bytes, but its header says {count} numbers of {dtype.itemsize}; "
@@ -236,18 +230,6 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
         )
     # A plain array over the mapping: slicing a memmap is ten times slower.
     return np.asarray(np.memmap(path, dtype, mode="r"))
-
-
-def _unwritable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: cannot write: {error.strerror or error}")
-
-
-def _checksum(array: np.ndarray) -> int:
-    crc = 0
-    step = _CHUNK_BYTES // array.itemsize
-    for start in range(0, len(array), step):
-        crc = zlib.crc32(array[start : start + step].tobytes(), crc)
-    return crc
 
 
 def _read_header(path: Path) -> Header:

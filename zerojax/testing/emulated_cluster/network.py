@@ -19,8 +19,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from zerojax.validation.rates import bytes_per_second
 
@@ -83,12 +84,10 @@ def link_bytes() -> LinkBytes:
     Raises:
         ClusterError: the process does not run in a node of an emulated cluster.
     """
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == INTERFACE:
-            fields = counters.split()
-            return LinkBytes(sent=int(fields[8]), received=int(fields[0]))
-    raise ClusterError(f"no interface {INTERFACE}: this is not a node of an emulated cluster")
+    counters = psutil.net_io_counters(pernic=True, nowrap=False).get(INTERFACE)
+    if counters is None:
+        raise ClusterError(f"no interface {INTERFACE}: this is not a node of an emulated cluster")
+    return LinkBytes(sent=counters.bytes_sent, received=counters.bytes_recv)
 
 
 def limit_link(rate: str) -> None:
