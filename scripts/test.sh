@@ -37,3 +37,6 @@ if [ ${#failed[@]} -gt 0 ]; then
     exit 1
 fi
 .venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow"
+# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped above.
+compiler=$(.venv/bin/python -c "from zerojax.analysis import aot; print(aot.compiler_dir())")
+PYTHONPATH="$compiler" .venv/bin/pytest -q tests/pallas_kernels/test_lowering.py

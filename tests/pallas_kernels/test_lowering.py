@@ -1,4 +1,7 @@
-"""Every kernel lowers for CUDA on a machine without a GPU, for a given chip."""
+"""Every kernel lowers for CUDA on a machine without a GPU, for a given chip.
+
+scripts/test.sh runs these in a process of their own, whose JAX has the CUDA compiler.
+"""
 
 import importlib.util
 
