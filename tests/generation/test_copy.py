@@ -119,6 +119,14 @@ def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_nod
             np.testing.assert_array_equal(mine, like)
 
 
+def test_frozen_weights_of_few_bits_are_not_encoded_again():
+    state = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="nf4")
+    made, frozen = GenerationCopy.of(state.spec, "int8").make(state), by_path(state.frozen)
+    assert len(frozen) == 3
+    for path, codes in frozen.items():
+        np.testing.assert_array_equal(made[path], codes)
+
+
 def test_weights_are_whole_where_they_fit():
     spec = mixed().spec
     # A cache of 1 MiB: 2 slots, 2 layers, keys and values, one head of 4 numbers of 4 bytes.
