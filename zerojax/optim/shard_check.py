@@ -134,8 +134,8 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         if not np.allclose(update, found[path], rtol=1e-4, atol=1e-4 * size, equal_nan=True):
             raise ConfigurationError(
                 f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
-                "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do). "
-                + _WAY_OUT
+                "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do), or it "
+                "moves a weight whose gradients are all zero, such as padding (Yogi does). " + _WAY_OUT
             )
     if _operations(tx, leaves, stored=False) != _operations(tx, leaves, stored=True):
         raise ConfigurationError(
