@@ -87,6 +87,14 @@ def test_means_over_tokens() -> None:
     np.testing.assert_allclose(slopes, mask / 4)
 
 
+def test_groups_of_equal_rewards_have_no_advantage() -> None:
+    """The mean of eight times 0.7, rounded to fp32, is not 0.7; that of 100.3 is further off than eps."""
+    for reward in (0.1, 0.7, 10.1, 100.3):
+        for size in (3, 7, 8):
+            rewards, counted = jnp.full(2 * size, reward), jnp.arange(2 * size) > 1
+            assert not advantages.group_advantages(rewards, counted * 1.0, group_size=size).any()
+
+
 def test_group_advantages() -> None:
     rewards = array([1, 0, 0, 1, 5, 5, 5, 5, 3, np.nan, 1, 8])
     counted = array([1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 0])

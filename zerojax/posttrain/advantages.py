@@ -37,8 +37,10 @@ def group_advantages(
         raise ConfigurationError(f"{rewards.shape[0]} rewards do not divide into groups of {group_size}")
     groups, there = (x.reshape(-1, group_size) for x in (rewards, counted))
     count = jnp.maximum(there.sum(axis=1, keepdims=True), 1)
-    mean = jnp.where(there > 0, groups, 0).sum(axis=1, keepdims=True) / count
-    centred = jnp.where(there > 0, groups - mean, 0)
+    # From the largest on: the mean of equal rewards, rounded, may be another number than they are.
+    largest = jnp.max(groups, axis=1, keepdims=True, where=there > 0, initial=-jnp.inf)
+    below = jnp.where(there > 0, groups - largest, 0)
+    centred = jnp.where(there > 0, below - below.sum(axis=1, keepdims=True) / count, 0)
     if scale:
         deviation = jnp.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
         centred = centred / (deviation + eps)
