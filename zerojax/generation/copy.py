@@ -190,7 +190,9 @@ def _maker(copy: GenerationCopy) -> Any:
         rows = secondary_partitions(spec, masters, from_tree(shards["secondary"]), shards["step"])
         frozen = from_tree(shards["frozen"])
         for leaf in spec.frozen:
-            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), frozen[leaf.path])
+            # One after the other: XLA:CPU may mix up collectives that do not depend on each other.
+            stored, rows = lax.optimization_barrier((frozen[leaf.path], rows))
+            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), stored)
         if copy.form == "gathered":
             return {path: _flat(rows[path], copy.leaves[path]) for path in out}
         return _whole(copy, rows)
