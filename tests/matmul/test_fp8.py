@@ -104,7 +104,7 @@ def jitted() -> Any:
 
     def run(x, codes, scale, gradient, cotangent, dtype):
         def of(x, gradient):
-            return fp8.product(x, (x, x), codes, scale, gradient, dtype)
+            return fp8.product(x, codes, scale, gradient, dtype)
 
         out, vjp = jax.vjp(of, x, gradient)
         return out, *vjp(cotangent)
@@ -139,7 +139,7 @@ def test_the_gradient_has_its_argument_s_dtype_and_the_activations_theirs():
     x, weight = jnp.ones((4, 16), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
 
     def loss(x, gradient):
-        return jnp.sum(fp8.product(x, (x, x), fp8.encode(weight), jnp.float32(1), gradient, jnp.float32))
+        return jnp.sum(fp8.product(x, fp8.encode(weight), jnp.float32(1), gradient, jnp.float32))
 
     of_x, of_weight = jax.grad(loss, (0, 1))(x, weight)
     assert (of_x.dtype, of_weight.dtype) == (jnp.bfloat16, jnp.bfloat16)
@@ -151,7 +151,7 @@ def test_cotangents_have_the_range_of_e5m2():
     """Of 2^-20 e4m3 would leave nothing beside 1."""
     cotangent = jnp.array([[1.0, 2.0**-20, 2.0**-30]])
     _, vjp = jax.vjp(
-        lambda x: fp8.product(x, (x, x), fp8.encode(jnp.eye(3)), jnp.float32(1), jnp.eye(3), jnp.float32),
+        lambda x: fp8.product(x, fp8.encode(jnp.eye(3)), jnp.float32(1), jnp.eye(3), jnp.float32),
         jnp.ones((1, 3)),
     )
     np.testing.assert_array_equal(vjp(cotangent)[0], cotangent)
@@ -162,13 +162,10 @@ def test_cotangents_have_the_range_of_e5m2():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(bad):
     """So that the step is skipped."""
-
-    def run(x):
-        return fp8.product(x, (x, x), fp8.encode(jnp.eye(16)), jnp.float32(1), jnp.eye(16), jnp.float32)
-
+    run = functools.partial(fp8.product, codes=fp8.encode(jnp.eye(16)), scale=jnp.float32(1))
     x = jnp.ones((2, 16)).at[1, 3].set(bad)
-    assert not np.isfinite(run(x)).all()
-    _, vjp = jax.vjp(run, jnp.ones((2, 16)))
+    assert not np.isfinite(run(x, gradient=jnp.eye(16), dtype=jnp.float32)).all()
+    _, vjp = jax.vjp(lambda x: run(x, gradient=jnp.eye(16), dtype=jnp.float32), jnp.ones((2, 16)))
     assert not np.isfinite(vjp(x)[0]).all()
     assert np.isnan(np.asarray(fp8.decode(fp8.encode(jnp.asarray(np.nan)), jnp.float32)))
 
@@ -177,9 +174,7 @@ def test_a_second_derivative_is_refused():
     weight = jnp.eye(16)
 
     def slope(x, gradient, curve):
-        return jnp.sum(
-            curve(fp8.product(x, (x, x), fp8.encode(weight), jnp.float32(1), gradient, jnp.float32))
-        )
+        return jnp.sum(curve(fp8.product(x, fp8.encode(weight), jnp.float32(1), gradient, jnp.float32)))
 
     def penalty(gradient, curve=jnp.tanh):
         """By the gradient of activations; linear in them, only the codes depend on the weight."""
@@ -200,7 +195,7 @@ def test_gradients_of_weights_are_summed_without_fast_accumulation():
 
     def loss(x, gradient):
         codes = jnp.zeros((16, 32), jnp.uint8)
-        return jnp.sum(fp8.product(x, (x, x), codes, jnp.float32(1), gradient, jnp.float32))
+        return jnp.sum(fp8.product(x, codes, jnp.float32(1), gradient, jnp.float32))
 
     traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.zeros((8, 16)), jnp.zeros((16, 32)))
     dots = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == "dot_general"]

@@ -65,10 +65,9 @@ def decode(codes: UInt8[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(codes, E4M3).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def product(
     x: Num[Array, "tokens k"],
-    again: tuple[Num[Array, "tokens k"], Num[Array, "tokens k"]],
     codes: UInt8[Array, "k n"],
     scale: Float[Array, ""],
     gradient: Num[Array, "k n"],
@@ -80,18 +79,17 @@ def product(
     gradient of the weight is summed without fast accumulation, which loses several percent of it.
 
     Args:
-        x: activations, which get the gradient.
-        again: the same twice, to take the scale from and to encode; they get none.
+        x: activations.
         codes: of the weight, made with ``scale``; they have no gradient.
         scale: of the weight.
         gradient: never read: its cotangent is the weight's gradient, and has its dtype.
         dtype: of the result.
     """
-    return _forward(x, again, codes, scale, gradient, dtype)[0]
+    return _forward(x, codes, scale, gradient, dtype)[0]
 
 
-def _forward(x: Any, again: Any, codes: Any, scale: Any, gradient: Any, dtype: Any) -> tuple[Array, Any]:
-    own, own_scale = _narrow(*again, E4M3)
+def _forward(x: Any, codes: Any, scale: Any, gradient: Any, dtype: Any) -> tuple[Array, Any]:
+    own, own_scale = _narrow(x, E4M3)
     weight = lax.bitcast_convert_type(codes, E4M3)
     # Arrays of no elements: they remember the dtypes of the arguments, and that they are differentiated.
     like = (x[:0], gradient[:0])
@@ -102,7 +100,7 @@ def _forward(x: Any, again: Any, codes: Any, scale: Any, gradient: Any, dtype: A
 def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
     own, own_scale, codes, scale, like = residuals
     weight = lax.bitcast_convert_type(codes, E4M3)
-    arrived, arrived_scale = _narrow(cotangent, cotangent, E5M2)
+    arrived, arrived_scale = _narrow(cotangent, E5M2)
     # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, which is
     # three times slower than to transpose bytes.
     own, arrived = lax.optimization_barrier((own, arrived))
@@ -112,7 +110,7 @@ def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
     found = (of_x.astype(like[0].dtype), of_weight.astype(like[1].dtype))
     of_x, of_weight = _underivable(found, (like, cotangent[:0]))
     no_codes = np.zeros(codes.shape, jax.dtypes.float0)
-    return of_x, None, no_codes, jnp.zeros_like(scale), of_weight
+    return of_x, no_codes, jnp.zeros_like(scale), of_weight
 
 
 product.defvjp(_forward, _backward)
@@ -138,10 +136,10 @@ def _refuse(*_: Any) -> Any:
 _underivable.defvjp(lambda values, given: (_underivable(values, given), None), _refuse)
 
 
-def _narrow(first: Array, x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """An array in an fp8 dtype, and its scale: for the largest magnitude in ``first``, which is equal."""
-    first, x = (one.astype(_wide(one.dtype)) for one in (first, x))
-    peak = jnp.max(jnp.abs(first), initial=0).astype(jnp.float32)
+def _narrow(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """An array in an fp8 dtype, and its scale: that of its own largest magnitude."""
+    x = x.astype(_wide(x.dtype))
+    peak = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     scale = checkpoint_name(scale_for(peak, dtype), SCALE)
     # Without the barrier XLA would leave out the rounding where the product is not in fp8.
     return lax.optimization_barrier((x * scale.astype(x.dtype)).astype(dtype)), scale

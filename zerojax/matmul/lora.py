@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import Factor
 from zerojax.validation.patterns import MATMUL_WEIGHTS, why_not
 
 A, B = "lora_a", "lora_b"
@@ -212,12 +211,13 @@ class LowRankOperand:
                 return None
         return [self._with(self._base(primitive, params)[0], a, b, after)]
 
-    def product(self, x: Factor, axes: Sequence[int], equation: Any) -> Array | None:
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array | None:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
 
         Args:
             x: the other operand.
-            axes: the weight's contracted axes, in the order of those of ``x``.
+            x_axes: its contracted axes.
+            axes: those of the weight, in the same order.
             equation: the ``dot_general``, which gives precision and dtype.
 
         Returns:
@@ -226,14 +226,14 @@ class LowRankOperand:
         contracted = {self.factors[axis] for axis in axes}
         if len(contracted) != 1 or {*axes} != {i for i, own in enumerate(self.factors) if own in contracted}:
             return None
-        base = operand_product(self.base, x, axes, equation)
+        base = operand_product(self.base, x, x_axes, axes, equation)
         if base is None:
             return None
         first, second = (self.a, self.b) if contracted == {"a"} else (self.b, self.a)
         own = [axis for axis, which in enumerate(self.factors) if which in contracted]
-        dropped = _dropped(x.value, self.seed, self.dropout)
-        inner = tuple(x.axes), tuple(own.index(axis) + 1 for axis in axes)
-        narrow = lax.dot_general(dropped, first, (inner, ((), ())), preferred_element_type=x.value.dtype)
+        dropped = _dropped(x, self.seed, self.dropout)
+        inner = tuple(x_axes), tuple(own.index(axis) + 1 for axis in axes)
+        narrow = lax.dot_general(dropped, first, (inner, ((), ())), preferred_element_type=x.dtype)
         last = ((narrow.ndim - 1,), (0,))
         wide = lax.dot_general(narrow, second, (last, ((), ())), preferred_element_type=base.dtype)
         return checkpoint_name(base + wide, SUM)
@@ -276,13 +276,15 @@ class LowRankOperand:
 jax.tree_util.register_dataclass(LowRankOperand, ["base", "a", "b", "seed"], ["factors", "dropout", "name"])
 
 
-def operand_product(weight: Any, x: Factor, axes: Sequence[int], equation: Any) -> Array | None:
+def operand_product(
+    weight: Any, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any
+) -> Array | None:
     """``x`` times a weight in any form; see ``LowRankOperand.product``."""
     if hasattr(weight, "product"):
-        return weight.product(x, axes, equation)
+        return weight.product(x, x_axes, axes, equation)
     params = equation.params
     return lax.dot_general(
-        x.value, weight, ((tuple(x.axes), tuple(axes)), ((), ())),
+        x, weight, ((tuple(x_axes), tuple(axes)), ((), ())),
         precision=params["precision"], preferred_element_type=params["preferred_element_type"],
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A weight in the form in which a product reads it, and how it is told from an array."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,22 +49,6 @@ class Codes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Factor:
-    """What a weight is multiplied with.
-
-    Attributes:
-        value: an array.
-        axes: those of its axes that are contracted.
-        again: computes as many equal arrays, without gradients, as there are readers that should not share
-            one (``zerojax.matmul.recompute``).
-    """
-
-    value: Array
-    axes: Sequence[int]
-    again: Callable[[int], Sequence[Array]]
-
-
-@dataclass(frozen=True)
 class Fp8Operand:
     """A weight, or what transposes, reshapes and slices made of it, on its way to an fp8 product.
 
@@ -96,27 +80,24 @@ class Fp8Operand:
         pairs = zip(codes, gradient, strict=True)
         return [Fp8Operand(code, own, self.scale, self.name) for code, own in pairs]
 
-    def product(self, x: Factor, axes: Sequence[int], equation: Any) -> Array:
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
 
         Args:
             x: the other operand.
-            axes: the weight's contracted axes, in the order of those of ``x``.
+            x_axes: its contracted axes.
+            axes: those of the weight, in the same order.
             equation: the ``dot_general``, which gives the dtype.
         """
-        shape = x.value.shape
-        x_free = [axis for axis in range(len(shape)) if axis not in x.axes]
+        x_free = [axis for axis in range(x.ndim) if axis not in x_axes]
         free = [axis for axis in range(self.codes.ndim) if axis not in axes]
         size = math.prod(self.codes.shape[axis] for axis in axes)
-        tokens, *again = (
-            lax.transpose(one, (*x_free, *x.axes)).reshape(-1, size) for one in (x.value, *x.again(2))
-        )
+        tokens = lax.transpose(x, (*x_free, *x_axes)).reshape(-1, size)
         codes, gradient = (
             lax.transpose(w, (*axes, *free)).reshape(size, -1) for w in (self.codes, self.gradient)
         )
-        dtype = equation.outvars[0].aval.dtype
-        out: Any = fp8.product(tokens, tuple(again), codes, self.scale, gradient, dtype)
-        return out.reshape(*(shape[axis] for axis in x_free), *(self.codes.shape[axis] for axis in free))
+        out: Any = fp8.product(tokens, codes, self.scale, gradient, equation.outvars[0].aval.dtype)
+        return out.reshape(*(x.shape[axis] for axis in x_free), *(self.codes.shape[axis] for axis in free))
 
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":
         """The same weight to a model that computes in another dtype."""

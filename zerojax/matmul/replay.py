@@ -7,7 +7,6 @@ the product for its form is taken instead: of fp8 codes (``zerojax.matmul.fp8``)
 ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,7 @@ from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LowRankOperand
-from zerojax.matmul.operand import Factor, Fp8Operand
-from zerojax.matmul.recompute import bind, recomputed
+from zerojax.matmul.operand import Fp8Operand
 
 _MOVES = frozenset(("copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
 Operand = Fp8Operand | LowRankOperand
@@ -62,21 +60,22 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
         info = equation.source_info
         stack = source_info_util.current_name_stack() + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=stack):
-            results = _results(equation, jaxpr, read)
+            results = _results(equation, [read(var) for var in equation.invars])
         values |= dict(zip(equation.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _results(equation: core.JaxprEqn, jaxpr: core.Jaxpr, read: Callable[[Any], Any]) -> Sequence[Any]:
-    """Evaluate one equation of a program, whose variables ``read`` gives."""
+def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
+    """Evaluate one equation."""
     primitive, params = equation.primitive, equation.params
-    given = [read(var) for var in equation.invars]
     weights = [value for value in given if isinstance(value, Operand)]
     if not weights:
-        return bind(equation, given)
+        with equation.ctx.manager:
+            results = primitive.bind(*given, **primitive.get_bind_params(params))
+        return results if primitive.multiple_results else [results]
     match primitive.name:
         case "dot_general" if len(weights) == 1 and not any(params["dimension_numbers"][1]):
-            if (out := _product(equation, jaxpr, read)) is not None:
+            if (out := _product(equation, *given)) is not None:
                 return [out]
         case "convert_element_type" if jnp.issubdtype(params["new_dtype"], jnp.floating):
             return [weights[0].astype(params["new_dtype"])]
@@ -96,18 +95,16 @@ def _results(equation: core.JaxprEqn, jaxpr: core.Jaxpr, read: Callable[[Any], A
     raise ConfigurationError(_read_elsewhere(weights[0], f"is read by {primitive.name} at {where}"))
 
 
-def _product(equation: core.JaxprEqn, jaxpr: core.Jaxpr, read: Callable[[Any], Any]) -> Array | None:
+def _product(equation: core.JaxprEqn, lhs: Any, rhs: Any) -> Array | None:
     """``dot_general`` without batch axes, of which one side is a weight; None if that has no such product."""
-    axes, _ = equation.params["dimension_numbers"]
-    lhs, rhs = (read(var) for var in equation.invars)
-    first = isinstance(lhs, Operand)
-    weight, x = (lhs, rhs) if first else (rhs, lhs)
-    again = functools.partial(recomputed, jaxpr, equation, equation.invars[first], read)
-    out = weight.product(Factor(x, axes[first], again), axes[not first], equation)
-    if out is None or not first:
-        return out
-    free = x.ndim - len(axes[first])
-    return lax.transpose(out, (*range(free, out.ndim), *range(free)))
+    (lhs_axes, rhs_axes), _ = equation.params["dimension_numbers"]
+    if not isinstance(lhs, Operand):
+        return rhs.product(lhs, lhs_axes, rhs_axes, equation)
+    out = lhs.product(rhs, rhs_axes, lhs_axes, equation)
+    if out is None:
+        return None
+    first = rhs.ndim - len(rhs_axes)
+    return lax.transpose(out, (*range(first, out.ndim), *range(first)))
 
 
 def _read_elsewhere(weight: Operand, how: str) -> str:
