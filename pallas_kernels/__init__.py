@@ -1,14 +1,16 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
-``encode_nf4`` and ``decode_nf4`` store frozen weights; ``attend_cache`` is the attention of generation.
+``encode_nf4`` and ``decode_nf4`` store frozen weights; ``attend_cache`` is the attention of generation;
+``cast_transpose`` makes operands of fp8 matmuls.
 
 The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
 ``pallas_kernels.reference`` is the specification, ``nf4_reference`` that of nf4,
-``attention_reference`` that of attention.
+``attention_reference`` and ``cast_reference`` those of attention and of casts.
 """
 
 from pallas_kernels.attention import attend_cache
 from pallas_kernels.backends import backend_report
+from pallas_kernels.cast import cast_transpose
 from pallas_kernels.dispatch import (
     decode,
     decode_add,
@@ -32,6 +34,7 @@ __all__ = [
     "Format",
     "attend_cache",
     "backend_report",
+    "cast_transpose",
     "decode",
     "decode_add",
     "decode_nf4",

@@ -26,13 +26,13 @@ ROUNDINGS = ("nearest", "stochastic")
 
 def dispatch(
     name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
-) -> jax.Array:
+) -> Any:
     """Call the target platform's implementation of ``name``; only that one is lowered."""
     default = partial(getattr(specification, name), **static)
     kernel = cuda_implementation(name)
     if kernel is None:
         return default(*arrays)
-    branches: dict[str, Callable[..., jax.Array]] = {"cuda": partial(kernel, **static), "default": default}
+    branches: dict[str, Callable[..., Any]] = {"cuda": partial(kernel, **static), "default": default}
     return lax.platform_dependent(*arrays, **branches)
 
 

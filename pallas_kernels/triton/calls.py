@@ -13,10 +13,10 @@ import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on G
 import numpy as np
 import triton
 
-from pallas_kernels import attention_reference, nf4_reference, reference
+from pallas_kernels import attention_reference, cast_reference, nf4_reference, reference
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_sections
-from pallas_kernels.triton import attention, kernels, nf4
+from pallas_kernels.triton import attention, casts, kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -26,6 +26,8 @@ _MOST_PEERS = 64
 """Rows summed in unrolled code."""
 _PROGRAMS = 512
 """Programs of the attention kernel that fill a chip."""
+_CAST_TILE = 128
+"""Rows and columns that a program casts."""
 
 
 def encode_shape(fmt: str, rotation: int, stochastic: bool) -> tuple[int, int]:
@@ -355,3 +357,27 @@ def attend_cache(
         return out[0]
     shares = jax.nn.softmax(weights, axis=0)[..., None]
     return jnp.sum(shares * out, axis=0).astype(query.dtype)
+
+
+def cast_transpose(x: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.cast_transpose``."""
+    m, n = x.shape
+    aligned = m % 16 == 0 and n % 16 == 0 and m * n > 0
+    if compute_capability() < 89 or not aligned or not _fits(x.dtype, n=m * n):
+        return cast_reference.cast_transpose(x, scale, dtype=dtype)
+    cast, transpose = jax_triton.triton_call(
+        x,
+        scale.reshape(1),
+        kernel=casts.cast_transpose_kernel,
+        grid=(-(-m // _CAST_TILE) * -(-n // _CAST_TILE),),
+        num_warps=8,
+        num_stages=1,
+        compute_capability=compute_capability(),
+        M=m,
+        N=n,
+        TILE_M=_CAST_TILE,
+        TILE_N=_CAST_TILE,
+        E5M2=dtype == jnp.float8_e5m2,
+        **_options((jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((n, m), jnp.uint8))),
+    )
+    return jax.lax.bitcast_convert_type(cast, dtype), jax.lax.bitcast_convert_type(transpose, dtype)

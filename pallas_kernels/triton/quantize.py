@@ -170,7 +170,7 @@ def pack(pairs, BITS: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_pair(a, b):
+def e4m3_pair(a, b):
     """The e4m3 bytes of two fp32 tensors, a's low, in a uint16."""
     return tl.inline_asm_elementwise(
         "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [a, b], tl.uint16, True, 1
@@ -284,8 +284,8 @@ def fp8_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
             words = words + (word | (sign & 0x80808080),)
     else:
         for i in tl.static_range(0, len(lanes) // 4):
-            low = _e4m3_pair(lanes[4 * i] * inverse, lanes[4 * i + 1] * inverse)
-            high = _e4m3_pair(lanes[4 * i + 2] * inverse, lanes[4 * i + 3] * inverse)
+            low = e4m3_pair(lanes[4 * i] * inverse, lanes[4 * i + 1] * inverse)
+            high = e4m3_pair(lanes[4 * i + 2] * inverse, lanes[4 * i + 3] * inverse)
             words = words + (low.to(tl.uint32) | high.to(tl.uint32) << 16,)
     return _keep_live(words, inverse, 0)
 

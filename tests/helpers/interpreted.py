@@ -23,6 +23,10 @@ def _e4m3(x):
     return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
+def _e5m2(x):
+    return np.clip(x, -57344, 57344).astype(ml_dtypes.float8_e5m2).view(np.uint8)
+
+
 def _reciprocal(x):
     # The instruction is good to an ulp: be wrong by one, to see that the kernel corrects it.
     exact = (F32(1) / x).astype(F32)
@@ -79,6 +83,7 @@ INSTRUCTIONS = {
     "lop3.b32": lambda a, b, c: (a & np.uint32(b)) ^ np.uint32(c),
     "cvt.rn.bf16x2.f32": _bf16_pair,
     "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: _e4m3(a).astype(np.uint16) | _e4m3(b).astype(np.uint16) << 8,
+    "cvt.rn.satfinite.e5m2x2.f32": lambda a, b: _e5m2(a).astype(np.uint16) | _e5m2(b).astype(np.uint16) << 8,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
     "cvt.rn.f16x2.f32": _half_pair,
     "fma.rn.f16x2": _fma_halves,

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import CASES, case, nf4_edges
 
-from pallas_kernels import QUANTIZED, STORED, attention_reference, nf4_reference, reference
+from pallas_kernels import (
+    QUANTIZED,
+    STORED,
+    attention_reference,
+    cast_reference,
+    nf4_reference,
+    reference,
+)
 from pallas_kernels.triton import calls
 
 SEED = jnp.uint32(9)
@@ -98,11 +105,27 @@ def check_attention():
         assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
 
 
+def check_cast():
+    """Tiles that are not full; ties, subnormals, numbers beyond the range, NaN."""
+    rng = np.random.default_rng(0)
+    for m, n in ((16, 16), (144, 272), (256, 128)):
+        numbers = np.exp2(rng.uniform(-20, 18, (m, n))) * rng.choice([-1, 1], (m, n))
+        numbers.flat[:6] = 464, 61440, np.nan, np.inf, -np.inf, 1 + 2**-4
+        for x in (jnp.asarray(numbers, jnp.bfloat16), jnp.asarray(numbers, jnp.float32)):
+            for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+                got = calls.cast_transpose(x, jnp.float32(0.5), dtype=jnp.dtype(dtype))
+                want = cast_reference.cast_transpose(x, jnp.float32(0.5), dtype=jnp.dtype(dtype))
+                for mine, theirs in zip(got, want, strict=True):
+                    assert mine.dtype == theirs.dtype
+                    both = (np.asarray(one, np.float32) for one in (mine, theirs))
+                    np.testing.assert_array_equal(*both)
+
+
 def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
     for fmt in sys.argv[1:] or (*QUANTIZED, *STORED):
-        others = {"nf4": check_nf4, "attention": check_attention}
+        others = {"nf4": check_nf4, "attention": check_attention, "cast": check_cast}
         others[fmt]() if fmt in others else check_format(fmt)
         print(fmt, "agrees", flush=True)
 

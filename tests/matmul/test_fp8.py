@@ -147,6 +147,23 @@ def test_the_gradient_has_its_argument_s_dtype_and_the_activations_theirs():
     assert (of_weight == 4).all()
 
 
+def test_a_frozen_weight_has_no_gradient_and_keeps_no_activations():
+    x, weight = random(16, 32, seed=1), random(32, 16, seed=2)
+
+    def run(x, gradient, trained):
+        return fp8.product(x, fp8.encode(weight), jnp.float32(1), gradient, jnp.float32, trained)
+
+    results = [jax.vjp(lambda *both, own=own: run(*both, own), x, weight) for own in (True, False)]
+    (out, vjp), (frozen_out, frozen_vjp) = results
+    np.testing.assert_array_equal(out, frozen_out)
+    (of_x, of_weight), (frozen_of_x, none) = vjp(out), frozen_vjp(out)
+    np.testing.assert_array_equal(of_x, frozen_of_x)
+    assert of_weight.any()
+    assert not none.any()
+    kept = [x.shape for x in jax.tree.leaves(frozen_vjp) if x.dtype == fp8.E4M3]
+    assert kept == []
+
+
 def test_cotangents_have_the_range_of_e5m2():
     """Of 2^-20 e4m3 would leave nothing beside 1."""
     cotangent = jnp.array([[1.0, 2.0**-20, 2.0**-30]])

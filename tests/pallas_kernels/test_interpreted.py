@@ -21,7 +21,7 @@ HERE = ROOT / "tests" / "helpers"
 )
 @pytest.mark.parametrize(
     "fmt",
-    [*pk.STORED, "attention", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in pk.QUANTIZED)],
+    [*pk.STORED, "attention", "cast", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in pk.QUANTIZED)],
 )
 def test_interpreted_kernels_equal_the_reference(fmt):
     # jax-triton can't be imported without JAX's CUDA plugin.

@@ -124,6 +124,24 @@ def test_attention_in_bf16_lowers_without_a_gpu(rows, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("kind", "shape", "kernel"),
+    [
+        ("NVIDIA H100", (144, 272), True),
+        ("NVIDIA B200", (144, 272), True),
+        ("NVIDIA A100", (144, 272), False),
+        ("NVIDIA H100", (143, 272), False),
+    ],
+)
+def test_casts_lower_where_chip_and_shape_allow(kind, shape, kernel):
+    def call(x, scale):
+        return pk.cast_transpose(x, scale, jnp.float8_e5m2)
+
+    program = lowered(call, (shape, jnp.bfloat16), ((), jnp.float32), kind=kind)
+    assert (CALL in program) == kernel
+
+
+@needs_triton
 @pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA B200"])
 @pytest.mark.parametrize("name", ["encode rotated", "decode", "decode_sum_encode"])
 def test_kernel_lowers_for_other_chips(name, kind):

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, UInt8
 
+from pallas_kernels import cast_transpose
 from zerojax.errors import ConfigurationError
 
 E4M3 = jnp.float8_e4m3fn
@@ -65,13 +66,14 @@ def decode(codes: UInt8[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(codes, E4M3).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def product(
     x: Num[Array, "tokens k"],
     codes: UInt8[Array, "k n"],
     scale: Float[Array, ""],
     gradient: Num[Array, "k n"],
     dtype: DTypeLike,
+    trained: bool = True,
 ) -> Num[Array, "tokens n"]:
     """``x`` times a weight, both in e4m3, summed in fp32.
 
@@ -84,29 +86,42 @@ def product(
         scale: of the weight.
         gradient: never read: its cotangent is the weight's gradient, and has its dtype.
         dtype: of the result.
+        trained: whether the weight's gradient is wanted; otherwise it is zero.
     """
-    return _forward(x, codes, scale, gradient, dtype)[0]
+    return _forward(x, codes, scale, gradient, dtype, trained)[0]
 
 
-def _forward(x: Any, codes: Any, scale: Any, gradient: Any, dtype: Any) -> tuple[Array, Any]:
-    own, own_scale = _narrow(x, E4M3)
+def _forward(x: Any, codes: Any, scale: Any, gradient: Any, dtype: Any, trained: bool) -> tuple[Array, Any]:
+    own = x.astype(_wide(x.dtype))
+    own_scale = _scale(own, E4M3)
+    own = _cast(own, own_scale, E4M3)
     weight = lax.bitcast_convert_type(codes, E4M3)
     # Arrays of no elements: they remember the dtypes of the arguments, and that they are differentiated.
     like = (x[:0], gradient[:0])
     out = _underivable(_dot((own, own_scale), (weight, scale), (1, 0), dtype), like)
-    return out, (own, own_scale, codes, scale, like)
+    return out, (own if trained else None, own_scale, codes, scale, like)
 
 
-def _backward(dtype: Any, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+def _backward(dtype: Any, trained: bool, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
     own, own_scale, codes, scale, like = residuals
     weight = lax.bitcast_convert_type(codes, E4M3)
-    arrived, arrived_scale = _narrow(cotangent, E5M2)
-    # The sum over tokens reads both transposed. Without the barrier XLA transposes while it encodes, which is
-    # three times slower than to transpose bytes.
-    own, arrived = lax.optimization_barrier((own, arrived))
-    arrived = (arrived, arrived_scale)
-    of_x = _dot(arrived, (weight, scale), (1, 1), dtype)
-    of_weight = _dot((own, own_scale), arrived, (0, 0), dtype, precision=lax.Precision.HIGHEST)
+    arrived = cotangent.astype(_wide(cotangent.dtype))
+    if trained:
+        # The maximum takes a pass of its own. In one with what computes the cotangent, XLA would write what
+        # that shares with the activations, such as the tanh of a GELU, to memory and read it back.
+        arrived = lax.optimization_barrier(arrived)
+    arrived_scale = _scale(arrived, E5M2)
+    if trained:
+        # The kernel has no derivative; that of what follows is refused below.
+        arrived, turned = cast_transpose(*lax.stop_gradient((arrived, arrived_scale)), E5M2)
+        # Without the barrier XLA transposes while it casts: three times slower than to transpose bytes.
+        own, turned = lax.optimization_barrier((own, turned))
+        precision = lax.Precision.HIGHEST
+        of_weight = _dot((own, own_scale), (turned, arrived_scale), (0, 1), dtype, precision=precision)
+    else:
+        arrived = _cast(arrived, arrived_scale, E5M2)
+        of_weight = jnp.zeros(codes.shape, like[1].dtype)
+    of_x = _dot((arrived, arrived_scale), (weight, scale), (1, 1), dtype)
     found = (of_x.astype(like[0].dtype), of_weight.astype(like[1].dtype))
     of_x, of_weight = _underivable(found, (like, cotangent[:0]))
     no_codes = np.zeros(codes.shape, jax.dtypes.float0)
@@ -136,13 +151,16 @@ def _refuse(*_: Any) -> Any:
 _underivable.defvjp(lambda values, given: (_underivable(values, given), None), _refuse)
 
 
-def _narrow(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """An array in an fp8 dtype, and its scale: that of its own largest magnitude."""
-    x = x.astype(_wide(x.dtype))
+def _scale(x: Array, dtype: DTypeLike) -> Array:
+    """The scale of an array in an fp8 dtype, by its largest magnitude; NaN, if that is not finite."""
     peak = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-    scale = checkpoint_name(scale_for(peak, dtype), SCALE)
+    scale = jnp.where(jnp.isfinite(peak), scale_for(peak, dtype), jnp.nan)
+    return checkpoint_name(scale, SCALE)
+
+
+def _cast(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     # Without the barrier XLA would leave out the rounding where the product is not in fp8.
-    return lax.optimization_barrier((x * scale.astype(x.dtype)).astype(dtype)), scale
+    return lax.optimization_barrier((x * scale.astype(x.dtype)).astype(dtype))
 
 
 def _dot(

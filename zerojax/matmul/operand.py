@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -57,12 +57,14 @@ class Fp8Operand:
         gradient: as of ``Codes``.
         scale: of the whole weight.
         name: of the weight.
+        trained: whether the weight has a gradient.
     """
 
     codes: UInt8[Array, "..."]
     gradient: Num[Array, "..."]
     scale: Float[Array, ""]
     name: str
+    trained: bool = True
 
     kind = "is kept in fp8"
     way_out = "ZeroConfig(fp8=(..., '!{name}'))"
@@ -78,7 +80,7 @@ class Fp8Operand:
         if not primitive.multiple_results:
             codes, gradient = [codes], [gradient]
         pairs = zip(codes, gradient, strict=True)
-        return [Fp8Operand(code, own, self.scale, self.name) for code, own in pairs]
+        return [replace(self, codes=code, gradient=own) for code, own in pairs]
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
@@ -96,15 +98,16 @@ class Fp8Operand:
         codes, gradient = (
             lax.transpose(w, (*axes, *free)).reshape(size, -1) for w in (self.codes, self.gradient)
         )
-        out: Any = fp8.product(tokens, codes, self.scale, gradient, equation.outvars[0].aval.dtype)
+        dtype = equation.outvars[0].aval.dtype
+        out: Any = fp8.product(tokens, codes, self.scale, gradient, dtype, self.trained)
         return out.reshape(*(x.shape[axis] for axis in x_free), *(self.codes.shape[axis] for axis in free))
 
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":
         """The same weight to a model that computes in another dtype."""
-        return Fp8Operand(self.codes, self.gradient.astype(dtype), self.scale, self.name)
+        return replace(self, gradient=self.gradient.astype(dtype))
 
 
-jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["name"])
+jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["name", "trained"])
 
 
 def with_values(source: Any, values: Num[Array, "..."]) -> Any:

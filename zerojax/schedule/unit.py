@@ -105,7 +105,7 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
         def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Any:
             value = by_path[leaf.path]
             if isinstance(value, Codes):
-                value = Fp8Operand(value.codes, value.gradient, inputs.scales[leaf.name], leaf.name)
+                value = Fp8Operand(*value, inputs.scales[leaf.name], leaf.name, trained=not leaf.frozen)
             if leaf.frozen:
                 value = lax.stop_gradient(value)
             if lora is None:

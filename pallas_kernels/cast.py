@@ -1,0 +1,41 @@
+"""Casts to an fp8 dtype in both orientations, checked; see ``pallas_kernels.dispatch``."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import cast_reference
+from pallas_kernels.dispatch import dispatch
+
+FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def cast_transpose(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Multiply a matrix by a scale, cast it to an fp8 dtype, and transpose it, in one pass.
+
+    Hopper's fp8 matmuls read both operands along the contracted axis alone, so that a matrix in two products
+    (of a gradient with a weight, and with activations) is needed in both orientations.
+
+    Args:
+        x: [m, n], any floating-point dtype.
+        scale: fp32 scalar.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``. Larger numbers become its largest; NaN stays.
+
+    Returns:
+        The cast, [m, n], and its transpose, [n, m].
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+    """
+    if x.ndim != 2 or scale.shape != ():
+        raise ValueError(f"x {x.shape} and scale {scale.shape}: expected a matrix and a scalar")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or scale.dtype != jnp.float32:
+        raise TypeError(f"x is {x.dtype} and scale {scale.dtype}: expected floating point and float32")
+    dtype = jnp.dtype(dtype)
+    if dtype not in FP8:
+        raise TypeError(f"dtype {dtype}: choose one of {', '.join(jnp.dtype(one).name for one in FP8)}")
+    return dispatch("cast_transpose", x, scale, specification=cast_reference, dtype=dtype)
