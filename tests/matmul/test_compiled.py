@@ -6,6 +6,7 @@ import pytest
 from cuda_clusters import compiled_gpt
 
 import zerojax
+from pallas_kernels.backends import cuda_implementation
 from zerojax.analysis.hlo.text import Array, Instruction, parse, walk
 from zerojax.analysis.plan import plan_state
 from zerojax.models import GPTConfig
@@ -42,8 +43,9 @@ def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
     assert plan is not None
     kernels = {tuple(sorted(row.shape)) for row in plan.chosen}
     assert kernels == {(192, 192), (192, 512), (192, 576)}
-    program, in_fp8 = parse(compiled.as_text() or ""), 0
+    program, in_fp8, casts = parse(compiled.as_text() or ""), 0, 0
     for visit in walk(program):
+        casts += (visit.count or 0) * (target(visit.instruction) == "triton_kernel_call")
         if target(visit.instruction) == F8:
             assert visit.count is not None
             in_fp8 += visit.count
@@ -54,6 +56,8 @@ def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
     # Forward, and both gradients. Of a layer that is recomputed, the last product is not needed again.
     again = 0 if settings.get("remat") == "none" else plan.weights * 4 // 5
     assert in_fp8 == 3 * plan.weights + again
+    if settings["name"] == "zero3":  # the others encode by kernels, too
+        assert casts == (plan.weights if cuda_implementation("cast_transpose") else 0)
 
     sizes, gathered = {math.prod(shape) for shape in kernels}, set[int]()
     for computation in program.computations.values():

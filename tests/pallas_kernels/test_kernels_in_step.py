@@ -24,7 +24,9 @@ pytestmark = [
 
 STEP = "tests/train/test_compiled_step.py::test_the_compiled_step_sends_what_the_traced_one_says"
 LOWERING = "tests/pallas_kernels/test_lowering.py"
+FP8 = "tests/matmul/test_compiled.py::test_products_are_in_fp8_and_weights_are_not_decoded[zero3]"
 # The kernels have no derivative, and nothing may ask them for one.
+REFUSED = "tests/matmul/test_fp8.py::test_a_second_derivative_is_refused"
 DERIVED = "tests/schedule/test_derived_losses.py::test_quantized_gradients_of_a_penalty_are_near"
 
 
@@ -33,7 +35,7 @@ DERIVED = "tests/schedule/test_derived_losses.py::test_quantized_gradients_of_a_
     [
         (
             "not slow or zero++",
-            [LOWERING, f"{STEP}[zero++-2-4-dtypes1]"],
+            [LOWERING, f"{STEP}[zero++-2-4-dtypes1]", FP8, REFUSED],
         ),
         pytest.param(
             "slow or Stacked or Listed",

@@ -15,7 +15,7 @@ from zerojax.sharding import nccl
 from zerojax.sharding.network import Network
 
 GBIT = 1e9 / 8
-THREADS, SOCKETS, SPLIT = nccl.THREADS, nccl.SOCKETS, nccl.SPLIT
+THREADS, SOCKETS, SPLIT, PIECES = nccl.THREADS, nccl.SOCKETS, nccl.SPLIT, nccl.PIECES
 
 
 def network(gigabits=100.0, **facts):
@@ -50,7 +50,7 @@ def chosen(network, nodes=2, local=1, cores=64, given=()):
 )
 def test_as_many_flows_as_fill_the_link(gigabits, local, cores, threads):
     told, found = chosen(network(gigabits), local=local, cores=cores)
-    assert told == {SPLIT: "0"} | ({THREADS: threads} if threads else {})
+    assert told == {SPLIT: "0"} | ({THREADS: threads, PIECES: "1048576"} if threads else {})
     assert all(len(setting.reason) > 10 for setting in found)
 
 
@@ -68,7 +68,7 @@ def test_as_many_flows_as_fill_the_link(gigabits, local, cores, threads):
 def test_where_sockets_are_left_alone(facts, reason):
     told, found = chosen(Network(**({"interface": "eth0", "rate": 100 * GBIT} | facts)))
     assert told == {SPLIT: "0"}
-    assert reason in found[-1].reason
+    assert reason in found[1].reason
 
 
 def test_one_node_needs_nothing():
@@ -82,7 +82,14 @@ def test_a_variable_of_the_user_stays_and_so_does_its_twin(name):
     assert [str(setting) for setting in found] == [
         f"{SPLIT}: set to 1 already",
         f"{THREADS}: {name} is set to 2 already",
+        f"{PIECES}: NCCL's own suit the flows that it opens",
     ]
+
+
+def test_the_users_own_pieces_stay():
+    told, found = chosen(network(), given={PIECES: "262144"})
+    assert told == {SPLIT: "0", THREADS: "4"}
+    assert str(found[-1]) == f"{PIECES}: set to 262144 already"
 
 
 def test_variables_are_read_from_the_environment_and_from_files(tmp_path):
@@ -95,7 +102,7 @@ def test_variables_are_read_from_the_environment_and_from_files(tmp_path):
 
 def test_what_is_applied_is_in_the_environment_and_announced(monkeypatch):
     monkeypatch.setattr(nccl, "_applied", [])
-    for name in (THREADS, SPLIT):
+    for name in (THREADS, SPLIT, PIECES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     _, found = chosen(network(25), given={SPLIT: "1"})
@@ -103,9 +110,10 @@ def test_what_is_applied_is_in_the_environment_and_announced(monkeypatch):
     assert os.environ[THREADS] == "4"
     assert SPLIT not in os.environ
     assert list(map(str, nccl.applied())) == [
-        f"{THREADS}=4: a link of 25 Gb/s: 4 TCP flows a node in place of 1"
+        f"{THREADS}=4: a link of 25 Gb/s: 4 TCP flows a node in place of 1",
+        f"{PIECES}=1048576: pieces of 1 MiB in place of 128 KiB, for the flows to share",
     ]
-    assert nccl.exports(found) == [f"export {THREADS}=4"]
+    assert nccl.exports(found) == [f"export {THREADS}=4", f"export {PIECES}=1048576"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Gpu:
 @pytest.fixture
 def job(monkeypatch):
     """A job on a network of 100 Gb/s without RDMA, and a process with cores enough."""
-    for name in (THREADS, SOCKETS, SPLIT):
+    for name in nccl.NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_NET", "Socket")
@@ -139,11 +147,11 @@ def test_a_mesh_of_gpus_of_several_processes_tells_nccl():
     assert nccl.applied() == []
     zerojax.make_mesh(devices=gpus)
     assert (os.environ[SPLIT], os.environ[THREADS]) == ("0", "2")  # two GPUs a node, four flows
-    assert [setting.name for setting in nccl.applied()] == [SPLIT, THREADS]
+    assert [setting.name for setting in nccl.applied()] == [SPLIT, THREADS, PIECES]
     zerojax.make_mesh(devices=gpus)
-    assert len(nccl.applied()) == 2
+    assert len(nccl.applied()) == 3
     zerojax.make_mesh(devices=[Gpu(i // 2, i, "cpu", "cpu") for i in range(4)])  # pyright: ignore[reportArgumentType]
-    assert len(nccl.applied()) == 2
+    assert len(nccl.applied()) == 3
 
 
 @pytest.mark.usefixtures("job")
@@ -174,7 +182,7 @@ def test_doctor_tells_it_for_other_programs(monkeypatch):
     assert rows["interface"] == "eth0, 100 Gb/s"
     assert rows["NCCL uses"] == "TCP sockets"
     assert rows[THREADS].startswith("4 (set by zerojax): a link of 100 Gb/s")
-    assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=4"
+    assert rows["other programs"] == f"export {SPLIT}=0; export {THREADS}=4; export {PIECES}=1048576"
     monkeypatch.setenv(THREADS, "2")
     assert dict(doctor._network(MeshSection()))[THREADS] == f"left alone: {THREADS} is set to 2 already"
 

@@ -19,7 +19,8 @@ from zerojax.sharding.network import VARIABLE, Network, network_facts
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
-NAMES = (SPLIT, THREADS, SOCKETS)
+PIECES = "NCCL_P2P_NET_CHUNKSIZE"
+NAMES = (SPLIT, THREADS, SOCKETS, PIECES)
 
 CORES = "ZEROJAX_NODE_CORES"
 """The environment variable that names a node's cores, where the kernel counts more than it may use."""
@@ -29,6 +30,8 @@ CORES = "ZEROJAX_NODE_CORES"
 # nothing from two, and lost by four and by eight (docs/clusters.md).
 _ONE_FLOW, _FLOWS = 10e9 / 8, 4
 _CORES_PER_THREAD = 4
+# Bytes that all-to-alls hand to the network at a time; NCCL divides a piece among the flows.
+_PIECE = 2**20
 
 # Adapters for which NCCL chooses threads and sockets by itself, by PCI vendor.
 _CHOSEN_BY_NCCL = {
@@ -100,7 +103,8 @@ def settings(
     """
     if nodes == 1:
         return []
-    return [_split(given), _threads(network, local, cores, given)]
+    threads = _threads(network, local, cores, given)
+    return [_split(given), threads, _pieces(threads, given)]
 
 
 def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -148,6 +152,14 @@ def _threads(network: Network, local: int, cores: int, given: Mapping[str, str])
         return Setting(THREADS, None, f"{cores} cores are too few for more flows: {needed} would do")
     flows = f"{threads * local} TCP flows a node in place of {local}"
     return Setting(THREADS, str(threads), f"{_rate(network)}: {flows}")
+
+
+def _pieces(threads: Setting, given: Mapping[str, str]) -> Setting:
+    if PIECES in given:
+        return Setting(PIECES, None, f"set to {given[PIECES]} already")
+    if threads.value is None:
+        return Setting(PIECES, None, "NCCL's own suit the flows that it opens")
+    return Setting(PIECES, str(_PIECE), "pieces of 1 MiB in place of 128 KiB, for the flows to share")
 
 
 def _one_flow_suffices(network: Network, local: int, given: Mapping[str, str]) -> str:
