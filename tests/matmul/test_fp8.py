@@ -148,13 +148,14 @@ def test_the_gradient_has_its_argument_s_dtype_and_the_activations_theirs():
 
 
 def test_a_frozen_weight_has_no_gradient_and_keeps_no_activations():
-    x, weight = random(16, 32, seed=1), random(32, 16, seed=2)
+    x, weight = jnp.asarray(random(16, 32, seed=1)), jnp.asarray(random(32, 16, seed=2))
 
-    def run(x, gradient, trained):
+    def run(x, gradient, *, trained):
         return fp8.product(x, fp8.encode(weight), jnp.float32(1), gradient, jnp.float32, trained)
 
-    results = [jax.vjp(lambda *both, own=own: run(*both, own), x, weight) for own in (True, False)]
-    (out, vjp), (frozen_out, frozen_vjp) = results
+    (out, vjp), (frozen_out, frozen_vjp) = (
+        jax.vjp(functools.partial(run, trained=trained), x, weight) for trained in (True, False)
+    )
     np.testing.assert_array_equal(out, frozen_out)
     (of_x, of_weight), (frozen_of_x, none) = vjp(out), frozen_vjp(out)
     np.testing.assert_array_equal(of_x, frozen_of_x)
