@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 VERSION = "0.1.0"
-"""Of zerojax, which need not be installed; pyproject.toml takes it from here."""
+"""The version of zerojax, which need not be installed; pyproject.toml takes it from here."""
 
 
 def installed(package: str) -> str | None:

@@ -106,8 +106,8 @@ def check(case: Case) -> Check:
 def _state(case: Case, config: RunConfig) -> zerojax.TrainState:
     flash = flash_attention(config.model, config.zero.compute_dtype or "bfloat16")
     model = dataclasses.replace(config.model, attention="cudnn" if flash else "xla")
-    section = dataclasses.replace(config.zero, preset=case.preset, remat=case.remat)
-    section = dataclasses.replace(section, matmul_dtype=case.matmuls)
+    changes = {"preset": case.preset, "remat": case.remat, "matmul_dtype": case.matmuls}
+    section = dataclasses.replace(config.zero, **changes)
     return zerojax.TrainState.abstract(
         lambda rngs: GPT(model, rngs=rngs),
         make_optimizer(config.optimizer, config.train.steps),

@@ -3,7 +3,7 @@
 
     scripts/acceptance/soak.py --kills 30 --processes 3
 
-trains a tiny model twice with `zerojax launch`: once in peace, once with SIGKILL at random moments, while
+trains a tiny model twice with `zerojax launch`: once undisturbed, once with SIGKILL at random moments, while
 starting, in a step and in a save, to one process or to all. Then every step's metrics and the final
 parameters and optimizer have to be equal bit for bit. Exit code 0 if they are.
 """
@@ -42,7 +42,7 @@ log = {{every = 1000, trackers = []}}
 
 
 class Soak:
-    """The run that is disturbed, and the hand that disturbs it."""
+    """A run whose processes are killed at random moments."""
 
     def __init__(self, folder: Path, command: list[str], seed: int) -> None:
         """Prepare; `kill_often` begins."""
@@ -53,7 +53,7 @@ class Soak:
         self.log = (folder / "disturbed.log").open("wb")
 
     def kill_often(self, kills: int) -> int:
-        """Run to the end, killing so many times on the way; return the launcher's exit code."""
+        """Run to the end with ``kills`` kills on the way; return the launcher's exit code."""
         launcher = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT)
         done = 0
         while done < kills and launcher.poll() is None:
@@ -77,7 +77,7 @@ class Soak:
         return launcher.wait()
 
     def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> bool:
-        """Wait for a moment of that kind; False when the run has ended before."""
+        """Wait for a moment of that kind; False if the run ends first."""
         step = last_step(self.run)
         seen = {path.name for path in self.run.glob("checkpoints/*")}
         while launcher.poll() is None:
@@ -100,7 +100,7 @@ class Soak:
 
 
 def last_step(run: Path) -> int:
-    """The last step that a run has noted; 0 before the first."""
+    """The last step in a run's metrics; 0 before the first."""
     lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     return int(lines[-1]["step"]) if lines else 0
 
@@ -156,7 +156,7 @@ def _arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Soak, and say what came of it."""
+    """Parse the command line, run and compare both runs; exit with the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="2 to 4, or 6 or 12: the batch is of 12")
     parser.add_argument("--steps", type=int, default=3000, help="enough for the kills: some 50 for each")
     parser.add_argument("--preset", default="zero3")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--folder", type=Path, help="what remains; removed at the end by default")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument("--folder", type=Path, help="for both runs; by default a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zerojax-soak-") as temporary:
         sys.exit(soak(options, options.folder or Path(temporary)))

@@ -11,13 +11,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from generation_rows import timed
 
 from zerojax.models.attention import causal_attention
 from zerojax.run.config import DataSection
@@ -131,18 +131,7 @@ def time_attention(kernel: Any, *given: Any) -> float:
 
         return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
-    return _median(lambda: jax.block_until_ready(step(*given)))
-
-
-def _median(call: Callable[[], Any]) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
+    return 1e3 * statistics.median(timed(lambda: jax.block_until_ready(step(*given)), 10, untimed=3))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from generation_rows import Generated, Shape, add_options, report, timed
 
 import zerojax
@@ -45,7 +44,11 @@ def main() -> None:
     )  # fmt: skip
     zero = zerojax.ZeroConfig.preset("zero3", frozen=("*", "!norm/*"))
     state = zerojax.TrainState.create(
-        partial(_make, config), optax.identity(), lm_loss, mesh=zerojax.make_mesh(1, 1), zero=zero
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.identity(),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 1),
+        zero=zero,
     )
     rate, rows = copy_rate(), []
     for form in options.forms:
@@ -56,10 +59,6 @@ def main() -> None:
                 made(shape.short)
         rows.append(Generated.of(f"zerojax {form}", shape, times))
     report(rows, shape, rate, options.json)
-
-
-def _make(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
-    return GPT(config, rngs=rngs)
 
 
 def _generate(state: Any, shape: Shape, form: Any, new: int) -> None:

@@ -106,14 +106,7 @@ class Generated:
 
 
 def report(rows: Sequence[Generated], shape: Shape, rate: float, path: Path | None) -> None:
-    """Print the figures beside the least time, and write them.
-
-    Args:
-        rows: the systems.
-        shape: of the model.
-        rate: bytes per second, read and written, of a copy.
-        path: of the JSON, if wanted.
-    """
+    """Print and write the figures beside the least time; ``rate`` is that of a copy (bytes/s both ways)."""
     least = 1e3 * (shape.weight_bytes + shape.cache_bytes) / rate
     weights, cache = shape.weight_bytes / 1e9, shape.cache_bytes / 1e9
     print(

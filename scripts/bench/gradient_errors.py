@@ -198,7 +198,7 @@ class Exact(NamedTuple):
 
     @classmethod
     def of(cls, x: np.ndarray) -> "Exact":
-        """Of gradients ``[devices, *shape]``."""
+        """From gradients ``[devices, *shape]``."""
         nodes = x.reshape(NODES, LOCAL, *x.shape[1:]).sum(1)
         return cls(x.mean(0, dtype=np.float64), square(x), square(nodes))
 

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import nnx
 from rows import sent_so_far
 
 import zerojax
@@ -89,7 +88,7 @@ def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
     mesh = zerojax.make_mesh(options.nodes, options.local)
     zero = zerojax.ZeroConfig.preset(preset, remat=options.remat, accumulate=options.accumulate)
     state = zerojax.TrainState.create(
-        partial(_make, config), optax.adamw(1e-6), policy_loss(SETTINGS), mesh=mesh, zero=zero
+        lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-6), policy_loss(SETTINGS), mesh=mesh, zero=zero
     )
     rows = options.rows * len(jax.local_devices())
     rng = np.random.default_rng(jax.process_index())
@@ -121,10 +120,6 @@ def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
     return [*found.values(), _of_a_token(found["generate"], short, options), _whole(found)]
 
 
-def _make(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
-    return GPT(config, rngs=rngs)
-
-
 def _timed(preset: str, name: str, call: Callable[[], Any], repeats: int) -> Phase:
     """The figures of a call that waits for its devices, after one that compiles."""
     call()
@@ -143,7 +138,7 @@ def _timed(preset: str, name: str, call: Callable[[], Any], repeats: int) -> Pha
 
 
 def _of_a_token(long: Phase, short: Phase, options: argparse.Namespace) -> Phase:
-    """Of each token beyond a short generation's; time and bytes."""
+    """Time and bytes of each token beyond a short generation's."""
     tokens = options.new - options.short
     median, least, most = ((x - short.milliseconds[0]) / tokens for x in long.milliseconds)
     sent = None if long.sent is None or short.sent is None else (long.sent - short.sent) / tokens
@@ -151,7 +146,7 @@ def _of_a_token(long: Phase, short: Phase, options: argparse.Namespace) -> Phase
 
 
 def _whole(phases: dict[str, Phase]) -> Phase:
-    """Of all phases together."""
+    """Time and bytes of all phases together."""
     every = list(phases.values())
     median, least, most = (sum(p.milliseconds[i] for p in every) for i in range(3))
     sent = [p.sent for p in every if p.sent is not None]

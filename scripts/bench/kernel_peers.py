@@ -143,15 +143,9 @@ def compiled_cases(n: int, device: str) -> list[Case]:
         codes = torch.randint(-127, 128, (*blocks, BLOCK), dtype=torch.int8, device=device)
         return codes, torch.rand(*blocks, 1, device=device)
 
+    moved = 3 * n + 4 * n // BLOCK
     cases = [
-        Case(
-            "torch.compile",
-            "encode",
-            "int8",
-            torch.compile(encode),
-            lambda: (numbers(n, device),),
-            3 * n + 4 * n // BLOCK,
-        )
+        Case("torch.compile", "encode", "int8", torch.compile(encode), lambda: (numbers(n, device),), moved)
     ]
     for peers in (4, 8):
         m = 2 * n // peers

@@ -7,8 +7,8 @@ GB/s count the bytes that must move: what a kernel has to read and write once. P
 writes OUT.json and OUT.png. The copy is measured again between kernels, and a ratio is taken with
 the mean of the copies before and after.
 
-Up to 64 MB a kernel takes less time than its launch: there the time is what the device spent in kernels, from
-a trace, and of one who launches them one by one and waits nothing is said.
+Up to 64 MB a kernel takes less time than its launch. There the time is what the device spent in kernels, from
+a trace: what a caller that launches them one by one and waits would see is not measured.
 """
 
 import argparse
@@ -209,17 +209,16 @@ def seconds(compiled: Callable, sets: list[tuple], rounds: int = 7) -> tuple[flo
     jax.block_until_ready(compiled(sets))
     if sum(array.nbytes for array in sets[0]) <= SMALL:
         times = [_device_seconds(compiled, sets) for _ in range(3)]
-        median = statistics.median(times)
-        return median, (max(times) - min(times)) / median
-    start = time.perf_counter()
-    jax.block_until_ready(compiled(sets))
-    repeats = max(1, int(0.02 / (time.perf_counter() - start)))
-    times = []
-    for _ in range(rounds):
+    else:
         start = time.perf_counter()
-        results = [compiled(sets) for _ in range(repeats)]
-        jax.block_until_ready(results[-1])
-        times.append((time.perf_counter() - start) / repeats / len(sets))
+        jax.block_until_ready(compiled(sets))
+        repeats = max(1, int(0.02 / (time.perf_counter() - start)))
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            results = [compiled(sets) for _ in range(repeats)]
+            jax.block_until_ready(results[-1])
+            times.append((time.perf_counter() - start) / repeats / len(sets))
     median = statistics.median(times)
     return median, (max(times) - min(times)) / median
 
@@ -274,14 +273,12 @@ def measure(case: Case, n: int, megabytes: int, with_xla: bool) -> Result:
 
 def draw(results: list[Result], path: Path) -> None:
     """Bars of every kernel's share of the copy rate, at the largest size measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     size = max(result.megabytes for result in results)
     rows = [result for result in results if result.megabytes == size]
-    figure, axes = pyplot.subplots(figsize=(8, 0.22 * len(rows) + 1), layout="constrained")
+    figure = Figure(figsize=(8, 0.22 * len(rows) + 1), layout="constrained")
+    axes = figure.add_subplot()
     places = range(len(rows))
     axes.barh(places, [100 * row.of_copy for row in rows], label="kernel")
     shares = [100 * (row.xla_gb_per_s or 0) / row.copy_gb_per_s for row in rows]

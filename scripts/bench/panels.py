@@ -31,15 +31,9 @@ def draw_panels(
     tokens: Sequence[int],
     title: str = "",
 ) -> None:
-    """Draw ``curves(model, link)`` for each of both into a PNG.
+    """Draw ``curves(model, link)`` for each of both as PNG.
 
-    Args:
-        path: of the picture.
-        models: one row of panels each.
-        links: one column each.
-        curves: of a panel.
-        tokens: ticks of the horizontal axis.
-        title: of the picture.
+    Models are rows of panels, links columns; ``tokens`` are the ticks of the horizontal axis.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, ScalarFormatter

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class Peer:
         step: trains on one batch and returns its loss on this rank, without waiting for it.
         grad_norm: the global norm of the last step's gradients; all ranks call it.
         parameters: of the whole model.
-        frozen: whether they are not trained, but for adapters.
+        frozen: whether only adapters are trained.
         close: frees what would outlive the last reference to the model.
     """
 
@@ -222,20 +223,26 @@ def say(message: str) -> None:
 
 
 def measure_all(
-    options: argparse.Namespace, device: torch.device, build: Callable[[str], Peer], names: list[str]
+    options: argparse.Namespace, device: torch.device, build: Callable[..., Peer], peers: dict[str, Any]
 ) -> None:
-    """Build, warm up and time each peer; print its line and rewrite the JSON after each.
+    """Build, warm up and time each of --peers; print its line and rewrite the JSON after each.
 
     At the end the process group is destroyed.
+
+    Args:
+        options: of the command line.
+        device: of this rank.
+        build: makes a peer of its name, ``options``, ``device`` and its own keywords.
+        peers: those keywords, by name.
     """
     rows: list[Row] = []
     first = SDPBackend.CUDNN_ATTENTION if options.attention == "cudnn" else SDPBackend.FLASH_ATTENTION
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel([first, *others], set_priority=True):
-        for name in names:
+        for name in options.peers:
             say(f"{name}: building")
             forget(device)
-            for row in measure(build(name), options, device):
+            for row in measure(build(name, options, device, **peers[name]), options, device):
                 rows.append(row)
                 if dist.get_rank() == 0:
                     print(line(row), flush=True)

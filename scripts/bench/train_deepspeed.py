@@ -16,7 +16,6 @@ On a CPU (DS_ACCELERATOR=cpu, --device cpu) only "zero3" runs.
 import argparse
 import logging
 import os
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -55,9 +54,7 @@ def main() -> None:
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     if quantized:
         build_quantizer()
-    peer_blocks.measure_all(
-        options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers
-    )
+    peer_blocks.measure_all(options, device, build, PEERS)
 
 
 def build_quantizer() -> None:
@@ -98,7 +95,9 @@ def build(
         engine.step()
         return loss.detach()
 
-    norm = partial(gradient_norm, engine)
+    def norm() -> float:
+        return float(engine.get_global_grad_norm())
+
     return peer_blocks.Peer(name, 1, step, norm, parameters, close=engine.destroy)
 
 
@@ -116,11 +115,6 @@ def make_config(options: argparse.Namespace, zero: dict[str, Any], dtype: torch.
         "fp16" if dtype == torch.float16 else "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
-
-
-def gradient_norm(engine: Any) -> float:
-    """The norm that the last step measured, over all ranks."""
-    return float(engine.get_global_grad_norm())
 
 
 if __name__ == "__main__":

@@ -46,9 +46,7 @@ def main() -> None:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    peer_blocks.measure_all(
-        options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers
-    )
+    peer_blocks.measure_all(options, device, build, PEERS)
 
 
 def build(

@@ -38,9 +38,7 @@ def main() -> None:
     options = peer_blocks.parse(peer_blocks.make_parser(__doc__ or "", list(PEERS), ["lora", "qlora"]))
     device = peer_blocks.pick_device(options)
     dist.init_process_group("gloo")
-    peer_blocks.measure_all(
-        options, device, lambda name: build(name, options, device, **PEERS[name]), options.peers
-    )
+    peer_blocks.measure_all(options, device, build, PEERS)
 
 
 def build(

@@ -18,7 +18,7 @@ from plain_loop import by_path
 
 import zerojax
 from zerojax import aot, hlo
-from zerojax.generation.copy import Form, GenerationCopy, device_bytes
+from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine, Queue
 from zerojax.generation.generate import _copy, generation_program
 from zerojax.generation.memory import free_memory
@@ -26,7 +26,7 @@ from zerojax.generation.sampling import Sampling
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
-from zerojax.train.fields import abstract_fields
+from zerojax.train.fields import abstract_fields, device_bytes
 
 
 def axes_used(jaxpr: core.Jaxpr) -> Iterator[str]:

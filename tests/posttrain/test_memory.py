@@ -8,11 +8,12 @@ import jax
 import pytest
 from micro_run import micro_config
 
-from zerojax.generation.copy import GenerationCopy, device_bytes
+from zerojax.generation.copy import GenerationCopy
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.reference import reference_setup
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
+from zerojax.train.fields import device_bytes
 from zerojax.train.spec import TrainSpec
 
 

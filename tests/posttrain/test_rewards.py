@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -74,7 +75,7 @@ def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def process(function: str) -> Iterator[RewardProcess]:
-    with RewardProcess(function, 1.0) as process:
+    with closing(RewardProcess(function, 1.0)) as process:
         yield process
 
 

@@ -14,7 +14,6 @@ from micro_run import micro_config
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.generation.copy import device_bytes
 from zerojax.models import GPT
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.prompts import Prompt
@@ -28,6 +27,7 @@ from zerojax.run.config import LoRASection, RunConfig, config_to_dict
 from zerojax.run.data import BPETokenizer, ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS, start_run
+from zerojax.train.fields import device_bytes
 
 SCORES = {"model": {"tied": False, "outputs": 1}}
 

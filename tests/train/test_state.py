@@ -21,9 +21,11 @@ from core_models import (
     squared_error,
 )
 from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
+from zerojax.train.fields import device_bytes
 from zerojax.train.initial import initializer
 
 ROWS = 24
@@ -327,3 +329,11 @@ def test_stacks_of_few_layers(layers, hpz):
     state, losses = train(case.start(tx, plain.weights, nodes=3, local=2, hpz=hpz), batches)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
     assert distance(masters(state), wanted) < 1e-5
+
+
+def test_the_bytes_of_a_device_are_those_of_its_part_random_keys_included():
+    sharding = NamedSharding(zerojax.make_mesh(2, 2), PartitionSpec("node", "local"))
+    part = jax.ShapeDtypeStruct((4, 6), jnp.bfloat16, sharding=sharding)
+    assert device_bytes({"part": part, "whole": np.zeros(3, np.float32)}) == 2 * 3 * 2 + 3 * 4
+    key = jax.random.key(0)  # as the state of dropout has; its dtype is none of numpy's
+    assert device_bytes(key) == jax.random.key_data(key).nbytes

@@ -132,7 +132,7 @@ def _register_compiler() -> None:
         except ModuleNotFoundError:
             continue
         # The plugin checks for cuDNN, cuBLAS and a driver, none of which compiling needs.
-        with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"):
+        with mock.patch.dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
             plugin.initialize()
         return
     raise CompilerMissingError(
@@ -163,16 +163,3 @@ def cudnn_assumed() -> Generator[None]:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Generator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

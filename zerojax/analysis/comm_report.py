@@ -287,7 +287,7 @@ def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _phase(place: _Place) -> str:
-    """The phase of a collective, by the name scopes around it (as of ``zerojax.comm.collectives``)."""
+    """The phase of a collective, by the name scopes around it (as in ``zerojax.comm.collectives``)."""
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"

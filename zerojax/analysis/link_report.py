@@ -169,11 +169,7 @@ class Diagnosis:
 
 
 def diagnose(report: LinkReport) -> Diagnosis:
-    """Tell what limits the collectives, from what flows and collectives carry.
-
-    Args:
-        report: with flows.
-    """
+    """Tell what limits the collectives of a report with flows, from what flows and collectives carry."""
     one, best = report.flows[0], _best(report)
     size = report.sizes()[-1]
     reached = min(report.carried(op, size) for op in OPS)
@@ -201,13 +197,10 @@ def diagnose(report: LinkReport) -> Diagnosis:
         cause = "a core is busy with it" if busy else "the network limits each flow"
         return Diagnosis("flows", f"{found}: {cause}", _more_flows(report, _enough(report)))
     why = f"{found}: neither the link nor the number of flows is the limit"
+    change = "look for cores that NCCL's threads lack, a slow node (zerojax doctor), other traffic"
     if report.platform == "cpu":
-        return Diagnosis("schedule", why, "nothing: this is gloo, which CPUs use; GPUs use NCCL")
-    return Diagnosis(
-        "schedule",
-        why,
-        "look for cores that NCCL's threads lack, a slow node (zerojax doctor), other traffic",
-    )
+        change = "nothing: this is gloo, which CPUs use; GPUs use NCCL"
+    return Diagnosis("schedule", why, change)
 
 
 def gigabits(bytes_per_second: float) -> str:

@@ -1,8 +1,7 @@
 """Set-up of emulated devices and of the job's processes, before JAX initialises its devices."""
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
@@ -64,20 +63,19 @@ class JobOptions:
     insecure: bool = False
 
 
-@contextmanager
 def joined_cluster(
     mesh: MeshSection,
     cluster: ClusterSection,
     job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
-) -> Generator[Peers | None]:
+) -> AbstractContextManager[Peers | None]:
     """Emulate devices if the settings say so, and join the other processes if there are any.
 
     Arguments and errors as for ``emulate_devices`` and ``zerojax.distributed.joined``.
     """
     job = job or JobOptions()
     emulate_devices(mesh, job.num_processes)
-    with distributed.joined(
+    return distributed.joined(
         job.coordinator,
         job.process_id,
         job.num_processes,
@@ -86,8 +84,7 @@ def joined_cluster(
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
         report=cli.report,
-    ) as peers:
-        yield peers
+    )
 
 
 def facts_of(config: RunConfig, **more: object) -> dict[str, str]:

@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
         sections = {
             "versions": _versions(),
             "devices": _devices(),
-            "kernels": _kernels(),
+            "kernels": [(str(name), str(value)) for name, value in backend_report().items()],
             "host": _host(options.run_dir),
             "network": _network(options.mesh),
             "links and choice": _choice(options.mesh),
@@ -156,10 +156,6 @@ def _mesh_reason(settings: MeshSection) -> str:
     if settings.nodes or settings.local:
         return "as requested"
     return "a node for each process, whose devices share a host and its links"
-
-
-def _kernels() -> Rows:
-    return [(str(name), str(value)) for name, value in backend_report().items()]
 
 
 def _host(runs: Path) -> Rows:

@@ -39,15 +39,11 @@ def read_run[O: RunOptions](
 ) -> tuple[O, ModelFolder | None]:
     """Read the config and the options of a run, and the Hugging Face model that --init-from names, if any.
 
-    Args:
-        options: the class of the command's options.
-        command: name of the command.
-        arguments: of the command line.
-
     Raises:
         ConfigurationError: an invalid setting, a model that zerojax does not support, or one that is gone.
     """
-    source = named_model(arguments)
+    named = path_of("--init-from", arguments)
+    source = ModelFolder.open(named) if named is not None and is_model(named) else None
 
     def with_model(settings: RunConfig) -> RunConfig:
         if source is None:
@@ -65,16 +61,6 @@ def read_run[O: RunOptions](
 def folder_of(config: str, run_dir: Path | None) -> RunFolder:
     """The folder of a run: the one that is named, or that of its config."""
     return RunFolder(run_dir or Path("runs") / Path(config).stem)
-
-
-def named_model(arguments: list[str]) -> ModelFolder | None:
-    """The Hugging Face model that --init-from names, if it names one.
-
-    Raises:
-        ConfigurationError: the model is one that zerojax does not support.
-    """
-    path = path_of("--init-from", arguments)
-    return ModelFolder.open(path) if path is not None and is_model(path) else None
 
 
 def path_of(option: str, arguments: list[str]) -> Path | None:

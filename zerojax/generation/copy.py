@@ -14,7 +14,6 @@ hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,7 +35,7 @@ from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.blocks import flat_blocks
-from zerojax.train.fields import state_specs
+from zerojax.train.fields import device_bytes, state_specs
 from zerojax.train.sources import place_group, rows_of, secondary_partitions
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState
@@ -135,17 +134,6 @@ class GenerationCopy:
             return Sharded(source, None, seeds, leaf, self.strategy)
 
         return {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of arrays or ShapeDtypeStructs; of those without a sharding, all."""
-
-    def one(x: Any) -> int:
-        sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * jnp.dtype(x.dtype).itemsize
-
-    return sum(map(one, jax.tree.leaves(tree)))
 
 
 _GIVEN = ("params", "secondary", "step", "frozen")

@@ -89,10 +89,10 @@ class Engine:
         stop: tuple[tuple[int, ...], ...] = (),
         slots: int | None = None,
     ) -> "Engine":
-        """The engine for so many rows of a device, and the most tokens of a prompt and of an answer."""
+        """The engine for ``rows`` rows per device, each of at most ``prompt`` and ``new_tokens`` tokens."""
         slots = min(slots or _SLOTS, rows)
         padded = padded_length(prompt, context)
-        # Slots wait until so many of them are free: a quarter at most.
+        # Free slots wait until this many can be filled together: a quarter of all at most.
         prefill = max(1, min(_PREFILL_TOKENS // padded, -(-slots // 4)))
         length = int(min(padded + new_tokens, max(context, padded)))
         return Engine(slots, prefill, padded, new_tokens, length, dtype, how, stop)
@@ -105,7 +105,7 @@ class Engine:
         limits: Sequence[int],
         size: int,
     ) -> Queue:
-        """A queue of ``size`` rows on the host; arguments as of ``Queue``, without padding."""
+        """A queue of ``size`` rows on the host; arguments as for ``Queue``, without padding."""
         tokens = np.zeros((size, self.prompt), np.int32)
         for own, prompt in zip(tokens, prompts, strict=False):
             own[: len(prompt)] = prompt
@@ -147,7 +147,7 @@ class Engine:
         return lax.while_loop(lambda loop: loop.busy, turn, loop).out
 
     def empty_cache(self, bind: Callable[..., Any], rows: int, length: int) -> Any:
-        """A cache for so many rows of so many tokens."""
+        """An empty cache for ``rows`` rows of ``length`` tokens."""
         return bind().init_cache(rows, length, jnp.dtype(self.dtype))
 
     def _decide(self, loop: "_Loop", queue: Queue) -> "_Loop":
@@ -207,7 +207,7 @@ class Engine:
     def _draw(
         self, model: Any, hidden: Array, queue: Queue, key: Array, row: Array, made: Array, out: Drawn
     ) -> tuple[Int[Array, " slots"], Drawn, Bool[Array, " slots"]]:
-        """Draw a token for each row of the queue that has made so many; and which rows end with it."""
+        """Draw a token for each row of the queue, after the ``made`` it has; also which rows end with it."""
         number = queue.rows.at[row].get(mode="fill", fill_value=0)
         position = queue.first.at[row].get(mode="fill", fill_value=0) + made
         limit = queue.limits.at[row].get(mode="fill", fill_value=1)

@@ -212,7 +212,7 @@ def _agree(spec: TrainSpec, describe: Callable[[], list[int]]) -> _Batch:
 
 
 def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters: bool) -> GenerationCopy:
-    """The copy in the form asked for, or in the one that fits into so many MiB of a device."""
+    """The copy in the form asked for; "auto" takes the one that fits into ``room`` MiB of a device."""
     form: Any = weights
     if weights == "auto":
         form = spec.once(
@@ -238,8 +238,8 @@ def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
 def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
     """``_program``, not cached.
 
-    Devices run on their own: they do not wait for each other, but for those of their node where the copy is
-    "gathered".
+    Each device runs on its own and waits for no other; where the copy is "gathered", it waits for those of
+    its node.
     """
     spec = copy.spec
 

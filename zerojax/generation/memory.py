@@ -8,13 +8,13 @@ import numpy as np
 
 from zerojax.formatting import size
 from zerojax.generation.checks import abstract_model
-from zerojax.generation.copy import Form, GenerationCopy, device_bytes
+from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine
-from zerojax.train.fields import abstract_fields
+from zerojax.train.fields import abstract_fields, device_bytes
 from zerojax.train.spec import TrainSpec
 
 _SHARE = 0.85
-"""Of a device's memory that generation plans with; the rest is for the work of a layer and for fragments."""
+"""The share of a device's memory that generation plans with; the rest is for a layer's work and fragments."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GenerationMemory:
 
     @staticmethod
     def of(copy: GenerationCopy, engine: Engine) -> "GenerationMemory":
-        """Of a copy and the engine that runs on it."""
+        """The memory of a copy and the engine that runs on it."""
         cache = cache_bytes(copy.spec, engine)
         return GenerationMemory(copy.form, copy.new_bytes, cache, engine.slots, engine.length)
 
@@ -55,7 +55,7 @@ def cache_bytes(spec: TrainSpec, engine: Engine) -> int:
 
 
 def fitting_form(spec: TrainSpec, engine: Engine, room: int, *, adapters: bool = True) -> Form:
-    """The form of the weights that fits into so many MiB of a device: whole if possible."""
+    """The form of the weights that fits into ``room`` MiB of a device: whole if possible."""
     whole = GenerationCopy.of(spec, "compute", adapters=adapters)
     return "compute" if whole.device_bytes + cache_bytes(spec, engine) <= room << 20 else "gathered"
 

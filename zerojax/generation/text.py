@@ -30,7 +30,7 @@ def continue_text(
     """Continue each prompt.
 
     Lengths are rounded up to powers of two, so that a few compiled programs serve all prompts. When the
-    context is full, a text goes on from its last context_length / 2 tokens.
+    context is full, a text continues from its last context_length / 2 tokens.
 
     Args:
         model: an unsharded model, such as ``zerojax.gather_model(state)``.
@@ -162,7 +162,7 @@ def _next(
     *,
     engine: Engine,
 ) -> tuple[Int[Array, " 1"], Any]:
-    """The token that follows ``token``, of which so many were made; and the cache with that one."""
+    """The token after ``token``, the last of ``made`` tokens; and the cache with ``token`` in it."""
     model: Any = nnx.merge(graph, weights)
     end = queue.lengths + made
     hidden, cache = decoded(model, token[:, None], end - 1, end, cache)

@@ -48,7 +48,8 @@ def causal_attention(
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
-    With a window, a position attends to so many positions at most, itself included; cuDNN skips the rest.
+    With a window, a position attends to at most that many positions, itself included; cuDNN skips the
+    rest.
     Positions of different segments do not attend to each other. With cuDNN this needs a bias of
     2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window beside
     segments, or one that is data, becomes a part of that bias. cuDNN's gradients exist for an even time

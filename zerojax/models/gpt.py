@@ -189,7 +189,7 @@ class Block(nnx.Module):
             rope: the rotary table, if positions are rotary.
             positions: of the new tokens.
             layer: the index of this block.
-            windowed: as of ``__call__``.
+            windowed: as for ``__call__``.
         """
         hidden, cache = x
         attention = self.attention
@@ -319,7 +319,7 @@ class GPT(nnx.Module):
         return self.config.max_seq_len
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KVCache:
-        """An empty cache for so many rows of so many tokens."""
+        """An empty cache for ``batch`` rows of ``length`` tokens."""
         return KVCache.empty(self.config, batch, length, dtype)
 
     def decode(

@@ -27,7 +27,7 @@ class KVCache(NamedTuple):
 
     @staticmethod
     def empty(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> "KVCache":
-        """Zeros, for so many rows and columns."""
+        """Zeros, for ``batch`` rows of ``length`` tokens."""
         shape = (config.layers, batch, config.key_value_heads, length, config.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 

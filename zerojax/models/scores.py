@@ -31,7 +31,7 @@ def last_scores(
     """The score of each text at its last token that counts.
 
     Args:
-        model: as of ``scores``.
+        model: as for ``scores``.
         tokens: likewise.
         mask: 1 where a token after the first counts, so that column i is of tokens[:, i + 1].
     """

@@ -33,7 +33,7 @@ _PENDING = 64
 # Seconds for TCP to reach its rate before bytes count.
 _WARM_UP = 0.5
 
-# A read takes about so many seconds, within so many bytes: few calls, and the window ends on time.
+# Seconds that a read should take, and its fewest and most bytes: few calls, and the window ends on time.
 _READ, _LEAST, _MOST = 0.01, 1 << 16, 1 << 22
 
 

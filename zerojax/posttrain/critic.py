@@ -22,7 +22,7 @@ from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics
 
 NAME = "critic"
-"""Of its state in a checkpoint."""
+"""The name of its state in a checkpoint."""
 
 COLUMNS = ("tokens", "mask", "old_values", "returns")
 """What a batch of ``value_loss`` has."""
@@ -46,13 +46,7 @@ class Critic:
     def begin(
         cls, config: RunConfig, folder: RunFolder, first: Path, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """The critic of a new run, and lines about it for the user.
-
-        Args:
-            config: the settings of the run.
-            folder: of the run.
-            first: where the policy's first weights are.
-            reader: reads the critic's.
+        """The critic of a new run, and lines about it for the user; ``first`` has the policy's first weights.
 
         Raises:
             ConfigurationError: its first weights cannot be had, or are of another model or tokenizer.
@@ -71,13 +65,7 @@ class Critic:
     def resume(
         cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """The critic that was saved with the policy of a step, and a line about it for the user.
-
-        Args:
-            config: the settings of the run.
-            folder: of the run.
-            step: of the checkpoint, which is valid.
-            reader: reads the frozen weights, if there are any.
+        """The critic that was saved in the valid checkpoint of a step, and a line about it for the user.
 
         Raises:
             ConfigurationError: the checkpoint has no critic.

@@ -26,15 +26,7 @@ from zerojax.train.state import TrainState
 
 @dataclass
 class Environment:
-    """The environment of a run.
-
-    Attributes:
-        config: the settings.
-        prompts: of rollouts and evaluations.
-        tokenizer: of the model.
-        end: of a completion.
-        scorer: of completions.
-    """
+    """The prompts of a run, what ends a completion of one, and what scores it."""
 
     config: RunConfig
     prompts: Prompts
@@ -47,12 +39,6 @@ class Environment:
         cls, config: RunConfig, folder: RunFolder, manifest: Manifest | None, reader: WeightReader
     ) -> Self:
         """Read the prompts, and start the reward's first process or load the reward model.
-
-        Args:
-            config: the settings.
-            folder: of the run.
-            manifest: of the checkpoint that it goes on from, if there is one.
-            reader: reads the weights of a reward model.
 
         Raises:
             ConfigurationError: prompts, tokenizer or reward cannot be used.

@@ -3,11 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
-import zerojax
 from zerojax.posttrain.advantages import group_advantages
 from zerojax.posttrain.rollout import Rollout, Rows, mixed_groups
 from zerojax.posttrain.trainer import PostTrainer
-from zerojax.train.step import Metrics
 
 
 class GRPOTrainer(PostTrainer):
@@ -28,8 +26,3 @@ class GRPOTrainer(PostTrainer):
         """The metrics of a rollout; see ``PostTrainer.measure``."""
         mixed = mixed_groups(rewards, self.config.posttrain.completions)
         return super().measure(rollout, rewards, rows) | {"mixed_groups": mixed}
-
-    def take_step(self, batch: Rows) -> Metrics:
-        """Dispatch a step of the policy; see ``PostTrainer.take_step``."""
-        self.state, metrics = zerojax.train_step(self.state, batch)
-        return metrics

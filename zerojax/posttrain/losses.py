@@ -40,7 +40,7 @@ def ipo_loss(
 ) -> Float[Array, " pairs"]:
     """Identity preference optimisation (Azar et al., 2023, equation 17), one loss per pair.
 
-    Arguments as of ``dpo_loss``; ``beta`` is the paper's tau.
+    Arguments as for ``dpo_loss``; ``beta`` is the paper's tau.
     """
     margin = (chosen - reference_chosen) - (rejected - reference_rejected)
     return (margin - 1 / (2 * beta)) ** 2

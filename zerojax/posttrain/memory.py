@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from zerojax.formatting import size
-from zerojax.generation.copy import GenerationCopy, device_bytes
+from zerojax.generation.copy import GenerationCopy
 from zerojax.generation.engine import Engine
 from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
 from zerojax.generation.sampling import Sampling
@@ -17,7 +17,7 @@ from zerojax.posttrain.scorers import reward_setup
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
-from zerojax.train.fields import abstract_fields
+from zerojax.train.fields import abstract_fields, device_bytes
 from zerojax.train.spec import TrainSpec
 
 

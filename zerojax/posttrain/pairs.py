@@ -19,12 +19,9 @@ _AT_ONCE = 1024
 
 
 class Pair(NamedTuple):
-    """Two answers to a prompt, each with the prompt before it and what ends it; the answer counts.
+    """Two answers to a prompt, of which ``chosen`` is the better one.
 
-    Attributes:
-        chosen: the better one.
-        rejected: the other.
-        prompt: its text.
+    Each has the prompt before it and what ends it; the answer counts.
     """
 
     chosen: Encoded
@@ -46,7 +43,7 @@ class PairRows:
 
     Attributes:
         pairs: of at most time + 1 tokens.
-        time: columns of a row, but for the first token.
+        time: columns of a row, without the first token.
     """
 
     pairs: Sequence[Pair]

@@ -36,7 +36,7 @@ def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Arr
 def value_loss(settings: PosttrainSection) -> LossFn:
     """The loss of PPO's critic for ``TrainState.create``: the mean over all tokens of all completions.
 
-    A batch has "tokens" and "mask" as of ``policy_loss``, and fp32 [rows, time]: "returns", and "old_values"
+    A batch has "tokens" and "mask" as for ``policy_loss``, and fp32 [rows, time]: "returns", and "old_values"
     as ``values_of`` gave them before the rollout's steps.
     """
     return partial(_value_loss, settings)

@@ -82,7 +82,7 @@ class PPOTrainer(PostTrainer):
         return found | {name: x for name, x in mean_over_processes(more).items() if x is not None}
 
     def take_step(self, batch: Rows) -> Metrics:
-        """Dispatch a step of the policy and one of the critic; see ``PostTrainer.take_step``."""
+        """Dispatch a step of the policy and one of the critic; see ``OpenRun.take_step``."""
         own = {name: batch[name] for name in abstract_batch(self.config)}
         self.state, metrics = zerojax.train_step(self.state, own)
         values = self.critic.take_step(batch)
@@ -100,5 +100,5 @@ class PPOTrainer(PostTrainer):
         return {NAME: self.critic.state}
 
     def record(self, position: dict[str, Any], metrics: Sequence[str]) -> Record:
-        """With that of the critic; see ``OpenRun.record``."""
+        """As ``OpenRun.record``, with the critic's record beside it."""
         return replace(super().record(position, metrics), beside={NAME: self.critic.record()})

@@ -19,14 +19,14 @@ def micro_batches(config: RunConfig, rows: Rows) -> list[Rows]:
 
 
 def predict_rows(config: RunConfig, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
-    """What a prediction says of this process's rows.
+    """Predictions for this process's rows.
 
     The last of their ``micro_batches`` is filled up with zeros.
 
     Args:
         config: the settings.
-        rows: as many in every process.
-        predict: of such a part, as ``predict_step`` returns it.
+        rows: the same number in every process.
+        predict: gives those of a micro-batch, as ``predict_step`` does.
     """
     given, count = micro_batches(config, rows), len(rows["tokens"])
     size = config.train.batch_size // config.train.accumulate // jax.process_count()

@@ -64,7 +64,7 @@ class PreferenceTrainer(BatchTrainer):
     ) -> Self:
         """Read the pairs, and take the first weights or the newest checkpoint.
 
-        Arguments and errors as of ``Trainer.open``; the folder may hold an imported model.
+        Arguments and errors as for ``Trainer.open``; the folder may hold an imported model.
         """
         settings = config.posttrain
         setup = RunSetup.of(config, loss_fn=preference_loss(settings))
@@ -157,13 +157,8 @@ def read_data(
 ) -> tuple[Pairs, ExactMatch | None]:
     """The pairs of a run, and the prompts of its evaluations if ``train.eval_exact_match`` asks for them.
 
-    Args:
-        config: the settings.
-        folder: of the run.
-        manifest: of the checkpoint that it goes on from, if there is one.
-
     Raises:
-        DataError: as of ``Pairs.read``; or the tokenizer or its chat template is not there.
+        DataError: as for ``Pairs.read``; or the tokenizer or its chat template is not there.
     """
     tokenizer, template = kept_tokenizer(config, folder, manifest)
     pairs = Pairs.read(config.data, tokenizer, template, longest_answer(config))
@@ -175,7 +170,7 @@ def read_data(
 
 
 def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Batch]]:
-    """This process's part of the training batches and of the validation batches, as of supervised training.
+    """This process's part of the training batches and of the validation batches, as in supervised training.
 
     Raises:
         DataError: the held-out pairs do not fill a micro-batch.

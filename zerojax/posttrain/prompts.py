@@ -30,13 +30,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a run.
-
-    Attributes:
-        train: those of rollouts.
-        held_out: those of evaluations.
-        left_out: how many were too long.
-    """
+    """The prompts of rollouts and of evaluations, and how many were too long."""
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -70,13 +64,7 @@ class Prompts:
         return cls(train, held_out, len(every) - len(fitting))
 
     def of_rollout(self, rollout: int, count: int, seed: int) -> list[Prompt]:
-        """The prompts of a rollout: all prompts in one random order after another.
-
-        Args:
-            rollout: its number, from 0.
-            count: prompts per rollout.
-            seed: of the run.
-        """
+        """The prompts of a rollout, counted from 0: all prompts in one random order after another."""
         total, orders = len(self.train), {}
         found = []
         for place in range(rollout * count, (rollout + 1) * count):
@@ -92,11 +80,7 @@ class Prompts:
 
 
 def files_of(data: DataSection, what: str) -> Sequence[Path]:
-    """The files of ``data.source``.
-
-    Args:
-        data: the settings.
-        what: they hold, such as "prompts".
+    """The files of ``data.source``, which hold ``what``, such as "prompts".
 
     Raises:
         DataError: there are none, or no one source is named.

@@ -29,14 +29,7 @@ class Reference:
     def of(
         cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState, reader: WeightReader
     ) -> "Reference":
-        """The reference of a run.
-
-        Args:
-            config: the settings.
-            folder: of the run.
-            base: where the first weights are, as ``Record.base``.
-            trained: the state of the run.
-            reader: reads them.
+        """The reference of a run, whose first weights are at ``base`` (``Record.base``).
 
         Raises:
             ConfigurationError: they are gone.
@@ -60,12 +53,7 @@ class Reference:
 
 
 def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
-    """How the state of a reference is built; None for a run of adapters alone.
-
-    Args:
-        config: the settings.
-        spec: of the policy.
-    """
+    """How the state of a reference is built; None if the policy, of this spec, trains adapters alone."""
     if all(leaf.frozen for leaf in spec.weights):
         return None
     return frozen_setup(replace(config, lora=LoRASection()))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import pdeathsig
@@ -29,7 +29,7 @@ class RewardProcess:
     The function is ``reward(prompt: str, completion: str, **row) -> float``. It runs without accelerators
     for JAX, and cannot harm the run: neither by an error, nor by hanging, nor by ending its process.
 
-    A context manager. On Linux the process ends with the thread that started it.
+    On Linux the process ends with the thread that started it.
 
     Args:
         function: "path/to/file.py:function".
@@ -50,12 +50,6 @@ class RewardProcess:
         self._function = file, name
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def load(self) -> None:
         """Start, and load the function.

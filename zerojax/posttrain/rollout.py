@@ -52,7 +52,7 @@ class Rollout:
             completions: as ``zerojax.generate`` returns them.
             tokenizer: of the model.
             end: of an answer.
-            time: columns of the rows, but for the first token.
+            time: columns of the rows, without the first token.
         """
         rows = len(prompts)
         tokens = np.zeros((rows, time + 1), np.int32)

@@ -32,11 +32,6 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
 
     A run keeps the reward that it began with, also if its reward model is trained on.
 
-    Args:
-        config: the settings.
-        folder: of the run, new or existing.
-        resume: as of ``PostTrainer.open``.
-
     Raises:
         ConfigurationError: there is no such checkpoint, or no longer.
     """
@@ -84,12 +79,7 @@ def check_reward_model(config: RunConfig) -> None:
 
 
 def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
-    """Refuse a run whose tokens mean something else than the policy's.
-
-    Args:
-        path: as of ``saved_settings``.
-        key: likewise.
-        tokenizer: of the policy.
+    """Refuse a run, named as for ``saved_settings``, whose tokens mean something else than the policy's.
 
     Raises:
         ConfigurationError: its tokenizer is another, or gone.

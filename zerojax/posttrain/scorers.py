@@ -55,7 +55,7 @@ class FunctionScorer:
     """Scores by a function, several completions at once, each in a process of its own.
 
     Args:
-        function: as of ``RewardProcess``.
+        function: as for ``RewardProcess``.
         seconds: likewise.
         workers: the number of processes.
 
@@ -156,11 +156,6 @@ class ModelScorer:
 
 def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -> Scorer:
     """What ``posttrain.reward`` or ``posttrain.reward_model`` names.
-
-    Args:
-        config: the settings.
-        tokenizer: of the policy.
-        reader: reads the weights of a reward model.
 
     Raises:
         ConfigurationError: there is no such function or model, or the model's tokenizer is another.

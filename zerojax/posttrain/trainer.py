@@ -35,7 +35,6 @@ from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
-from zerojax.train.step import Metrics
 
 
 class Roles(NamedTuple):
@@ -83,7 +82,7 @@ class PostTrainer(OpenRun, ABC):
     ) -> Self:
         """Open the environment, and take the first weights or the newest checkpoint of each role.
 
-        Arguments and errors as of ``Trainer.open`` of training; the folder may hold an imported model.
+        Arguments and errors as for ``Trainer.open`` of training; the folder may hold an imported model.
         """
         config = with_reward_checkpoint(config, folder, resume)
         settings = config.posttrain
@@ -124,14 +123,7 @@ class PostTrainer(OpenRun, ABC):
 
     @classmethod
     def roles(cls, config: RunConfig, folder: RunFolder, start: Start, reader: WeightReader) -> Roles:
-        """The roles that a method adds to policy, reference and reward.
-
-        Args:
-            config: the settings.
-            folder: of the run.
-            start: what the policy starts with.
-            reader: reads weights.
-        """
+        """The roles that a method adds to policy, reference and reward."""
         del config, folder, start, reader
         return Roles()
 
@@ -202,16 +194,12 @@ class PostTrainer(OpenRun, ABC):
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """What the method learns from each completion; a lost one (NaN) counts nowhere.
 
-        "tokens" and "mask" as of ``Rollout``, "old_log_probs", and what else the method's losses read.
+        "tokens" and "mask" as in ``Rollout``, "old_log_probs", and what else the method's losses read.
         """
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
         """The metrics of a rollout, the same in all processes."""
         return measure(rollout, rewards, rows)
-
-    @abstractmethod
-    def take_step(self, batch: Rows) -> Metrics:
-        """Dispatch a step on some of the rows; returns its metrics."""
 
     def scored(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """The columns that all methods need: tokens, the mask of what counts, and log-probabilities."""

@@ -172,12 +172,7 @@ def kept_tokenizer(
 ) -> tuple[Tokenizer, ChatTemplate | None]:
     """The tokenizer of a run that reads its data without preparing them; and of conversations the template.
 
-    The run keeps both in its folder, and goes on with them when it resumes.
-
-    Args:
-        config: the settings.
-        folder: of the run.
-        manifest: of the checkpoint that it goes on from, if there is one.
+    The run keeps both in its folder, and uses them again when it resumes.
 
     Raises:
         ConfigurationError: the tokenizer or template cannot be used, or its vocabulary is larger than the
@@ -243,15 +238,9 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
 def batches_of(
     config: RunConfig, train: Sequence[Rows], held_out: Sequence[Rows], weights: Sequence[float] = (1.0,)
 ) -> tuple[TrainBatches, list[Batch]]:
-    """``make_batches`` of rows.
+    """``make_batches`` of each source's rows, those to train on and those held out.
 
     Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
-
-    Args:
-        config: the settings.
-        train: the rows to train on of each source.
-        held_out: those of evaluations.
-        weights: of the sources.
 
     Raises:
         DataError: the held-out rows do not fill a micro-batch.
@@ -277,13 +266,7 @@ def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 class Trained(NamedTuple):
-    """A state that each step of a run trains.
-
-    Attributes:
-        model: its shape.
-        state: of the run.
-        batch: shapes and dtypes of a global batch.
-    """
+    """A state that each step of a run trains, its model, and the shapes and dtypes of its global batch."""
 
     model: GPTConfig
     state: zerojax.TrainState
@@ -360,7 +343,7 @@ def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
 
 
 def measure_loss(state: zerojax.TrainState, batches: list[Batch]) -> tuple[jax.Array, jax.Array]:
-    """As ``mean_loss``, and the number of those tokens, of all processes."""
+    """As ``mean_loss``, and the number of those tokens over all processes."""
     means = mean_metrics(state, batches)
     return means["loss"], means["tokens"]
 

@@ -28,6 +28,7 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
 from zerojax.sharding import nccl
+from zerojax.train.step import Metrics
 
 _DISK_ERRORS = (
     errno.ENOSPC,
@@ -96,6 +97,11 @@ class OpenRun:
     def close_files(self) -> None:
         """Close what the loop writes beside the log and checkpoints; not called if the disk hangs."""
 
+    def take_step(self, batch: Any) -> Metrics:
+        """Dispatch a step on a batch; returns its metrics."""
+        self.state, metrics = zerojax.train_step(self.state, batch)
+        return metrics
+
     def is_due(self, every: int) -> bool:
         """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
@@ -106,7 +112,7 @@ class OpenRun:
         """Begin to save a checkpoint; False if it must wait because the last step was skipped.
 
         Args:
-            position: in the data, from which a resumed run goes on.
+            position: in the data, from which a resumed run continues.
             metrics: the names of those to record.
             despite_skips: save it all the same.
         """
@@ -124,7 +130,7 @@ class OpenRun:
         return {}
 
     def record(self, position: dict[str, Any], metrics: Sequence[str]) -> Record:
-        """What is saved with the arrays; arguments as of ``save_checkpoint``."""
+        """What is saved with the arrays; arguments as for ``save_checkpoint``."""
         mesh = self.state.spec.mesh
         return Record(
             config=config_to_dict(self.config),
@@ -156,12 +162,7 @@ class OpenRun:
         )
 
     def announce(self, what: str, notes: Sequence[str]) -> None:
-        """Print what is trained on which mesh and how the run begins, and record it in run.json.
-
-        Args:
-            what: the model and its data.
-            notes: lines about the beginning.
-        """
+        """Print what is trained on which mesh and how the run begins, and record it in run.json."""
         config, mesh = self.config, self.state.spec.mesh
         self.log.say(
             f"{self.folder.path}: {what}, {config.zero.preset} on {mesh.shape['node']} x "

@@ -43,12 +43,7 @@ def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
 
 
 def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
-    """How new settings change the learning rate of a resumed run.
-
-    Args:
-        before: the settings of the checkpoint.
-        now: the new settings.
-        updates: done so far.
+    """How new settings change the learning rate of a run that resumes after ``updates`` updates.
 
     Returns:
         A line, or none if the schedule is the same.

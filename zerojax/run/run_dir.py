@@ -46,23 +46,7 @@ _FREE_KEYS = {
 
 
 class RunFolder:
-    """The paths of one run.
-
-    Attributes:
-        path: the folder; all files of the run are in it.
-        config: the settings.
-        summary: the run's outcome.
-        lock: the process that writes here, or was the last to; see ``zerojax.run.run_lock``.
-        data: tokens and tokenizer.
-        huggingface: files of an imported model, except its weights.
-        tokenizer: the tokenizer of an imported model.
-        checkpoints: one folder per step.
-        metrics: one JSON object per step.
-        samples: completions with their rewards.
-        curve: the loss curve.
-        profile: traces of steps.
-        stacks: the stacks of all processes of a hung run.
-    """
+    """The paths of one run; this module's docstring says what is at each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,12 +96,7 @@ class RunFolder:
         write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
 
     def begin_session(self, step: int, **facts: Any) -> None:
-        """Record that training of this run begins or resumes.
-
-        Args:
-            step: steps done so far.
-            **facts: further JSON values, such as ``devices``.
-        """
+        """Record that training begins or resumes after ``step`` steps, with further facts (JSON values)."""
         before = sessions(self.read_summary())
         if before and before[-1]["status"] == "running":
             before[-1] |= {"status": "killed", "ended": None, "last_step": None}

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-import zerojax
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError, RunError
 from zerojax.models import parameter_count
@@ -89,11 +88,6 @@ class BatchTrainer(OpenRun, ABC):
 
     def begin(self) -> None:
         """What a new run does before its first step."""
-
-    def take_step(self, batch: Batch) -> Metrics:
-        """Dispatch a step on a batch; returns its metrics."""
-        self.state, metrics = zerojax.train_step(self.state, batch)
-        return metrics
 
     def evaluation_if_due(self) -> Callable[[], Metrics] | None:
         """``evaluation`` at steps where it is due and at the last; None at others."""

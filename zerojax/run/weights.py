@@ -1,4 +1,4 @@
-"""The weights that a run begins with, and the frozen ones that it goes on with: from where, and how."""
+"""The weights that a new run begins with, and the frozen ones of a resumed run: from where, and how."""
 
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -39,7 +39,7 @@ class WeightReader(Protocol):
 
         Args:
             path: that ``find`` returned.
-            state: filled, but for frozen weights.
+            state: filled except for frozen weights.
             new: the first name in the paths of trained weights that keep their values, as "head".
 
         Raises:
@@ -48,7 +48,7 @@ class WeightReader(Protocol):
         ...
 
     def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
-        """A state, filled or abstract, with the model's frozen weights; arguments as of ``weights``.
+        """A state, filled or abstract, with the model's frozen weights; arguments as for ``weights``.
 
         Raises:
             ConfigurationError: they are of another model.
@@ -64,11 +64,11 @@ class CheckpointReader:
         return checkpoints.find(path)
 
     def outputs(self, path: Path) -> int | None:
-        """As the run's settings say; None for a checkpoint of a loop of its own."""
+        """As the run's settings say; None for a checkpoint of a custom loop."""
         return checkpoints.read_manifest(path).record.config.get("model", {}).get("outputs")
 
     def tokenizer(self, path: Path) -> Tokenizer | None:
-        """As the run's settings say; None for a checkpoint of a loop of its own, or if its file is gone."""
+        """As the run's settings say; None for a checkpoint of a custom loop, or if its file is gone."""
         if not (config := checkpoints.read_manifest(path).record.config):
             return None
         try:
@@ -95,7 +95,7 @@ class Start(NamedTuple):
         state: the model and its optimizer.
         base: its ``Record.base``.
         notes: lines about it for the user.
-        manifest: of the checkpoint that it goes on from, if there is one.
+        manifest: of the checkpoint that it resumes from, if there is one.
         source: where the weights of a new run are from; None of one that resumes, or begins with random ones.
     """
 
@@ -130,7 +130,7 @@ def start_run(
     Args:
         setup: of the run.
         folder: of the run.
-        manifest: of the checkpoint to go on from; one without a position holds imported weights only.
+        manifest: of the checkpoint to resume from; one without a position holds imported weights only.
         init_from: what to take the weights from instead; ignored by a run that resumes.
         reader: reads them.
         reference: whether the run compares itself with its first weights.

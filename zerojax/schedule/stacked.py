@@ -17,5 +17,5 @@ def put_layer(stacked: Any, layer: Any, index: Any) -> Any:
 
 
 def empty_layers(one: Any, layers: int) -> Any:
-    """A stack of so many layers like ``one``, uninitialised: on GPUs nothing is written."""
+    """A stack of ``layers`` layers like ``one``, uninitialised: on GPUs nothing is written."""
     return jax.tree.map(lambda x: lax.empty((layers, *x.shape), x.dtype), one)

@@ -86,7 +86,7 @@ class WeightPrefetcher:
         return Fetching(copies, payload, arrived), secondary
 
     def _ahead(self, index: Any, layers: int) -> Any:
-        """The index of the layer that comes so many layers later, at most the last."""
+        """The index of the layer that comes ``layers`` later, at most the last."""
         ahead = index + layers * self.step
         if isinstance(index, int):
             return min(ahead, self.end) if self.step > 0 else max(ahead, self.end)

@@ -80,7 +80,7 @@ def settings_here(processes: int, devices: int, local: int) -> tuple[Network, li
 
 
 def _cores(processes: int) -> int:
-    """The cores of this node, which has so many processes."""
+    """The cores of this node, on which ``processes`` processes run."""
     if given := os.environ.get(CORES):
         if not given.isdecimal() or not int(given):
             raise ConfigurationError(f"{CORES}={given}: the number of this node's cores, such as 16")

@@ -151,7 +151,7 @@ def _hash(
 
 
 def decode_frozen(stored: Any, leaf: ParamLayout) -> Float[Array, "..."]:
-    """The weight of unsharded shape, layers included, fp32; undoes ``encode_frozen`` but for its rounding."""
+    """The weight of unsharded shape, layers included, fp32; undoes ``encode_frozen`` up to its rounding."""
     values, scale = stored if isinstance(stored, Scaled) else (stored, None)
     codec = leaf.weights.local
     rows = values.reshape(-1, codec.row_items(leaf.shard))

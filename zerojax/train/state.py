@@ -155,7 +155,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
     Args:
         state: abstract.
         params: as ``TrainState.params``, already in place; they are not copied.
-        seed: as of ``create``.
+        seed: as for ``create``.
     """
 
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:

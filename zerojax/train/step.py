@@ -76,7 +76,7 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
 
     Args:
         state: any; it is not donated.
-        batch: as of ``train_step``, but it need not be a multiple of ``accumulate``.
+        batch: as for ``train_step``, but it need not be a multiple of ``accumulate``.
         loss_fn: by default the state's; its signature is that of ``TrainState.create``'s. A Linen module
             learns of evaluation from its own arguments, so pass a loss that gives them: ``model(x,
             train=False)``. Each function is compiled once: do not create a new one for every call.
@@ -97,7 +97,7 @@ def predict_step(
 
     Args:
         state: any; it is not donated.
-        batch: as of ``eval_step``.
+        batch: as for ``eval_step``.
         fn: ``(model, batch) -> pytree of arrays``, whose leading axis is the batch's. It is called with the
             model in evaluation mode and a device's rows, as a loss function is. Each function is compiled
             once: do not create a new one for every call.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LARGEST = 2**32 - 1
 """The largest whole number of any setting: the largest seed."""
 MOST_DEVICES = 1 << 20
-"""Of a mesh; ten times the largest existing cluster."""
+"""The most devices of a mesh: ten times the largest existing cluster."""
 MOST_EMULATED = 4096
 """CPU devices emulated by one process; with four times as many, XLA takes minutes to start."""
 

@@ -205,13 +205,7 @@ def hops_table(
     title: str = "Expected bytes that one device sends per step",
     seconds: Callable[[HopPlan], tuple[float, float]] | None = None,
 ) -> Table:
-    """Bytes by phase and axis, and their time if ``seconds`` is given.
-
-    Args:
-        hops: of a step.
-        title: of the table.
-        seconds: of a hop within the node and between nodes.
-    """
+    """Bytes by phase and axis, and their time if ``seconds`` gives that of a hop on either link."""
     time = () if seconds is None else ("ms",)
     numbers = numeric("in the node", *time, "between nodes", *time)
     table = Table("phase", "over", "formats", *numbers, title=title)

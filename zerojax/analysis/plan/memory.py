@@ -20,19 +20,16 @@ are logits but no gradients yet (except sums of earlier micro-batches); or at th
 gradients of the embedding tables.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from rich.table import Table
 
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import numeric, size
 from zerojax.sharding.layout import ParamLayout
-from zerojax.train.fields import abstract_fields
+from zerojax.train.fields import abstract_fields, device_bytes
 from zerojax.train.spec import TrainSpec
 
 KINDS = {
@@ -115,12 +112,12 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
     """The bytes of a train state on one device, by kind."""
     fields = abstract_fields(spec)
     return {
-        "parameters": _bytes(fields["params"]),
-        "optimizer": _bytes(fields["opt_state"]),
-        "frozen": _bytes(fields["frozen"]),
-        "secondary": _bytes(fields["secondary"]),
-        "residual": _bytes(fields["residual"]),
-        "other": _bytes(fields["model_state"]),
+        "parameters": device_bytes(fields["params"]),
+        "optimizer": device_bytes(fields["opt_state"]),
+        "frozen": device_bytes(fields["frozen"]),
+        "secondary": device_bytes(fields["secondary"]),
+        "residual": device_bytes(fields["residual"]),
+        "other": device_bytes(fields["model_state"]),
     }
 
 
@@ -154,12 +151,13 @@ def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> d
 
 
 def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
+    # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, beside the
+    # gradients.
+    again = spec.strategy.keep == "primary" and spec.world.nodes > 1
     return {
         "gradients": _gradients(spec),
         "secondary": _hpz_copy(spec),
-        # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, beside
-        # the gradients.
-        "weights": _gathered(spec, 4 if _gathers_from_nodes_again(spec) else 2) + _frozen_in_use(spec),
+        "weights": _gathered(spec, 4 if again else 2) + _frozen_in_use(spec),
         "weight gradients": _whole_gradients(spec, rest=work is None),
         "wire": _payload(spec),
         "activations": _at_work(spec, work) + work.head if work else 0,
@@ -220,14 +218,6 @@ def _others(spec: TrainSpec, work: Work) -> int:
     return 2 * (_together(spec) - 1) * work.stream
 
 
-def _bytes(tree: Any) -> int:
-    """Bytes of one device's shards of a tree of arrays or ShapeDtypeStructs."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
-        for x in jax.tree.leaves(tree)
-    )
-
-
 def _sums_at_sink(spec: TrainSpec) -> int:
     """One fp32 set of gradient sums, sharded over the world or over the node."""
     owned = sum(4 * leaf.layers * leaf.shard for leaf in spec.leaves)
@@ -279,7 +269,7 @@ def _frozen_in_use(spec: TrainSpec) -> int:
     one of the first.
     """
     if not spec.unit_groups:
-        return _frozen_outside(spec)
+        return _of_no_unit(spec, frozen=True)
     holders = spec.world.size if spec.strategy.frozen == "primary" else spec.world.local
     if holders == 1:
         return sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
@@ -295,17 +285,7 @@ def _frozen_in_use(spec: TrainSpec) -> int:
 
 def _frozen_in_loss(spec: TrainSpec) -> int:
     """Frozen weights that are whole in the loss: of a unit, and those outside units."""
-    return _frozen_outside(spec) + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
-
-
-def _frozen_outside(spec: TrainSpec) -> int:
-    outside = [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
-    return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in outside)
-
-
-def _gathers_from_nodes_again(spec: TrainSpec) -> bool:
-    """Whether the backward pass repeats the node hop of the weights."""
-    return spec.strategy.keep == "primary" and spec.world.nodes > 1
+    return _of_no_unit(spec, frozen=True) + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
 
 
 def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
@@ -345,9 +325,10 @@ def _payload(spec: TrainSpec) -> int:
     return sum(_largest_units(spec, encoded, 1)) if spec.zero.stage == 3 else 0
 
 
-def _of_no_unit(spec: TrainSpec) -> int:
-    rest = [leaf for group in spec.groups if group.unit is None for leaf in group.leaves]
-    return sum(leaf.layers * _weight_bytes(spec, leaf) for leaf in rest)
+def _of_no_unit(spec: TrainSpec, *, frozen: bool = False) -> int:
+    """Bytes of the trained or the frozen weights outside units."""
+    groups = [group.frozen if frozen else group.leaves for group in spec.groups if group.unit is None]
+    return sum(leaf.layers * _weight_bytes(spec, leaf) for group in groups for leaf in group)
 
 
 def _largest_units(

@@ -60,10 +60,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The device events of a trace, ordered by start.
-
-    Args:
-        path: of an ``.xplane.pb``.
+    """The device events of an ``.xplane.pb``, ordered by start.
 
     Raises:
         ConfigurationError: it is not a trace.

@@ -24,13 +24,10 @@ Instructions = dict[str, tuple[str, str]]
 
 
 def instructions(trace: bytes) -> dict[str, Instructions]:
-    """Program -> instruction name -> (opcode, op_name).
+    """Program -> instruction name -> (opcode, op_name), from the bytes of an ``.xplane.pb``.
 
     A program's key is "module(program_id)", as in the trace: a process may hold several programs of one
     module name, and a trace also has programs that did not run.
-
-    Args:
-        trace: the bytes of an ``.xplane.pb``.
 
     Raises:
         DecodeError: it is none.

@@ -12,6 +12,10 @@ from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
+Read = Callable[[ConfigKeys], GPTConfig]
+Write = Callable[[GPTConfig], dict[str, Any]]
+Parts = Callable[[GPTConfig, str], TensorParts]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -23,9 +27,10 @@ class Family:
         prefix: of the tensors' names; files of a model without its head leave it out.
         buffers: patterns of the names of tensors in old files that hold no weights.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
-        read: from the keys of a config.json to the model; refuses what zerojax does not support.
-        write: from the model to the keys of a config.json; refuses what the family does not have. None if
-            an earlier family has all its models.
+        read: the model of a config.json. Raises ConfigurationError for a value that zerojax does not support.
+        write: the config.json of a model, as transformers 4 and 5 both read it. Raises ConfigurationError,
+            which names the field, for a model that the family does not have. None if an earlier family has
+            all its models.
         parts: the tensors of each leaf, for a model and a prefix.
     """
 
@@ -34,9 +39,9 @@ class Family:
     prefix: str
     buffers: tuple[str, ...]
     linear: bool
-    read: Callable[[ConfigKeys], GPTConfig]
-    write: Callable[[GPTConfig], dict[str, Any]] | None
-    parts: Callable[[GPTConfig, str], TensorParts]
+    read: Read
+    write: Write | None
+    parts: Parts
 
     @property
     def base(self) -> str:
@@ -50,11 +55,6 @@ class Family:
     def is_buffer(self, name: str) -> bool:
         """Whether the tensor of this name is a mask or a table that the model computes itself."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
-
-
-Read = Callable[[ConfigKeys], GPTConfig]
-Write = Callable[[GPTConfig], dict[str, Any]]
-Parts = Callable[[GPTConfig, str], TensorParts]
 
 
 def _like_llama(
@@ -92,11 +92,7 @@ FAMILIES = {
 
 
 def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, list[str]]:
-    """The family and shape of the model of a config.json.
-
-    Args:
-        values: of the file.
-        origin: its name, for errors.
+    """The family and shape of the model of a config.json; ``origin`` names the file in errors.
 
     Returns:
         The family, the model's shape, and a line for each key that is not imported.

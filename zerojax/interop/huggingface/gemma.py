@@ -18,21 +18,13 @@ _CAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping
 
 
 def read_gemma(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("hidden_act", _ACTIVATION, "gelu")  # the first releases say "gelu", but mean the other
     return GPTConfig(**_read(keys, read_rope))
 
 
 def read_gemma2(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.unused("sliding_window_size")
     shape = _read(keys, read_rope) | _read_scores(keys, attention=50.0, logits=30.0)
     types = periodic(shape["layers"], 2)
@@ -40,11 +32,7 @@ def read_gemma2(keys: ConfigKeys) -> GPTConfig:
 
 
 def read_gemma3(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.unused("_sliding_window_pattern")  # transformers writes but does not read it
     shape = _read(keys, _read_ropes) | _read_scores(keys, attention=None, logits=None) | {"qk_norm": True}
     types = periodic(shape["layers"], keys.take("sliding_window_pattern", int, 6))
@@ -89,31 +77,19 @@ def _read_ropes(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def write_gemma(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: Gemma does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     _refuse(model, "Gemma")
     return _write(model) | {"hidden_act": _ACTIVATION}
 
 
 def write_gemma2(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: Gemma 2 does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     _refuse(model, "Gemma 2", **_SINCE_GEMMA2)
     return _write(model) | _write_scores(model)
 
 
 def write_gemma3(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: Gemma 3 does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     _refuse(model, "Gemma 3", **_SINCE_GEMMA2, qk_norm=True, rope_local_theta=ANY)
     if model.sliding_window is not None and model.rope_local_theta is None:
         raise ConfigurationError("model.rope_local_theta = None, but Gemma 3 has it in layers with a window")

@@ -19,11 +19,7 @@ _NAMES = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu"}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("activation_function", "gelu_new", *_ACTIVATIONS)
     keys.only("scale_attn_weights", True)
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
@@ -51,11 +47,7 @@ def read(keys: ConfigKeys) -> GPTConfig:
 
 
 def write(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model.
-
-    Raises:
-        ConfigurationError: GPT-2 does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     refuse_others(
         model,
         "GPT-2",

@@ -19,7 +19,7 @@ def read_window(keys: ConfigKeys, window: int | None, default: list[str]) -> dic
         default: the kind of each layer, where there are no layer_types.
 
     Raises:
-        ConfigurationError: the layers with full attention are not every so many.
+        ConfigurationError: the layers with full attention are not at regular intervals.
     """
     types = keys.take("layer_types", list, default)
     if len(types) != len(default) or not all(kind in (FULL, SLIDING) for kind in types):

@@ -18,11 +18,7 @@ LIKE_LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu"}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("hidden_act", "silu", "swish")
     keys.only("pretraining_tp", 1)
     keys.only("rope_interleaved", False)
@@ -77,11 +73,7 @@ def read_shape(
 
 
 def write(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: LLaMA does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     refuse_others(model, "LLaMA", **LIKE_LLAMA)
     return write_shape(model) | {
         "attention_bias": model.biases,

@@ -86,9 +86,9 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     Adapters, which the model does not have, keep their values.
 
     Args:
-        state: as of ``load_base``, filled, but for frozen weights; keeps its optimizer state, step and seed.
-        folder: as of ``load_base``.
-        new: as of ``load_base``; these keep their values as well.
+        state: as for ``load_base``, filled except for frozen weights; keeps its optimizer state, step, seed.
+        folder: as for ``load_base``.
+        new: as for ``load_base``; these keep their values as well.
 
     Raises:
         ConfigurationError: as ``load_base``.
@@ -163,7 +163,7 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new:
     part of one layer's leaf.
 
     Returns:
-        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights, but for
+        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights, without
         the new ones.
 
     Raises:
@@ -242,7 +242,7 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
 
 
 def _read_rows(tensor: Tensor, rows: slice, columns: int, files: Files) -> np.ndarray:
-    """Rows of so many columns of the leaf's matrix (a vector is one row) from one tensor."""
+    """Some rows of a leaf's matrix (a vector is one row) of ``columns`` columns, from one tensor."""
     if len(tensor.shape) < 2:
         return files.read(tensor.name).reshape(1, math.prod(tensor.shape))
     if tensor.part.transposed:

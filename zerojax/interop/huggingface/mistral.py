@@ -8,20 +8,12 @@ from zerojax.models import GPTConfig
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("hidden_act", "silu", "swish")
     return GPTConfig(**read_shape(keys), sliding_window=keys.nullable("sliding_window", int, 4096))
 
 
 def write(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: Mistral does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     refuse_others(model, "Mistral", **LIKE_LLAMA, biases=False, sliding_window=ANY)
     return write_shape(model) | {"hidden_act": "silu", "sliding_window": model.sliding_window}

@@ -14,11 +14,7 @@ _NAMES = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     width = keys.take("hidden_size", int)
     keys.only("word_embed_proj_dim", width)
     keys.only("activation_function", "relu", *_ACTIVATIONS)
@@ -41,11 +37,7 @@ def read(keys: ConfigKeys) -> GPTConfig:
 
 
 def write(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model.
-
-    Raises:
-        ConfigurationError: OPT does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     refuse_others(
         model,
         "OPT",

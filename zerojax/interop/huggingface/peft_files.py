@@ -59,12 +59,7 @@ def key_of(module: str, kind: str) -> str:
 
 
 def target_modules(adapted: Collection[str], every: Collection[str]) -> list[str]:
-    """The fewest last components of names by which PEFT finds the modules that have adapters, and no others.
-
-    Args:
-        adapted: names of modules.
-        every: names of all modules of the model.
-    """
+    """The fewest ends of names by which PEFT finds the modules that have adapters, and no others."""
     found = set[str]()
     for module in adapted:
         words = module.split(".")

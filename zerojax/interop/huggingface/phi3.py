@@ -11,11 +11,7 @@ from zerojax.models import GPTConfig
 
 
 def read(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("hidden_act", "silu", "swish")
     for name in ("attention_bias", "lm_head_bias"):
         keys.only(name, False)

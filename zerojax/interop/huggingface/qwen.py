@@ -11,21 +11,13 @@ _WINDOWS = {"sliding_window": ANY, "sliding_window_pattern": ANY}
 
 
 def read_qwen2(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("use_mrope", False)
     return GPTConfig(**_read(keys), qkv_biases=True)
 
 
 def read_qwen3(keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """See ``Family.read``."""
     keys.only("attention_bias", False)
     return GPTConfig(**_read(keys, head_dim=128), qk_norm=True)
 
@@ -41,21 +33,13 @@ def _read(keys: ConfigKeys, head_dim: int | None = None) -> dict[str, Any]:
 
 
 def write_qwen2(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: Qwen2 does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     refuse_others(model, "Qwen2", **LIKE_LLAMA, biases=False, qkv_biases=True, **_WINDOWS)
     return _write(model)
 
 
 def write_qwen3(model: GPTConfig) -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 both read it.
-
-    Raises:
-        ConfigurationError: Qwen3 does not have such models; names the field.
-    """
+    """See ``Family.write``."""
     refuse_others(model, "Qwen3", **LIKE_LLAMA, biases=False, qk_norm=True, **_WINDOWS)
     return _write(model) | {"attention_bias": False}
 

@@ -276,7 +276,7 @@ class SafetensorWriter:
 
         Args:
             name: of a tensor in ``specs``.
-            values: of its dtype and, but for the number of rows, of its shape; not written yet.
+            values: of its dtype and, except for the number of rows, its shape; not written yet.
             first_row: of the values in the tensor.
         """
         spec = self._specs[name]

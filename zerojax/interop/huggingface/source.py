@@ -58,12 +58,7 @@ def is_model(folder: Path) -> bool:
 
 
 def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging Face model") -> dict[str, Any]:
-    """The config.json of a folder, or another JSON file of settings.
-
-    Args:
-        folder: that holds it.
-        name: of the file.
-        owner: what has such a file, for errors.
+    """The config.json of a folder, or another JSON file of settings, which the folder of ``owner`` has.
 
     Raises:
         ConfigurationError: there is none, or it is not a JSON object.
@@ -85,7 +80,7 @@ def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging F
 def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:
     """An imported model's shape, with the settings of ``wanted`` that do not change what it computes.
 
-    With ``wanted.outputs`` it gets a new head of so many rows.
+    With ``wanted.outputs`` it gets a new head of that many rows.
     """
     head = {} if wanted.outputs is None else {"outputs": wanted.outputs, "tied": False}
     return replace(source, **{name: getattr(wanted, name) for name in FREE}, **head)

@@ -63,12 +63,7 @@ class Peers:
         self._loop.close()
 
     def fail(self, code: int, why: str) -> NoReturn:
-        """End this process, which has failed, after telling the others.
-
-        Args:
-            code: its exit code.
-            why: one line.
-        """
+        """End this process, which has failed, with an exit code, after telling the others why (one line)."""
         self._ending = True
         self._report(Failure("failed", self.rank, f"rank {self.rank} failed: {why}", code))
         sys.stdout.flush()

@@ -23,11 +23,7 @@ _PAUSE = 0.05
 
 
 class ClientProxy:
-    """Stands in for the service towards JAX's client in this process.
-
-    Args:
-        connection: to the coordinator.
-    """
+    """Stands in for the service towards JAX's client in this process, over a connection to rank 0."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -4,8 +4,9 @@
 reads the parameters alone, and the manifest. docs/checkpoints.md says what a user may rely on.
 """
 
+import logging
+
 from zerojax.run.checkpoints.clock import TrainingClock
-from zerojax.run.checkpoints.log_filter import filter_orbax_logs
 from zerojax.run.checkpoints.manifest import Beside, DamagedError, Manifest, Record, read_manifest, verify
 from zerojax.run.checkpoints.restore import restore, restore_base, restore_weights
 from zerojax.run.checkpoints.resume import Resumed, resume
@@ -21,7 +22,9 @@ from zerojax.run.checkpoints.select import (
 from zerojax.run.checkpoints.store import Checkpoints
 from zerojax.run.checkpoints.transfer import reserve_host_memory
 
-filter_orbax_logs()
+# Orbax's log fills pages with errors that zerojax raises and reports in one line. Other users of "absl" keep
+# theirs.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)
 
 __all__ = [
     "Beside",

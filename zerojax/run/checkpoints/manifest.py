@@ -33,7 +33,7 @@ class Beside:
     """What is recorded of a further state in a checkpoint.
 
     Attributes:
-        config: as of ``Record``, with the state's own model.
+        config: as in ``Record``, with the state's own model.
         base: likewise, of its frozen weights.
     """
 

@@ -66,7 +66,7 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
 
     Args:
         path: of a verified checkpoint of the same model under any optimizer.
-        state: filled, but for frozen weights; keeps its optimizer state, step and seed.
+        state: filled except for frozen weights; keeps its optimizer state, step and seed.
         new: the first name in the paths of weights that keep their values, too, because the checkpoint has
             others or none there: "head" of a model with other outputs. They are trained.
 
@@ -95,7 +95,7 @@ def restore_base(path: Path, state: TrainState, *, new: str | None = None) -> Tr
     Args:
         path: of a verified checkpoint of the same model under any optimizer, all of it trained.
         state: filled or abstract.
-        new: as of ``restore_weights``.
+        new: as for ``restore_weights``.
 
     Raises:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone.

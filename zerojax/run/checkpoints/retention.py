@@ -25,7 +25,7 @@ class Retention:
         newest: keep this many of the newest, at least two; None keeps all.
         every: keep those at multiples of this many steps; 0 for none.
         best: keep this many with the lowest validation loss, of those saved at a step that measured it.
-        minutes: keep those of the last so many minutes of training, time between runs not counted.
+        minutes: keep those of the last ``minutes`` of training, time between runs not counted.
     """
 
     newest: int | None = None

@@ -17,6 +17,8 @@ from typing import Literal
 
 _LEFTOVER = re.compile(r"\d+\.(unfinished|removed)(-\d+)?(\..*)?")
 _ASIDE = re.compile(r"\d+\.(damaged|undone)(-\d+)?")
+# Seconds without anything new after which a failed save has ended, and the most to wait for that.
+_QUIET, _MOST = 0.5, 5.0
 
 
 def steps(folder: Path) -> list[int]:
@@ -48,20 +50,14 @@ def _leftovers(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
 
 
-def clear_failed(folder: Path, step: int, *, quiet: float = 0.5, most: float = 5.0) -> None:
-    """Remove what a failed save left.
+def clear_failed(folder: Path, step: int) -> None:
+    """Remove what a failed save left, until nothing new appears; the next start clears the rest.
 
-    Orbax gives up at the first error, but its writes of other arrays go on for a while and make their
+    Orbax gives up at the first error, but its writes of other arrays continue for a while and make their
     folders again.
-
-    Args:
-        folder: of the checkpoints.
-        step: of the failed save.
-        quiet: stop after so many seconds in which nothing new appeared.
-        most: stop after so many seconds in any case; the next start clears the rest.
     """
     begun = seen = time.monotonic()
-    while (now := time.monotonic()) - seen < quiet and now - begun < most:
+    while (now := time.monotonic()) - seen < _QUIET and now - begun < _MOST:
         if left := [path for path in _leftovers(folder) if path.name.startswith(f"{step}.")]:
             seen = now
         for path in left:

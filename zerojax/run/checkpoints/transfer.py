@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from orbax.checkpoint import v1 as ocp
 
 # Orbax documents these, as part of an option, but does not export them.
@@ -20,6 +19,7 @@ from orbax.checkpoint._src.serialization.types import DefaultSerializationStatus
 from zerojax.errors import RunError
 from zerojax.run.checkpoints.canonical import abstract_canonical
 from zerojax.sharding.mesh import on_gpus
+from zerojax.train.fields import device_bytes
 from zerojax.train.state import TrainState
 
 PORTION = 2 << 30
@@ -103,13 +103,5 @@ def reserve_host_memory(states: Sequence[TrainState]) -> None:
 
 def _sizes(states: Sequence[TrainState]) -> list[list[int]]:
     """The bytes of one device's part of every array of a checkpoint, in a list per kind."""
-
-    def size(x: jax.ShapeDtypeStruct) -> int:
-        assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
-        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-    return [
-        [size(x) for x in jax.tree.leaves(tree)]
-        for state in states
-        for tree in abstract_canonical(state).values()
-    ]
+    trees = (tree for state in states for tree in abstract_canonical(state).values())
+    return [[device_bytes(x) for x in jax.tree.leaves(tree)] for tree in trees]

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.errors import ConfigurationError
 from zerojax.run.config.sharding import WireFormat
-from zerojax.validation.bounds import check_numbers
+from zerojax.validation.bounds import check_numbers, require
 from zerojax.zero_config import Remat
 
 
@@ -72,18 +71,16 @@ class PosttrainSection:
         counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
         at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
         for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"posttrain.{name} must be at least {least}")
+            require(getattr(self, name) >= least, f"posttrain.{name} must be at least {least}")
         for name in ("temperature", "reward_seconds", "beta"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"posttrain.{name} must be positive")
-        if not 0 <= self.clip_low < 1:
-            raise ConfigurationError("posttrain.clip_low must lie in [0, 1): a ratio of 0 is the lowest")
-        if self.method == "grpo" and self.group_size == 1:
-            raise ConfigurationError("posttrain.group_size must be at least 2: grpo compares completions")
+            require(getattr(self, name) > 0, f"posttrain.{name} must be positive")
+        require(0 <= self.clip_low < 1, "posttrain.clip_low must lie in [0, 1): a ratio of 0 is the lowest")
+        require(
+            self.method != "grpo" or self.group_size != 1,
+            "posttrain.group_size must be at least 2: grpo compares completions",
+        )
         for name in ("discount", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(f"posttrain.{name} must lie in [0, 1]")
+            require(0 <= getattr(self, name) <= 1, f"posttrain.{name} must lie in [0, 1]")
 
     @property
     def completions(self) -> int:
@@ -124,5 +121,5 @@ class CriticSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "critic.{}".format)
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ConfigurationError("critic.learning_rate must be positive")
+        rate = self.learning_rate
+        require(rate is None or rate > 0, "critic.learning_rate must be positive")

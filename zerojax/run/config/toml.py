@@ -60,7 +60,7 @@ def load_config(path: Path | str) -> RunConfig:
 
 
 def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
-    """Build a ``RunConfig`` from nested dicts, as of TOML and JSON.
+    """Build a ``RunConfig`` from nested dicts, as TOML and JSON give them.
 
     Args:
         data: section -> key -> value; missing keys take their defaults.

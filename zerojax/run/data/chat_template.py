@@ -92,7 +92,7 @@ class ChatTemplate:
 
         Raises:
             DataError: as for ``render``; there is nothing to learn; or the template has no blocks and does
-                not go on where the text of fewer messages ends.
+                not continue where the text of fewer messages ends.
         """
         text, ranges = self._render(messages, False)
         if not _BLOCK.search(self.source):

@@ -39,12 +39,7 @@ class DatasetPart:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokens for training and for validation.
-
-    Attributes:
-        parts: one per source.
-        tokenizer: that made the tokens.
-    """
+    """Tokens for training and for validation: a part for each source, all made by one tokenizer."""
 
     parts: tuple[DatasetPart, ...]
     tokenizer: Tokenizer
@@ -194,10 +189,6 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
 
 def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
     """The chat template that made the tokens of a run, or that will make them.
-
-    Args:
-        settings: of the run.
-        folder: of its tokens.
 
     Raises:
         DataError: there is none.

@@ -48,15 +48,11 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class Completions:
-    """Rows with a prompt and its completion.
+    """Rows with a prompt and its completion, each in a column.
 
     Both are encoded by themselves, since a prompt to answer comes without its completion. The tokens are
     those of the prompt and the completion, between the tokens that begin and end a text; the completion and
     the end count in the loss.
-
-    Attributes:
-        prompt: column of the prompt.
-        completion: column of the completion.
     """
 
     prompt: str = "prompt"
@@ -99,14 +95,10 @@ class Completions:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Rows with a list of messages, which a chat template turns into text.
+    """Rows with a list of messages in one column, which a chat template turns into text.
 
-    The tokens are those of the text as a whole, as of ``apply_chat_template`` in transformers: which special
-    tokens there are is up to the template. A token counts in the loss if any of its characters does.
-
-    Attributes:
-        template: of the conversations.
-        messages: column of the messages.
+    The tokens are those of the text as a whole, as with ``apply_chat_template`` in transformers: the template
+    decides which special tokens there are. A token counts in the loss if any of its characters does.
     """
 
     template: ChatTemplate

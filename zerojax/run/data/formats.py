@@ -91,7 +91,7 @@ def read_rows(
         others: whether to read the other columns as well.
 
     Yields:
-        A place as of ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ...
+        A place as in ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ...
 
     Raises:
         DataError: the file is damaged or not a table, a row lacks a column, or the format's reader is not

@@ -176,7 +176,7 @@ def _count(
 ) -> Int64[np.ndarray, " n"]:
     """The number of ones in each range of a mask; ranges are in order and do not overlap."""
     bounds = np.stack([starts, ends], axis=1).ravel()
-    # A bound at the very end is not an index; the last range then goes on to the end by itself.
+    # A bound at the very end is not an index; the last range then extends to the end by itself.
     inside = bounds[bounds < len(mask)]
     sums = np.add.reduceat(mask, inside, dtype=np.int64) if len(inside) else np.zeros(0, np.int64)
     sums = np.concatenate([sums, np.zeros(len(bounds) - len(sums), np.int64)])[::2]

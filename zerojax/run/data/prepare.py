@@ -83,7 +83,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
 def keep_tokenizer(settings: DataSection, folder: Path) -> None:
     """Write the tokenizer, and the chat template, of a run that reads its data without preparing them.
 
-    So such a run can be moved, and goes on with the tokenizer that it began with.
+    So such a run can be moved, and keeps the tokenizer that it began with.
 
     Args:
         settings: name the tokenizer.

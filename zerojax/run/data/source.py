@@ -1,6 +1,7 @@
 """Text sources: from a source's name to its files, and from files to documents."""
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -121,6 +122,4 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _common_folder(files: list[Path]) -> Path:
-    parents = [file.parent for file in files]
-    candidates = [parents[0], *parents[0].parents]
-    return next(c for c in candidates if all(parent.is_relative_to(c) for parent in parents))
+    return Path(os.path.commonpath([file.parent for file in files]))

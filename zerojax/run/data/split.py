@@ -48,8 +48,8 @@ def hold_out[T](every: Sequence[T], text: Callable[[T], bytes], fraction: float)
 
     Args:
         every: all examples.
-        text: what decides of an example, as of a document.
-        fraction: to hold out, as of ``validation_limit``.
+        text: the text of an example, by which it is held out or not, as a document is.
+        fraction: to hold out, as for ``validation_limit``.
 
     Raises:
         DataError: fewer than two different texts.
@@ -63,5 +63,5 @@ def hold_out[T](every: Sequence[T], text: Callable[[T], bytes], fraction: float)
 
 
 def evenly_spread(most: int, total: int) -> list[int]:
-    """At most so many of the indices below ``total``, spread evenly over them."""
+    """At most ``most`` of the indices below ``total``, spread evenly over them."""
     return np.linspace(0, total - 1, min(most, total)).astype(int).tolist()

@@ -107,7 +107,7 @@ class ByteTokenizer:
         found = []
         for text in texts:
             tokens = self.encode(text.encode())
-            starts = np.cumsum(tokens & 0xC0 != 0x80) - 1  # other bytes go on with a character of UTF-8
+            starts = np.cumsum(tokens & 0xC0 != 0x80) - 1  # other bytes continue a character of UTF-8
             found.append(Spans(tokens, starts, starts + 1))
         return found
 

@@ -1,7 +1,7 @@
 """Rendering of a run's data as an HTML page."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from typing import Any
@@ -65,28 +65,20 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         per_byte = run.summary.get("validation_loss_per_byte")
         remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else _loss_unit(run)
         facts.append(("validation loss", f"{loss:.4f}", remark))
-    if (accuracy := run.last("validation_accuracy")) is not None:
-        facts.append(("accuracy", percent(accuracy), "of held-out pairs"))
-    if (reward := run.last("reward")) is not None:
-        facts.append(("reward", f"{reward:.3f}", "mean of the last rollout"))
-    if (reward := run.last("validation_reward")) is not None:
-        facts.append(("held-out reward", f"{reward:.3f}", "of greedy answers"))
-    if (divergence := run.last("kl")) is not None:
-        facts.append(("divergence", f"{divergence:.3g}", "from the first weights, per token"))
-    if (right := run.last("exact_match")) is not None:
-        facts.append(("exact match", percent(right), "of held-out prompts"))
-    if (tokens := _typical(run, "tokens_per_second")) is not None:
-        facts.append(("tokens per second", abbreviated(tokens), "median step"))
-    if (mfu := _typical(run, "mfu")) is not None:
-        facts.append(("MFU", percent(mfu), "median step"))
-    if (seconds := _typical(run, "step_seconds")) is not None:
-        facts.append(("step time", _duration(seconds), "median"))
-    if (sent := run.last("internode_bytes")) is not None:
-        facts.append(("sent per node", size(sent), "per step, to others"))
     memory = [x for x in run.series("memory_bytes")[1] if x is not None]
-    if memory:
-        facts.append(("memory", size(max(memory)), _memory_of(run)))
-    return facts
+    others: list[tuple[str, float | None, Callable[[float], str], str]] = [
+        ("accuracy", run.last("validation_accuracy"), percent, "of held-out pairs"),
+        ("reward", run.last("reward"), "{:.3f}".format, "mean of the last rollout"),
+        ("held-out reward", run.last("validation_reward"), "{:.3f}".format, "of greedy answers"),
+        ("divergence", run.last("kl"), "{:.3g}".format, "from the first weights, per token"),
+        ("exact match", run.last("exact_match"), percent, "of held-out prompts"),
+        ("tokens per second", _typical(run, "tokens_per_second"), abbreviated, "median step"),
+        ("MFU", _typical(run, "mfu"), percent, "median step"),
+        ("step time", _typical(run, "step_seconds"), _duration, "median"),
+        ("sent per node", run.last("internode_bytes"), size, "per step, to others"),
+        ("memory", max(memory, default=None), size, _memory_of(run)),
+    ]
+    return facts + [(name, text(x), remark) for name, x, text, remark in others if x is not None]
 
 
 def _memory_of(run: RunData) -> str:
@@ -130,54 +122,24 @@ def _critic_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
 
 
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
-    rate, norm = run.series("learning_rate"), run.series("grad_norm")
-    seconds = run.series("step_seconds") if run.series("mfu")[0] else ([], [])  # charts go in pairs
+    norm = smoothed("norm", *run.series("grad_norm"))
+    rate = [Series("rate", *run.series("learning_rate"))]
+    tokens = smoothed("tokens/s", *run.series("tokens_per_second"), rate=True)
+    mfu = smoothed("MFU", *run.series("mfu"), rate=True)
+    # Charts go in pairs.
+    seconds = smoothed("step", *run.series("step_seconds")) if run.series("mfu")[0] else []
+    memory = [Series("memory", *run.series("memory_bytes"))]
+    place = "in use, " + _memory_of(run).removeprefix("most, ")
+    level = {"from_zero": True, "capped": True}
     found = [
         *_preference_charts(run, skipped),
         *_critic_charts(run, skipped),
-        _draw(
-            run,
-            "Gradient norm",
-            "before clipping, log scale",
-            smoothed("norm", *norm),
-            log=True,
-            marks=skipped,
-        ),
-        _draw(run, "Learning rate", "", [Series("rate", *rate)], from_zero=True),
-        _draw(
-            run,
-            "Throughput",
-            "tokens per second, all devices",
-            smoothed("tokens/s", *run.series("tokens_per_second"), rate=True),
-            from_zero=True,
-            capped=True,
-        ),
-        _draw(
-            run,
-            "Model FLOPs utilisation",
-            "of the devices' bf16 peak",
-            smoothed("MFU", *run.series("mfu"), rate=True),
-            label=percent,
-            from_zero=True,
-            capped=True,
-        ),
-        _draw(
-            run,
-            "Step time",
-            "",
-            smoothed("step", *seconds),
-            label=_duration,
-            from_zero=True,
-            capped=True,
-        ),
-        _draw(
-            run,
-            "Memory",
-            "in use, " + _memory_of(run).removeprefix("most, "),
-            [Series("memory", *run.series("memory_bytes"))],
-            label=size,
-            from_zero=True,
-        ),
+        _draw(run, "Gradient norm", "before clipping, log scale", norm, log=True, marks=skipped),
+        _draw(run, "Learning rate", "", rate, from_zero=True),
+        _draw(run, "Throughput", "tokens per second, all devices", tokens, **level),
+        _draw(run, "Model FLOPs utilisation", "of the devices' bf16 peak", mfu, label=percent, **level),
+        _draw(run, "Step time", "", seconds, label=_duration, **level),
+        _draw(run, "Memory", place, memory, label=size, from_zero=True),
     ]
     return [chart for chart in found if chart is not None]
 

@@ -13,6 +13,14 @@ from zerojax.formatting import abbreviated, size
 # Weight of the newest step in the smoothed step time, half of which comes from the last seven steps.
 _SMOOTHING = 0.1
 
+_MEASURED = {
+    "validation_loss": "validation {:.4f}",
+    "validation_accuracy": "accuracy {:.1%}",
+    "reward": "reward {:.3f}",
+    "validation_reward": "held out {:.3f}",
+    "exact_match": "exact match {:.1%}",
+}
+
 
 class Progress:
     """The progress line of one run; a context manager.
@@ -86,16 +94,7 @@ class Progress:
         else:
             self._seconds = previous + _SMOOTHING * (seconds - previous)
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
-        if "validation_loss" in values:
-            parts.append(f"validation {values['validation_loss']:.4f}")
-        if "validation_accuracy" in values:
-            parts.append(f"accuracy {values['validation_accuracy']:.1%}")
-        if "reward" in values:
-            parts.append(f"reward {values['reward']:.3f}")
-        if "validation_reward" in values:
-            parts.append(f"held out {values['validation_reward']:.3f}")
-        if "exact_match" in values:
-            parts.append(f"exact match {values['exact_match']:.1%}")
+        parts += [text.format(values[name]) for name, text in _MEASURED.items() if name in values]
         parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
         if "mfu" in values:
             parts.append(f"mfu {values['mfu']:.1%}")

@@ -1,5 +1,6 @@
 """The MLflow tracker; ``MLFLOW_TRACKING_URI`` names the server or database."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +31,8 @@ class MLflow:
         self._run_id = run.info.run_id
         flat = traverse_util.flatten_dict(dict(settings), sep=".")
         params = [Param(name, str(value)) for name, value in flat.items()]
-        for first in range(0, len(params), 100):  # the most per request
-            self._client.log_batch(self._run_id, params=params[first : first + 100])
+        for some in itertools.batched(params, 100):  # the most per request
+            self._client.log_batch(self._run_id, params=list(some))
 
     @property
     def identity(self) -> str:

@@ -16,8 +16,8 @@ other and nothing else.
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -239,22 +239,13 @@ def _new_namespace() -> int:
 
 def _in_thread[T](namespace: int | None, work: Callable[[], T]) -> T:
     """Run ``work`` in a namespace (None: a new one) on a separate thread, and return its result."""
-    result: list[T] = []
-    failure: list[BaseException] = []
 
-    def go() -> None:
-        try:
-            if namespace is None:
-                os.unshare(os.CLONE_NEWNET)
-            else:
-                os.setns(namespace, os.CLONE_NEWNET)
-            result.append(work())
-        except BaseException as error:
-            failure.append(error)
+    def go() -> T:
+        if namespace is None:
+            os.unshare(os.CLONE_NEWNET)
+        else:
+            os.setns(namespace, os.CLONE_NEWNET)
+        return work()
 
-    thread = threading.Thread(target=go)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(go).result()
