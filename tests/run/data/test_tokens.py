@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from data_files import write_documents
 
 from zerojax.run.config import DataSection, MixtureSource
@@ -14,6 +15,7 @@ from zerojax.run.data import (
     ByteTokenizer,
     DataError,
     TokenFile,
+    TokenWriter,
     is_prepared,
     load_tokenizer,
     open_dataset,
@@ -105,6 +107,41 @@ class TestTokenizers:
     def test_bpe_knows_every_byte(self) -> None:
         tokenizer = BPETokenizer.train([b"aaa bbb aaa bbb"], 300)
         assert tokenizer.decode(tokenizer.encode("ÿ☃".encode()).tolist()) == "ÿ☃"
+
+    def test_a_tokenizer_that_cuts_and_fills_up_reads_whole_texts(self, tmp_path: Path) -> None:
+        path, text = tmp_path / "tokenizer.json", self.TEXT.encode() * 3
+        plain = BPETokenizer.train([self.TEXT.encode()], 300)
+        plain.save(path)
+        saved = tokenizers.Tokenizer.from_file(str(path))
+        saved.enable_truncation(5)
+        saved.enable_padding(length=500)
+        saved.save(str(path))
+        whole, again = plain.encode(text), load_tokenizer(path)
+        for ids in (
+            again.encode(text),
+            again.encode_batch([text])[0],
+            again.encode_spans([text.decode()])[0][0],
+        ):
+            np.testing.assert_array_equal(ids, whole)
+
+    def test_ids_with_gaps_are_below_the_size_of_the_vocabulary(self, tmp_path: Path) -> None:
+        path = tmp_path / "tokenizer.json"
+        BPETokenizer.train([self.TEXT.encode()], 280).save(path)
+        values = json.loads(path.read_text())
+        vocabulary = values["model"]["vocab"]
+        vocabulary["z"] = 70_000
+        path.write_text(json.dumps(values))
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.vocab_size == 70_001
+        with TokenWriter(tmp_path / "train.bin", tokenizer) as writer:
+            writer.add(tokenizer.encode(b"z"), 1)
+        assert open_tokens(tmp_path / "train.bin").tokens.tolist()[1] == 70_000
+
+    @pytest.mark.parametrize("kind", ["byte", "bpe"])
+    def test_ids_of_no_token_have_no_text(self, kind: str) -> None:
+        tokenizer = ByteTokenizer() if kind == "byte" else BPETokenizer.train([b"aaa"], 300)
+        (a,) = tokenizer.encode(b"x").tolist()
+        assert tokenizer.decode([a, 5000, a]) == "xx"
 
     def test_damaged_file(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text("{")
