@@ -11,7 +11,15 @@ from rich.table import Table
 from zerojax.cli.options import RunPath, read_options
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
-from zerojax.run.checkpoints import DamagedError, Manifest, damage_line, read_manifest, step_dirs, verify
+from zerojax.run.checkpoints import (
+    DamagedError,
+    Manifest,
+    damage_line,
+    read_manifest,
+    read_manifests,
+    step_dirs,
+    verify,
+)
 from zerojax.run.metrics import move_later_lines
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -117,6 +125,11 @@ def _delete(folder: Path, name: str) -> None:
     known = [str(step) for step in step_dirs.steps(folder)] + [path.name for path in step_dirs.aside(folder)]
     if name not in known:
         raise ConfigurationError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
+    if users := [m.step for m in read_manifests(folder) if f"{folder.name}/{name}" in m.record.bases]:
+        raise ConfigurationError(
+            f"checkpoint {folder / name} holds weights that those of steps {_listed(users)} need: delete "
+            "these first"
+        )
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
 

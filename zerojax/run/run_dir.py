@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_config, load_config
+from zerojax.validation.patterns import refuse_pattern
 
 Resume = Literal["auto", "must", "never"]
 
@@ -83,13 +84,14 @@ class RunFolder:
         """Create the folder.
 
         Raises:
-            ConfigurationError: it cannot be created or written to.
+            ConfigurationError: it cannot be created or written to, or its path is none for checkpoints.
         """
+        refuse_pattern(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):
             self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             with file_errors(folder, what="the run cannot write here: "):
-                if folder.exists():
+                if folder.exists() or folder.is_symlink():  # perhaps to a disk that is not there now
                     tempfile.TemporaryFile(dir=folder).close()
 
     def read_config(self) -> RunConfig:

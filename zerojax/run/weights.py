@@ -160,6 +160,8 @@ def start_run(
 
 def base_of(folder: RunFolder, source: Path) -> str:
     """The path of weights as ``Record.base`` has it: relative to the run's folder if they are there."""
+    if source.parent.resolve() == folder.checkpoints.resolve():  # which may be a link to another disk
+        return f"{folder.checkpoints.name}/{source.name}"
     path, own = source.resolve(), folder.path.resolve()
     return str(path.relative_to(own) if path.is_relative_to(own) else path)
 

@@ -332,3 +332,11 @@ def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 6, "reading changes nothing: a run may be saving"
     Checkpoints(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["11.damaged", "6", "9"]
+
+
+def test_a_save_beside_those_of_later_steps_stays(trained: Any, tmp_path: Path) -> None:
+    for saves in ((30, 40), (10, 20, 25)):  # the second as of a loop that does not resume
+        with Checkpoints(tmp_path, Retention(newest=2)) as checkpoints:
+            for step in saves:
+                checkpoints.save(step, trained, Record())
+    assert step_dirs.steps(tmp_path) == [20, 25, 30, 40]

@@ -67,6 +67,11 @@ class Record:
     base: str = ""
     beside: dict[str, Beside] = field(default_factory=dict)
 
+    @property
+    def bases(self) -> set[str]:
+        """Every ``base``: the run cannot go on without them."""
+        return {self.base, *(one.base for one in self.beside.values())}
+
 
 @dataclass(frozen=True)
 class Manifest:
