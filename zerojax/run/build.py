@@ -150,18 +150,13 @@ def abstract_model(config: RunConfig) -> zerojax.TrainState:
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
-    """Create the run folder and its token files on process zero; open them on all.
+    """Write a run's token files on process zero, unless they are there; open them on all.
 
     Raises:
         ConfigurationError: the source, the tokenizer or the folder cannot be used, or the tokenizer's
             vocabulary is larger than the model's.
     """
-
-    def write() -> None:
-        folder.create()
-        prepare(config.data, folder.data)
-
-    run_on_process_zero(write)
+    run_on_process_zero(lambda: prepare(config.data, folder.data))
     data = open_dataset(config.data, folder.data)
     _check_vocabulary(data.tokenizer, config)
     return data

@@ -266,6 +266,17 @@ class TestPrepare:
         prepare(settings, tmp_path / "data")
         assert (tmp_path / "data" / "train.bin").read_bytes() == before
 
+    @pytest.mark.parametrize("there", [True, False])
+    def test_the_folder_may_be_a_link(self, folder: Path, tmp_path: Path, there: bool) -> None:
+        settings, disk = DataSection(source=str(folder), validation=0.1), tmp_path / "disk/tokens"
+        if there:
+            disk.mkdir(parents=True)
+        (tmp_path / "data").symlink_to(disk)
+        prepare(settings, tmp_path / "data")
+        assert (tmp_path / "data").is_symlink()
+        assert is_prepared(disk)
+        assert [path.name for path in disk.parent.iterdir()] == ["tokens"]
+
     def test_other_settings_are_refused(self, folder: Path, tmp_path: Path) -> None:
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data")
         with pytest.raises(DataError, match="was prepared with"):

@@ -50,7 +50,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     Raises:
         DataError: a source or the tokenizer cannot be used, or the folder was prepared with other settings.
     """
-    draft = folder.with_name(folder.name + ".unfinished")
+    draft = _draft(folder)
     drafts = part_folders(settings, draft)
     if draft not in (drafts[0], drafts[0].parent):
         return
@@ -98,7 +98,7 @@ def keep_tokenizer(settings: DataSection, folder: Path) -> None:
         raise DataError("data.tokenizer = 'bpe' is trained on prepared data, which this run has none of")
     _check_replaceable(folder)
     tokenizer, template = make_tokenizer(settings, iter(())), _template(settings)
-    draft = folder.with_name(folder.name + ".unfinished")
+    draft = _draft(folder)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     _write_tokenizer(tokenizer, template, draft)
@@ -115,8 +115,15 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
+def _draft(folder: Path) -> Path:
+    """What becomes the folder of a run's data, which may be a link to another disk."""
+    folder = folder.resolve()
+    return folder.with_name(folder.name + ".unfinished")
+
+
 def _replace(folder: Path, draft: Path) -> None:
     """Rename a draft to the folder of a run's data, which has at most a tokenizer."""
+    folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
