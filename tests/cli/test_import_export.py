@@ -18,6 +18,7 @@ from hf_models import FIXTURES, copy_of, tensors
 from zerojax.cli import main
 from zerojax.cli.train import start_from
 from zerojax.errors import ZeroError
+from zerojax.interop.huggingface.exporting import new_folder
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -39,6 +40,13 @@ positions = "rope"
 mlp = "swiglu"
 biases = false
 """
+
+
+def test_the_folder_of_an_export_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for out in (".", "..", "/"):
+        with pytest.raises(ZeroError, match="exists: choose another folder"), new_folder(Path(out)):
+            pass
 
 
 def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

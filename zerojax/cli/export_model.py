@@ -1,7 +1,6 @@
 """``zerojax export RUN OUT``: write a checkpoint as a Hugging Face model, or its adapters for PEFT."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +25,7 @@ from zerojax.interop.huggingface import (
 )
 from zerojax.run.build import is_first, make_batches, mean_loss, measure_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.data import perplexity
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
@@ -151,7 +151,7 @@ def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState)
     full, tokens = measure_loss(trained.state, validation)
     losses = {"": float(mean_loss(quantized, validation)), "_full": float(full)}
     return {
-        **{f"perplexity{which}": math.exp(loss) for which, loss in losses.items()},
+        **{f"perplexity{which}": perplexity(loss) for which, loss in losses.items()},
         **{f"validation_loss{which}": loss for which, loss in losses.items()},
         "validation_tokens": int(tokens),
     }

@@ -8,7 +8,7 @@ from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelFolder, is_model, run_settings
-from zerojax.run.config import RunConfig
+from zerojax.run.config import RunConfig, find_config
 from zerojax.run.run_dir import Resume, RunFolder
 
 
@@ -64,7 +64,7 @@ def read_run[O: RunOptions](
 
 def folder_of(config: str, run_dir: Path | None) -> RunFolder:
     """The folder of a run: the one that is named, or that of its config."""
-    return RunFolder(run_dir or Path("runs") / Path(config).stem)
+    return RunFolder(run_dir or Path("runs") / find_config(config).stem)
 
 
 def named_model(arguments: list[str]) -> ModelFolder | None:

@@ -112,6 +112,11 @@ def write_stream(path: Path) -> None:
         writer.write_table(table(pa.string()), max_chunksize=7)
 
 
+def write_views(path: Path) -> None:  # as of polars
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table(pa.string_view()).schema) as writer:
+        writer.write_table(table(pa.string_view()), max_chunksize=7)
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "rows.jsonl": write_lines,
     "rows.ndjson": write_lines,
@@ -120,6 +125,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "rows.parquet": write_parquet,
     "file.arrow": write_arrow,
     "stream.arrow": write_stream,
+    "views.arrow": write_views,
 }
 TABLES = pytest.mark.parametrize("name", WRITERS)
 

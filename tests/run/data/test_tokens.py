@@ -21,6 +21,7 @@ from zerojax.run.data import (
     open_dataset,
     open_source,
     open_tokens,
+    perplexity,
     prepare,
     rank,
     validation_limit,
@@ -349,3 +350,8 @@ class TestPrepare:
         (tmp_path / "file").touch()
         with pytest.raises(DataError, match="cannot write"):
             prepare(DataSection(source=str(folder)), tmp_path / "file" / "data")
+
+
+def test_the_perplexity_of_a_diverged_model_is_a_number() -> None:
+    assert perplexity(1.0) == pytest.approx(2.718281828)
+    assert perplexity(5000.0) == pytest.approx(1e9)

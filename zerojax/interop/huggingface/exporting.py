@@ -181,7 +181,7 @@ def new_folder(out: Path) -> Generator[Path]:
     Raises:
         ConfigurationError: ``out`` exists, or the folder cannot be created.
     """
-    draft = out.with_name(out.name + ".unfinished")
+    draft = out.parent / f"{out.name}.unfinished"
     run_on_process_zero(lambda: _make_folder(out, draft))
     yield draft
     if is_first():

@@ -16,6 +16,7 @@ from zerojax.run.data.dataset import (
     open_dataset,
     open_template,
     open_tokenizer,
+    perplexity,
 )
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
@@ -58,6 +59,7 @@ __all__ = [
     "open_template",
     "open_tokenizer",
     "open_tokens",
+    "perplexity",
     "prepare",
     "rank",
     "same_tokenizer",

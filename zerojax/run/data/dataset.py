@@ -94,7 +94,7 @@ class Dataset:
         text = f"validation loss {loss:.{digits}f} nats per token, {per_byte:.{digits}f} per byte"
         if all(part.validation.mask is None for part in self.parts):
             return text
-        return f"{text} of the completions, whose perplexity is {min(math.exp(loss), 1e9):.{digits}f}"
+        return f"{text} of the completions, whose perplexity is {perplexity(loss):.{digits}f}"
 
     def notes(self, length: int) -> list[str]:
         """A line for each source some of whose prompts, completions or conversations do not fit into a row.
@@ -112,6 +112,11 @@ class Dataset:
                 f"{short.targets:,} tokens that count; {short.left_out:,} have none left, and are left out"
             )
         return found
+
+
+def perplexity(loss: float) -> float:
+    """That of a loss in nats per token; at most 1e9, since that of a diverged model fits no float."""
+    return math.exp(min(loss, math.log(1e9)))
 
 
 def is_prepared(folder: Path) -> bool:

@@ -252,7 +252,7 @@ def _check_text(arrow: ModuleType, schema: Any, column: str, path: Path) -> None
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+    if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
         raise _no_text(str(path), column, str(kind))
 
 

@@ -92,7 +92,10 @@ def _find_files(source: str, pattern: str, column: str) -> TextSource:
 def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> TextSource:
     files = [path for path in paths if path.is_file() and _is_taken(path, root)]
     if not files:
-        raise DataError(f"data.source {label!r}: no text file in it")
+        raise DataError(
+            f"data.source {label!r}: no text file in it (hidden files, and those with NUL bytes, as "
+            "UTF-16 has them, are left out)"
+        )
     if not any(path.stat().st_size for path in files):
         raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
     return TextSource(tuple(sorted(files)), column)
