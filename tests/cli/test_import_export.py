@@ -54,6 +54,7 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     data = ["--data.source", str(text), "--data.validation", "0.2"]
     assert main(["import", str(FIXTURES / "llama2"), run, *MESH, *TRAINING, *data]) == 0
     assert "8,016 parameters, read into the shards of 2 x 4 devices" in capsys.readouterr().out
+    run = str((tmp_path / "run").rename(tmp_path / "moved"))  # with its tokenizer
     assert main(["eval", run]) == 0
     before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
     # Settings of the training may still change, the model's dropout among them; its shape may not.
@@ -63,7 +64,7 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     steps = ["--train.steps", "4", "--optimizer.learning-rate", "1e-2", "--optimizer.warmup-steps", "1"]
     assert main([*again, *steps, "--zero.remat", "none", "--model.dropout", "0.1"]) == 0
     assert f"beginning with the weights of {run}/checkpoints/0" in capsys.readouterr().out
-    after = json.loads((tmp_path / "run" / "run.json").read_text())["validation_loss"]
+    after = json.loads((tmp_path / "moved" / "run.json").read_text())["validation_loss"]
     assert after < before - 0.1
     out = tmp_path / "out"
     assert main(["export", run, str(out), "--dtype", "bfloat16"]) == 0

@@ -1,7 +1,7 @@
 """What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerojax.cli import on_config
@@ -58,6 +58,7 @@ def read_run[O: RunOptions](
         return run_settings(source, settings, folder, int(length) if length.isdecimal() else None)
 
     read = on_config.parse(options, command, arguments, with_model)
+    read = replace(read, settings=read.folder.here(read.settings))
     check_source(read.init_from, read.settings, read.folder, command)
     return read, source
 

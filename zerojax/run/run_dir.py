@@ -21,6 +21,7 @@ RUN/stacks/          stacks of each process of a hung run
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,7 +103,14 @@ class RunFolder:
         """
         if not self.config.is_file():
             raise ConfigError(f"{self.path} is not a run folder: it has no {self.config.name}")
-        return load_config(self.config)
+        return self.here(load_config(self.config))
+
+    def here(self, config: RunConfig) -> RunConfig:
+        """The settings of the run, whose folder may have been moved: its own tokenizer moved with it."""
+        named = Path(config.data.tokenizer)
+        if named.parts[-2:] != self.tokenizer.parts[-2:] or named.exists() or not self.tokenizer.is_file():
+            return config
+        return replace(config, data=replace(config.data, tokenizer=str(self.tokenizer.absolute())))
 
     def write_config(self, config: RunConfig) -> None:
         """Store the settings."""

@@ -1,5 +1,6 @@
 """The weights that a run begins with, and the frozen ones that it goes on with: from where, and how."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig, config_from_dict
-from zerojax.run.data import DataError, Tokenizer, open_tokenizer, same_tokenizer
+from zerojax.run.data import DataError, Tokenizer, names_kept_tokenizer, open_tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
 from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
 from zerojax.train.state import TrainState, initial_base
@@ -199,7 +200,9 @@ def _resumed(
     setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
 ) -> Start:
     record = manifest.record
-    before = config_from_dict(record.config)
+    before, data = config_from_dict(record.config), setup.config.data
+    if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
+        before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)

@@ -1,6 +1,8 @@
 """Splits, tokenizers, token files, and preparing them."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,20 @@ class TestPrepare:
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data")
         with pytest.raises(DataError, match="was prepared with"):
             prepare(DataSection(source=str(folder), validation=0.2), tmp_path / "data")
+
+    def test_a_tokenizer_may_move_but_not_change(self, folder: Path, tmp_path: Path) -> None:
+        path = tmp_path / "tokenizer.json"
+        BPETokenizer.train([b"one two"], 300).save(path)
+        settings = DataSection(source=str(folder), tokenizer=str(path), validation=0.1)
+        prepare(settings, tmp_path / "data")
+        shutil.copytree(tmp_path, tmp_path / "else")
+        moved = replace(settings, tokenizer=str(tmp_path / "else/tokenizer.json"))
+        prepare(moved, tmp_path / "data")
+        BPETokenizer.train([b"three four"], 300).save(tmp_path / "else/tokenizer.json")
+        with pytest.raises(DataError, match="was prepared with"):
+            prepare(moved, tmp_path / "data")
+        with pytest.raises(DataError, match="was prepared with"):
+            prepare(replace(settings, tokenizer="byte"), tmp_path / "data")
 
     def test_a_prepared_folder_is_a_source(self, folder: Path, tmp_path: Path) -> None:
         first = DataSection(source=str(folder), validation=0.1)

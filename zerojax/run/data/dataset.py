@@ -13,7 +13,7 @@ from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, find_template, load_template
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.packing import shortened
-from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
 
 SPLITS = ("train", "validation")
@@ -195,6 +195,20 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
     if settings.tokenizer == "bpe":
         raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")
     return make_tokenizer(settings, iter(()))
+
+
+def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
+    """Whether settings name a file with the tokenizer that a run keeps; its path may have changed.
+
+    Args:
+        settings: of the run.
+        folder: of its tokens.
+
+    Raises:
+        DataError: one of the two files is not a tokenizer.
+    """
+    files = Path(settings.tokenizer).expanduser(), part_folders(settings, folder)[0] / TOKENIZER
+    return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
 
 
 def open_template(settings: DataSection, folder: Path) -> ChatTemplate:

@@ -14,6 +14,7 @@ from zerojax.run.data.dataset import (
     TOKENIZER,
     is_prepared,
     make_tokenizer,
+    names_kept_tokenizer,
     part_folders,
     tokenizer_checksum,
 )
@@ -56,7 +57,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
         return
     wanted = _identity(settings)
     if all(is_prepared(part) for part in part_folders(settings, folder)):
-        _check_same(wanted, folder)
+        _check_same(settings, wanted, folder)
         return
     _check_replaceable(folder)
     template = _template(settings)
@@ -248,13 +249,16 @@ def _source_identity(settings: DataSection, one: MixtureSource) -> dict[str, obj
     return common | {"kind": one.kind} | columns
 
 
-def _check_same(wanted: dict[str, object], folder: Path) -> None:
+def _check_same(settings: DataSection, wanted: dict[str, object], folder: Path) -> None:
     path = folder / _SETTINGS
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read what the tokens were made from: {error}") from error
-    if found != wanted:
+    if found == wanted:
+        return
+    moved = isinstance(found, dict) and found | {"tokenizer": settings.tokenizer} == wanted
+    if not (moved and names_kept_tokenizer(settings, folder)):
         raise DataError(
             f"{folder} was prepared with {found}, and this run wants {wanted}: use another "
             "--run-dir, or delete that folder"
