@@ -17,7 +17,7 @@ from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
 from zerojax.cli.train import start_from
-from zerojax.errors import ZeroError
+from zerojax.errors import RunError, ZeroError
 from zerojax.interop.huggingface.exporting import new_folder
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
@@ -47,6 +47,13 @@ def test_the_folder_of_an_export_has_a_name_of_its_own(tmp_path: Path, monkeypat
     for out in (".", "..", "/"):
         with pytest.raises(ZeroError, match="exists: choose another folder"), new_folder(Path(out)):
             pass
+
+
+def test_an_export_to_a_full_disk_says_so(tmp_path: Path):
+    full = pytest.raises(RunError, match=r"cannot write to .*/out\.unfinished: No space left")
+    with full, new_folder(tmp_path / "out"):
+        Path("/dev/full").write_text("x")
+    assert not (tmp_path / "out").exists()
 
 
 def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
