@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> None:
 def _damage(path: Path, *, checksums: bool) -> str | None:
     try:
         verify(path, int(path.name.partition(".")[0]), checksums=checksums)
-    except DamagedError as error:
+    except (DamagedError, RunError) as error:
         return str(error)
     return None
 
@@ -91,7 +91,7 @@ def _facts(path: Path) -> tuple[str, str, str, str]:
     """Time of saving, size, metrics, and mesh and preset of its run; "?" if the manifest cannot be read."""
     try:
         manifest: Manifest = read_manifest(path)
-    except DamagedError:
+    except (DamagedError, RunError):
         return "?", size(sum(p.stat().st_size for p in path.rglob("*") if p.is_file())), "", "?"
     record = manifest.record
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())

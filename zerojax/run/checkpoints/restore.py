@@ -51,7 +51,7 @@ def restore(path: Path, state: TrainState, *, average: bool = False, name: str =
         if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
     if not average:
-        places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER, {}))
+        places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
         tree = _load(path, _renamed(wanted, places), saved, prefix)
         return from_canonical(state, _renamed(tree, {new: old for old, new in places.items()}))
     if "average" not in saved:
