@@ -63,7 +63,17 @@ class TestPlainText:
         assert any(place.endswith("/asyncio/events.py") for place in places)
         assert not [p for p in places if "test" in p.split("/") or "site-packages" in p]
 
-    @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt"])
+    @pytest.mark.parametrize("pattern", ["**.txt", "/a/*.txt", ""])
+    def test_what_is_no_pattern(self, folder: Path, pattern: str) -> None:
+        with pytest.raises(DataError, match=r"data\.pattern .*; use for instance '\*\*/\*\.txt'"):
+            open_source(str(folder), pattern)
+
+    def test_a_file_is_read_once_though_links_give_it_many_names(self, folder: Path) -> None:
+        names = open_source(str(folder)).files
+        (folder / "loop").symlink_to(folder)
+        assert open_source(f"{folder}/**").files == names
+
+    @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt", "~nothing/a.txt"])
     def test_missing(self, name: str) -> None:
         with pytest.raises(DataError, match=r"nothing.*no such file, folder or glob"):
             open_source(name)

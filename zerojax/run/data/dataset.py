@@ -11,7 +11,7 @@ import numpy as np
 
 from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, find_template, load_template
-from zerojax.run.data.formats import DataError
+from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.packing import shortened
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
@@ -132,7 +132,7 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
     Raises:
         DataError: only some of the sources are prepared, or one holds the tokens of a mixture.
     """
-    sources = [Path(one.source).expanduser() for one in settings.sources]
+    sources = [user_path(one.source) for one in settings.sources]
     for source in sources:
         if is_prepared(source / "0"):
             raise DataError(
@@ -207,7 +207,7 @@ def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
     Raises:
         DataError: one of the two files is not a tokenizer.
     """
-    files = Path(settings.tokenizer).expanduser(), part_folders(settings, folder)[0] / TOKENIZER
+    files = user_path(settings.tokenizer), part_folders(settings, folder)[0] / TOKENIZER
     return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
 
 
@@ -240,7 +240,7 @@ def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
         return ByteTokenizer()
     if settings.tokenizer == "bpe":
         return BPETokenizer.train(texts, settings.vocab_size)
-    path = Path(settings.tokenizer).expanduser()
+    path = user_path(settings.tokenizer)
     if not path.is_file():
         raise DataError(f"data.tokenizer {settings.tokenizer!r}: 'byte', 'bpe' or an existing file")
     return load_tokenizer(path)
