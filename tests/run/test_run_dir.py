@@ -13,8 +13,8 @@ from zerojax.run.checkpoints import Checkpoints
 from zerojax.run.run_dir import RunFolder
 
 
-@pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "run\\1"])
-def test_a_path_that_is_a_pattern_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "run\\1", "caf\udce9"])
+def test_a_path_that_checkpoints_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ZeroError, match="no checkpoint can be written below"):
         RunFolder(tmp_path / name / "a").create()
     assert not (tmp_path / name).exists()

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_config, load_config
-from zerojax.validation.patterns import refuse_pattern
+from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
 
@@ -87,7 +87,7 @@ class RunFolder:
         Raises:
             ConfigurationError: it cannot be created or written to, or its path is none for checkpoints.
         """
-        refuse_pattern(self.path)
+        check_checkpoint_path(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):
             self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):

@@ -1,9 +1,7 @@
 """Shell patterns that choose parameters by path: the last that matches decides, "!" leaves out."""
 
 import fnmatch
-import glob
 from collections.abc import Sequence
-from pathlib import Path
 
 from zerojax.errors import ConfigurationError
 
@@ -37,20 +35,4 @@ def refuse_idle(
         raise ConfigurationError(
             f"{setting}: {', '.join(map(repr, idle))} matches no parameter; paths are "
             f"{', '.join(map(repr, paths[:4]))} and so on."
-        )
-
-
-def refuse_pattern(folder: Path) -> None:
-    """Refuse a folder of checkpoints whose absolute path reads as a shell pattern.
-
-    Orbax looks for the files that it has just written by one, and would silently leave out all arrays.
-
-    Raises:
-        ConfigurationError: naming the folder.
-    """
-    path = str(folder.absolute())
-    if glob.escape(path) != path or "\\" in path:
-        raise ConfigurationError(
-            f"{path}: no checkpoint can be written below a folder whose name has one of [ * ? \\ in it: "
-            "choose or rename it"
         )

@@ -9,6 +9,7 @@ from environment import ROOT
 from zerojax.errors import ZeroError
 from zerojax.run.config import (
     ConfigError,
+    DataSection,
     RunConfig,
     ZeroSection,
     config_from_dict,
@@ -122,6 +123,11 @@ def test_errors_name_file_key_and_way_out(tmp_path: Path, text: str, message: st
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[train]\nsteps = 5\n", encoding="utf-8-sig")
     assert load_config(tmp_path / "run.toml").train.steps == 5
+
+
+def test_a_name_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(ZeroError, match=r"data\.source = 'caf\\udce9' is not valid Unicode: rename"):
+        RunConfig(data=DataSection(source="caf\udce9"))
 
 
 def test_not_text(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ class TestSplit:
 
     @pytest.mark.parametrize("texts", [[], [b"a"], [b"a", b"a"]])
     def test_one_document(self, texts: list[bytes]) -> None:
-        with pytest.raises(DataError, match="two different documents"):
-            validation_limit(texts, 0.5)
+        with pytest.raises(DataError, match=r"^here: a validation split needs two different documents"):
+            validation_limit(texts, 0.5, "here: ")
 
 
 class TestTokenizers:

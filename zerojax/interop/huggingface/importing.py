@@ -12,7 +12,7 @@ from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, mode
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
-from zerojax.run.checkpoints import Checkpoints, Record
+from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
 from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
 from zerojax.run.data import Tokenizer
 from zerojax.run.data.chat_template import TEMPLATE, find_template
@@ -140,8 +140,8 @@ def _check_model(source: ModelFolder, config: RunConfig) -> None:
 
 
 def _write_new(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
-    if folder.config.exists() or folder.checkpoints.exists():
-        raise ConfigurationError(f"{folder.path} holds a run already: choose another --run-dir")
+    if folder.config.exists() or step_dirs.steps(folder.checkpoints):
+        raise ConfigurationError(f"{folder.path} holds a run already: choose another folder, or delete it")
     _write_files(source, files, folder)
 
 

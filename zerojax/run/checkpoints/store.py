@@ -20,7 +20,7 @@ from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import read_manifests
 from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.train.state import TrainState, check_there
-from zerojax.validation.patterns import refuse_pattern
+from zerojax.validation.paths import check_checkpoint_path
 
 
 class Checkpoints:
@@ -48,9 +48,9 @@ class Checkpoints:
             say: prints what could not be deleted, perhaps from another thread; saving goes on.
 
         Raises:
-            ConfigurationError: the folder's path reads as a shell pattern, which Orbax cannot write to.
+            ConfigurationError: the folder's path is none for checkpoints.
         """
-        refuse_pattern(folder)
+        check_checkpoint_path(folder)
         self._folder = folder
         self._retention = retention or Retention()
         self._clock = clock

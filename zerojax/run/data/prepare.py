@@ -66,8 +66,10 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
         for one in settings.sources
     ]
     limits = [
-        validation_limit((document.text for document in source.documents()), settings.validation)
-        for source in sources
+        validation_limit(
+            (document.text for document in source.documents()), settings.validation, f"{one.source}: "
+        )
+        for one, source in zip(settings.sources, sources, strict=True)
     ]
     shutil.rmtree(draft, ignore_errors=True)
     with file_errors(draft, DataError, "cannot write: "):
