@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from zerojax import make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import RunPath, read_options
 from zerojax.cli.trained import TrainedRun, as_stored, mesh_of_run, open_trained
@@ -23,7 +24,7 @@ from zerojax.interop.huggingface import (
     plan_export,
     quantized_state,
 )
-from zerojax.run.build import is_first, make_batches, mean_loss, measure_loss, prepare_data
+from zerojax.run.build import check_batch, is_first, make_batches, mean_loss, measure_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.data import perplexity
 from zerojax.run.run_dir import RunFolder
@@ -101,6 +102,8 @@ def run(arguments: list[str]) -> None:
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(options.mesh, config.cluster):
+        if how is not None:  # whose perplexity is measured
+            check_batch(config.train, make_mesh(options.mesh.nodes or None, options.mesh.local or None))
         _export(options, folder, config, how)
 
 
