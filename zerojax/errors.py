@@ -1,5 +1,6 @@
 """The package's exceptions, and the exit codes of its processes."""
 
+import errno
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +16,16 @@ EXIT_INTERRUPTED = 130
 
 NO_RESTART = (EXIT_WRONG_USE, EXIT_DIVERGED)
 """Exit codes of a process that would fail in the same way if it were restarted."""
+
+_DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
 
 
 class ZeroJaxError(Exception):
@@ -72,6 +83,26 @@ def file_errors(
         yield
     except OSError as error:
         raise kind(f"{path}: {what}{error.strerror or error}") from error
+
+
+@contextmanager
+def disk_errors(place: Path, after: str = "") -> Generator[None]:
+    """Report in one line that a disk is full or no longer there.
+
+    Args:
+        place: that is written to, for the message.
+        after: what to add to it.
+
+    Raises:
+        RunError: in place of such an ``OSError``; others go on.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        where = error.filename or place
+        raise RunError(f"cannot write to {where}: {error.strerror or error}{after}") from error
 
 
 def show_traceback(error: BaseException) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,9 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     for found in (report(GROWING, 90, rate=100), report({}, 90)):
         found.write(file)
         assert LinkReport.read(file) == found
+    for file in (tmp_path / "none/links.json", Path("/dev/full")):
+        with pytest.raises(ConfigurationError, match=f"{file}: cannot write: No s"):
+            found.write(file)
 
 
 @pytest.mark.parametrize(

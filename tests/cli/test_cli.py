@@ -55,6 +55,17 @@ def test_eval_on_one_device_gives_the_loss_of_eight(finished: RunFolder) -> None
     assert loss == pytest.approx(finished.read_summary()["validation_loss"], rel=1e-6)
 
 
+def test_a_mesh_that_the_batch_does_not_divide_on_is_refused_before_anything_is_written(
+    finished: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mesh, out = ["--mesh.nodes", "3", "--mesh.local", "2"], tmp_path / "out"
+    for command in (["eval"], ["export", str(out), "--weights", "int8"]):
+        assert main([command[0], str(finished.path), *command[1:], *mesh]) == 2
+        wanted = "8 does not divide into 6 devices x train.accumulate 1: 12 would, or set mesh.nodes and"
+        assert wanted in capfd.readouterr().err
+    assert not out.exists()
+
+
 def test_sample(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
     texts = []
     for options in (["--temperature", "0"], ["--temperature", "0"], ["--seed", "1", "--top-k", "50"]):

@@ -17,7 +17,8 @@ from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
 from zerojax.cli.train import start_from
-from zerojax.errors import ZeroError
+from zerojax.errors import RunError, ZeroError
+from zerojax.interop.huggingface.exporting import new_folder
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -41,11 +42,26 @@ biases = false
 """
 
 
+def test_the_folder_of_an_export_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for out in (".", "..", "/"):
+        with pytest.raises(ZeroError, match="exists: choose another folder"), new_folder(Path(out)):
+            pass
+
+
+def test_an_export_to_a_full_disk_says_so(tmp_path: Path):
+    full = pytest.raises(RunError, match=r"cannot write to .*/out\.unfinished: No space left")
+    with full, new_folder(tmp_path / "out"):
+        Path("/dev/full").write_text("x")
+    assert not (tmp_path / "out").exists()
+
+
 def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = str(tmp_path / "run")
     data = ["--data.source", str(text), "--data.validation", "0.2"]
     assert main(["import", str(FIXTURES / "llama2"), run, *MESH, *TRAINING, *data]) == 0
     assert "8,016 parameters, read into the shards of 2 x 4 devices" in capsys.readouterr().out
+    run = str((tmp_path / "run").rename(tmp_path / "moved"))  # with its tokenizer
     assert main(["eval", run]) == 0
     before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
     # Settings of the training may still change, the model's dropout among them; its shape may not.
@@ -55,7 +71,7 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     steps = ["--train.steps", "4", "--optimizer.learning-rate", "1e-2", "--optimizer.warmup-steps", "1"]
     assert main([*again, *steps, "--zero.remat", "none", "--model.dropout", "0.1"]) == 0
     assert f"beginning with the weights of {run}/checkpoints/0" in capsys.readouterr().out
-    after = json.loads((tmp_path / "run" / "run.json").read_text())["validation_loss"]
+    after = json.loads((tmp_path / "moved" / "run.json").read_text())["validation_loss"]
     assert after < before - 0.1
     out = tmp_path / "out"
     assert main(["export", run, str(out), "--dtype", "bfloat16"]) == 0

@@ -1,5 +1,6 @@
 """A run that trains adapters, on a base that stays where it is, is found on resuming, and never another."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -10,13 +11,16 @@ from flax import nnx
 from micro_run import Stop, die_at, losses, micro_config, train
 
 import zerojax
+from zerojax.cli import main
 from zerojax.cli.sampling import SamplingOptions
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ZeroError
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest, restore
+from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.weights import base_of
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.state import initial_base
 
@@ -70,6 +74,23 @@ def test_adapters_of_a_trained_run(
     base.rename(tmp_path / "moved")
     with pytest.raises(ZeroError, match="is gone: put it back"):
         open_trained(whole.folder, config, MeshSection(1, 2))
+
+
+def test_the_base_stays_where_checkpoints_are_a_link(
+    finished: RunFolder, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.checkpoints, tmp_path / "disk")
+    folder.create()
+    folder.checkpoints.symlink_to(tmp_path / "disk")
+    assert (
+        base_of(folder, folder.checkpoints / "8") == base_of(folder, tmp_path / "disk/8") == "checkpoints/8"
+    )
+    manifest = read_manifest(tmp_path / "disk/8")
+    record = dataclasses.replace(manifest.record, base="checkpoints/6")
+    write_manifest(tmp_path / "disk/8", 8, 0.0, record)
+    assert main(["checkpoints", str(folder.path), "--delete", "6"]) == 2
+    assert "holds weights that those of steps 8 need" in capsys.readouterr().err
 
 
 def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path) -> None:

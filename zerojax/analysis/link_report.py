@@ -8,7 +8,7 @@ from typing import Any, Literal
 import dacite
 import numpy as np
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.sharding.nccl import SOCKETS, THREADS
 from zerojax.validation.untrusted import parse_json, short
 
@@ -128,8 +128,9 @@ class LinkReport:
         return 0.0, _best(self).bytes_per_second
 
     def write(self, file: Path) -> None:
-        """Write it as JSON."""
-        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write it as JSON; raises ConfigurationError if that is not possible."""
+        with file_errors(file, what="cannot write: "):
+            file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def read(file: Path) -> "LinkReport":

@@ -11,7 +11,15 @@ from rich.table import Table
 from zerojax.cli.options import RunPath, read_options
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
-from zerojax.run.checkpoints import DamagedError, Manifest, damage_line, read_manifest, step_dirs, verify
+from zerojax.run.checkpoints import (
+    DamagedError,
+    Manifest,
+    damage_line,
+    read_manifest,
+    read_manifests,
+    step_dirs,
+    verify,
+)
 from zerojax.run.metrics import move_later_lines
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -74,7 +82,7 @@ def run(arguments: list[str]) -> None:
 def _damage(path: Path, *, checksums: bool) -> str | None:
     try:
         verify(path, int(path.name.partition(".")[0]), checksums=checksums)
-    except DamagedError as error:
+    except (DamagedError, RunError) as error:
         return str(error)
     return None
 
@@ -83,7 +91,7 @@ def _facts(path: Path) -> tuple[str, str, str, str]:
     """Time of saving, size, metrics, and mesh and preset of its run; "?" if the manifest cannot be read."""
     try:
         manifest: Manifest = read_manifest(path)
-    except DamagedError:
+    except (DamagedError, RunError):
         return "?", size(sum(p.stat().st_size for p in path.rglob("*") if p.is_file())), "", "?"
     record = manifest.record
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
@@ -117,6 +125,11 @@ def _delete(folder: Path, name: str) -> None:
     known = [str(step) for step in step_dirs.steps(folder)] + [path.name for path in step_dirs.aside(folder)]
     if name not in known:
         raise ConfigurationError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
+    if users := [m.step for m in read_manifests(folder) if f"{folder.name}/{name}" in m.record.bases]:
+        raise ConfigurationError(
+            f"checkpoint {folder / name} holds weights that those of steps {_listed(users)} need: delete "
+            "these first"
+        )
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
 

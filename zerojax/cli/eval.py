@@ -4,11 +4,12 @@ from dataclasses import dataclass, field, replace
 
 import tyro
 
+from zerojax import make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import RunPath, read_options
 from zerojax.cli.trained import mesh_of_run, open_trained
 from zerojax.errors import ConfigurationError
-from zerojax.run.build import is_first, make_batches, mean_loss, prepare_data
+from zerojax.run.build import check_batch, is_first, make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.run_dir import RunFolder
@@ -47,6 +48,7 @@ def run(arguments: list[str]) -> None:
     if options.exact_match is not None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(options.mesh, config.cluster):
+        check_batch(config.train, make_mesh(options.mesh.nodes or None, options.mesh.local or None))
         _evaluate(folder, config, options)
 
 

@@ -1,13 +1,13 @@
 """``zerojax export RUN OUT``: write a checkpoint as a Hugging Face model, or its adapters for PEFT."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from zerojax import make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import RunPath, read_options
 from zerojax.cli.trained import TrainedRun, as_stored, mesh_of_run, open_trained
@@ -24,8 +24,9 @@ from zerojax.interop.huggingface import (
     plan_export,
     quantized_state,
 )
-from zerojax.run.build import is_first, make_batches, mean_loss, measure_loss, prepare_data
+from zerojax.run.build import check_batch, is_first, make_batches, mean_loss, measure_loss, prepare_data
 from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.data import perplexity
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
@@ -101,6 +102,8 @@ def run(arguments: list[str]) -> None:
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(options.mesh, config.cluster):
+        if how is not None:  # whose perplexity is measured
+            check_batch(config.train, make_mesh(options.mesh.nodes or None, options.mesh.local or None))
         _export(options, folder, config, how)
 
 
@@ -151,7 +154,7 @@ def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState)
     full, tokens = measure_loss(trained.state, validation)
     losses = {"": float(mean_loss(quantized, validation)), "_full": float(full)}
     return {
-        **{f"perplexity{which}": math.exp(loss) for which, loss in losses.items()},
+        **{f"perplexity{which}": perplexity(loss) for which, loss in losses.items()},
         **{f"validation_loss{which}": loss for which, loss in losses.items()},
         "validation_tokens": int(tokens),
     }

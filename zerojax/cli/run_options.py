@@ -1,14 +1,14 @@
 """What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelFolder, is_model, run_settings
-from zerojax.run.config import RunConfig
+from zerojax.run.config import RunConfig, find_config
 from zerojax.run.run_dir import Resume, RunFolder
 
 
@@ -54,13 +54,14 @@ def read_run[O: RunOptions](
         return run_settings(source, settings, folder, int(length) if length.isdecimal() else None)
 
     read = on_config.parse(options, command, arguments, with_model)
+    read = replace(read, settings=read.folder.here(read.settings))
     check_source(read.init_from, read.settings, read.folder, command)
     return read, source
 
 
 def folder_of(config: str, run_dir: Path | None) -> RunFolder:
     """The folder of a run: the one that is named, or that of its config."""
-    return RunFolder(run_dir or Path("runs") / Path(config).stem)
+    return RunFolder(run_dir or Path("runs") / find_config(config).stem)
 
 
 def path_of(option: str, arguments: list[str]) -> Path | None:

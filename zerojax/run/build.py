@@ -24,7 +24,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.optim.shard_check import Optimizer
 from zerojax.run import checkpoints
-from zerojax.run.config import ClusterSection, RunConfig
+from zerojax.run.config import ClusterSection, RunConfig, TrainSection
 from zerojax.run.data import (
     Batch,
     ChatTemplate,
@@ -103,18 +103,12 @@ class RunSetup:
         Raises:
             ConfigurationError: names the setting and a value that works.
         """
-        train, devices = self.config.train, self.mesh.size
         check_trackers(self.config.log.trackers)
         if self.config.log.fp8 and self.config.zero.matmul_dtype != "fp8":
             raise ConfigurationError(
                 'log.fp8 reports on weights of fp8 matmuls: set zero.matmul_dtype to "fp8", or leave it out'
             )
-        size, parts = train.batch_size, devices * train.accumulate
-        if size % parts:
-            raise ConfigurationError(
-                f"train.batch_size {size} does not divide into {devices} devices x "
-                f"train.accumulate {train.accumulate}: {-(-size // parts) * parts} would"
-            )
+        check_batch(self.config.train, self.mesh)
 
     def abstract_state(self) -> zerojax.TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
@@ -144,24 +138,34 @@ class RunSetup:
         }
 
 
+def check_batch(train: TrainSection, mesh: Mesh) -> None:
+    """Refuse a batch that does not divide into micro-batches of whole rows on a mesh.
+
+    Raises:
+        ConfigurationError: names a size that would, and the mesh.
+    """
+    size, parts = train.batch_size, mesh.size * train.accumulate
+    if size % parts:
+        raise ConfigurationError(
+            f"train.batch_size {size} does not divide into {mesh.size} devices x "
+            f"train.accumulate {train.accumulate}: {-(-size // parts) * parts} would, or set mesh.nodes and "
+            "mesh.local to others"
+        )
+
+
 def abstract_model(config: RunConfig) -> zerojax.TrainState:
     """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
     return RunSetup.of(config, optax.identity()).abstract_state()
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
-    """Create the run folder and its token files on process zero; open them on all.
+    """Write a run's token files on process zero, unless they are there; open them on all.
 
     Raises:
         ConfigurationError: the source, the tokenizer or the folder cannot be used, or the tokenizer's
             vocabulary is larger than the model's.
     """
-
-    def write() -> None:
-        folder.create()
-        prepare(config.data, folder.data)
-
-    run_on_process_zero(write)
+    run_on_process_zero(lambda: prepare(config.data, folder.data))
     data = open_dataset(config.data, folder.data)
     _check_vocabulary(data.tokenizer, config)
     return data

@@ -1,8 +1,7 @@
 """An open run: its folder, its state and its services, which training and post-training share."""
 
-import errno
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -10,7 +9,7 @@ import jax
 
 import zerojax
 from zerojax.analysis.plan import describe_plan
-from zerojax.errors import RunError, Stopped
+from zerojax.errors import Stopped, disk_errors
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog
@@ -29,16 +28,6 @@ from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
 from zerojax.sharding import nccl
 from zerojax.train.step import Metrics
-
-_DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-)
 
 
 @dataclass
@@ -247,19 +236,6 @@ def opening(config: RunConfig, folder: RunFolder) -> Generator[Opening]:
         on_error.pop_all()
 
 
-@contextmanager
-def disk_errors_explained(folder: RunFolder) -> Generator[None]:
-    """Turn an error of the disk into a one-line message.
-
-    Raises:
-        RunError: the disk is full or no longer there.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        raise RunError(
-            f"cannot write to {error.filename or folder.path}: {error.strerror or error}; "
-            "checkpoints are intact"
-        ) from error
+def disk_errors_explained(folder: RunFolder) -> AbstractContextManager[None]:
+    """Report in one line, as a ``RunError``, that the disk of a run is full or no longer there."""
+    return disk_errors(folder.path, "; checkpoints are intact")

@@ -21,11 +21,13 @@ RUN/stacks/          stacks of each process of a hung run
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_config, load_config
+from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
 
@@ -67,13 +69,14 @@ class RunFolder:
         """Create the folder.
 
         Raises:
-            ConfigurationError: it cannot be created or written to.
+            ConfigurationError: it cannot be created or written to, or its path is none for checkpoints.
         """
+        check_checkpoint_path(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):
             self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             with file_errors(folder, what="the run cannot write here: "):
-                if folder.exists():
+                if folder.exists() or folder.is_symlink():  # perhaps to a disk that is not there now
                     tempfile.TemporaryFile(dir=folder).close()
 
     def read_config(self) -> RunConfig:
@@ -84,7 +87,14 @@ class RunFolder:
         """
         if not self.config.is_file():
             raise ConfigError(f"{self.path} is not a run folder: it has no {self.config.name}")
-        return load_config(self.config)
+        return self.here(load_config(self.config))
+
+    def here(self, config: RunConfig) -> RunConfig:
+        """The settings of the run, whose folder may have been moved: its own tokenizer moved with it."""
+        named = Path(config.data.tokenizer)
+        if named.parts[-2:] != self.tokenizer.parts[-2:] or named.exists() or not self.tokenizer.is_file():
+            return config
+        return replace(config, data=replace(config.data, tokenizer=str(self.tokenizer.absolute())))
 
     def write_config(self, config: RunConfig) -> None:
         """Store the settings."""

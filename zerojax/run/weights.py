@@ -1,5 +1,6 @@
 """The weights that a new run begins with, and the frozen ones of a resumed run: from where, and how."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig, config_from_dict
-from zerojax.run.data import DataError, Tokenizer, open_tokenizer, same_tokenizer
+from zerojax.run.data import DataError, Tokenizer, names_kept_tokenizer, open_tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
 from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
 from zerojax.train.state import TrainState, initial_base
@@ -160,6 +161,8 @@ def start_run(
 
 def base_of(folder: RunFolder, source: Path) -> str:
     """The path of weights as ``Record.base`` has it: relative to the run's folder if they are there."""
+    if source.parent.resolve() == folder.checkpoints.resolve():  # which may be a link to another disk
+        return f"{folder.checkpoints.name}/{source.name}"
     path, own = source.resolve(), folder.path.resolve()
     return str(path.relative_to(own) if path.is_relative_to(own) else path)
 
@@ -197,7 +200,9 @@ def _resumed(
     setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
 ) -> Start:
     record = manifest.record
-    before = config_from_dict(record.config)
+    before, data = config_from_dict(record.config), setup.config.data
+    if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
+        before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)

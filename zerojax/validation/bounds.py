@@ -1,7 +1,6 @@
 """Bounds on numbers in settings and options."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,8 @@ if TYPE_CHECKING:
 
 LARGEST = 2**32 - 1
 """The largest whole number of any setting: the largest seed."""
+LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
+"""The largest number of fp32, in which steps are computed."""
 MOST_DEVICES = 1 << 20
 """The most devices of a mesh: ten times the largest existing cluster."""
 MOST_EMULATED = 4096
@@ -19,7 +20,7 @@ MOST_EMULATED = 4096
 
 
 def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> None:
-    """Refuse NaN, infinities and whole numbers beyond 32 bits in the fields of a dataclass.
+    """Refuse NaN and numbers beyond 32 bits, whole or of floating point, in the fields of a dataclass.
 
     Args:
         settings: to check; sections inside it check themselves.
@@ -30,8 +31,8 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number")
+        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+            raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
 

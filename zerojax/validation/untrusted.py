@@ -54,6 +54,15 @@ def parse_toml(text: str) -> dict[str, Any]:
     return data
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, as file names and options that are not UTF-8 have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def short(value: Any) -> str:
     """A value as one line of at most 80 characters, for a message."""
     text = repr(value)
@@ -110,7 +119,5 @@ def _check(data: Any) -> None:
 
 
 def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"not valid Unicode: half of a surrogate pair in {short(text)}") from None
+    if not is_unicode(text):
+        raise ValueError(f"not valid Unicode: half of a surrogate pair in {short(text)}")

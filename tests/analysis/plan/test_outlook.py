@@ -13,6 +13,7 @@ from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import held_bytes, held_elsewhere
 from zerojax.analysis.plan.outlook_tables import assumptions
+from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.cli import main
 from zerojax.cli.untrained import abstract_run
@@ -71,6 +72,12 @@ def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(spec)
     assert slow.advice.startswith("Take delta: its step waits")
     assert by_name(fast)["zero3"].time.seconds < 0.2 * times["zero3"]
     assert "it is exact" in fast.advice
+
+
+def test_a_picture_that_cannot_be_written_is_refused(spec, tmp_path):
+    for name, why in {"none/plan.png": "No such file", "plan.odd": "Format 'odd' is not supported"}.items():
+        with pytest.raises(ZeroError, match=rf"{name}: .*{why}"):
+            draw_outlook(outlook(spec), tmp_path / name, "a")
 
 
 def test_micro_batches_are_foreseen_in_both_orders():

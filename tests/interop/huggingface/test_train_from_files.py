@@ -100,9 +100,11 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
     exported = tensors(tmp_path / "whole")
     for name, values in tensors(model).items():
         np.testing.assert_allclose(exported[name], values.astype(np.float32), rtol=0, atol=1e-4)
-    capsys.readouterr()
+    moved = ["--run-dir", str(run.rename(tmp_path / "moved"))]
+    assert main([*command, *moved]) == 0
+    assert "resuming from step 1; data.tokenizer" not in capsys.readouterr().out
     shutil.rmtree(model)
-    assert main(command) == 2
+    assert main([*command, *moved]) == 2
     assert f"{model} gave this run its [model], and is gone: resume it by" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from hf_models import FIXTURES, copy_of, run_config, tensors
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import ModelFolder, import_model
 from zerojax.interop.huggingface.families import describe_model
+from zerojax.interop.huggingface.importing import _write_new
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.models import GPTConfig
 from zerojax.run.run_dir import RunFolder
@@ -102,6 +103,16 @@ def test_of_another_model_and_of_a_run_that_is_there(tmp_path):
     folder.config.touch()
     with pytest.raises(ZeroError, match="holds a run already"):
         import_model(source, run_config(source.model), folder)
+
+
+def test_an_interrupted_import_may_be_repeated(tmp_path):
+    source, folder = ModelFolder.open(FIXTURES / "opt"), RunFolder(tmp_path)
+    (folder.checkpoints / "0.unfinished").mkdir(parents=True)
+    for _ in range(2):
+        _write_new(source, SafetensorFiles(source.folder), folder)
+    (folder.checkpoints / "0").mkdir()
+    with pytest.raises(ZeroError, match="holds a run already"):
+        _write_new(source, SafetensorFiles(source.folder), folder)
 
 
 def test_of_a_model_that_no_family_has():

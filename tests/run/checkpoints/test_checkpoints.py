@@ -55,10 +55,12 @@ def loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
-def make(nodes: int, local: int, model: Any = Awkward, *, abstract: bool = False, **zero: Any) -> Any:
+def make(
+    nodes: int, local: int, model: Any = Awkward, *, abstract: bool = False, tx: Any = None, **zero: Any
+) -> Any:
     mesh, settings = zerojax.make_mesh(nodes, local), ZeroConfig(compute_dtype="float32", **zero)
     create = TrainState.abstract if abstract else TrainState.create
-    return create(model, optax.adamw(1e-2), loss, mesh=mesh, zero=settings)
+    return create(model, tx or optax.adamw(1e-2), loss, mesh=mesh, zero=settings)
 
 
 def host(tree: Any) -> dict[str, np.ndarray]:
@@ -244,6 +246,18 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+def test_parts_without_a_state_come_and_go_in_the_optimizer(saved: Path, trained: Any) -> None:
+    schedule = optax.constant_schedule(1e-2)
+    clipped = (optax.clip_by_global_norm(1.0), optax.scale_by_adam())
+    state = restore(saved / "3", make(1, 2, abstract=True, tx=optax.chain(*clipped, optax.scale(-1e-2))))
+    assert not state.opt_state[0]
+    ours, theirs = (to_canonical(one)["optimizer"] for one in (state, trained))
+    jax.tree.map(np.testing.assert_array_equal, ours, {"1": theirs["0"]})
+    more = optax.chain(*clipped, optax.scale_by_schedule(schedule))  # which has a state of its own
+    with pytest.raises(ZeroError, match=r"does not fit this run: optimizer: 1/count is missing"):
+        restore(saved / "3", make(1, 2, abstract=True, tx=more))
+
+
 def test_refuses_another_model(saved: Path) -> None:
     other = make(2, 4, lambda rngs: Awkward(rngs, width=8), abstract=True)
     for read in (restore, restore_weights):
@@ -332,3 +346,11 @@ def test_keeps_the_newest_and_clears_what_was_torn(trained: Any, tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 6, "reading changes nothing: a run may be saving"
     Checkpoints(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["11.damaged", "6", "9"]
+
+
+def test_a_save_beside_those_of_later_steps_stays(trained: Any, tmp_path: Path) -> None:
+    for saves in ((30, 40), (10, 20, 25)):  # the second as of a loop that does not resume
+        with Checkpoints(tmp_path, Retention(newest=2)) as checkpoints:
+            for step in saves:
+                checkpoints.save(step, trained, Record())
+    assert step_dirs.steps(tmp_path) == [20, 25, 30, 40]

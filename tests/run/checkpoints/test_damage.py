@@ -1,5 +1,7 @@
 """Random damage to files on disk is reported in one line, never by a deep traceback or a wrong result."""
 
+import errno
+import os
 import pickle
 import shutil
 import sys
@@ -17,7 +19,7 @@ from micro_run import micro_config
 
 import zerojax
 from zerojax.cli import main
-from zerojax.errors import ZeroError
+from zerojax.errors import RunError, ZeroError
 from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_valid, restore, verify
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config, load_config
@@ -90,6 +92,23 @@ def test_no_damage_to_a_checkpoint_goes_unseen(checkpoint: Path, tmp_path: Path)
         except DamagedError:
             seen += 1
     assert seen > 100
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_file_that_cannot_be_read_now_is_not_damaged(
+    checkpoint: Path, number: int, manifest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, why = Path.open, os.strerror(number)
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if checkpoint in path.parents and (path.name == "seal.json") == manifest:
+            raise OSError(number, why, str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RunError, match=f"7 cannot be read, and may be intact: .*: {why}"):
+        newest_valid(checkpoint.parent)
 
 
 def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zerojax.run.checkpoints import Manifest, Record, Retention, TrainingClock
+from zerojax.run.checkpoints import Beside, Manifest, Record, Retention, TrainingClock
 
 # Step -> (hours of training, validation loss or None).
 RUN = {
@@ -88,3 +88,12 @@ def test_setting_the_machine_s_clock_changes_nothing(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("time.time", lambda jump=jump: jump)
         assert not clock.wants_save
         assert 0 <= clock.seconds < 10
+
+
+@pytest.mark.parametrize(
+    "record",
+    [Record(base="checkpoints/100"), Record(beside={"critic": Beside({}, base="checkpoints/100")})],
+)
+def test_what_a_run_cannot_go_on_without_stays(record: Record) -> None:
+    there = [*manifests(RUN)[:-1], Manifest(700, 0.0, record, {})]
+    assert Retention(2).surplus(there) == [200, 300, 400, 500]

@@ -9,6 +9,7 @@ from environment import ROOT
 from zerojax.errors import ZeroError
 from zerojax.run.config import (
     ConfigError,
+    DataSection,
     RunConfig,
     ZeroSection,
     config_from_dict,
@@ -108,6 +109,8 @@ def test_round_trip(tmp_path: Path) -> None:
         ("[train]\nsteps = 0x" + "f" * 5000, r"a whole number of more than 300 digits"),
         ("[optimizer]\nlearning_rate = 1e400", r"inf is not a finite number"),
         ("[[data.mixture]]\nsource = 'a'\nweight = true", r"data\.mixture\.weight = true should be a number"),
+        ("[data.mixture]\nsource = 'a'", r"data\.mixture should be a list of tables, \[\[data\.mixture\]\]"),
+        ('[log]\ntrackers = "wandb"', r"should be a list: one of tensorboard, wandb, mlflow$"),
         ('"\\u001b[1m\\n" = 1', r"unknown key \\x1b\[1m\\n$"),
     ],
 )
@@ -115,6 +118,16 @@ def test_errors_name_file_key_and_way_out(tmp_path: Path, text: str, message: st
     with pytest.raises(ConfigError, match=message) as error:
         load_config(write(tmp_path, text))
     assert "run.toml" in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 5\n", encoding="utf-8-sig")
+    assert load_config(tmp_path / "run.toml").train.steps == 5
+
+
+def test_a_name_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(ZeroError, match=r"data\.source = 'caf\\udce9' is not valid Unicode: rename"):
+        RunConfig(data=DataSection(source="caf\udce9"))
 
 
 def test_not_text(tmp_path: Path) -> None:

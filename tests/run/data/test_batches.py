@@ -162,6 +162,7 @@ class TestValidation:
 
     def test_takes_what_there_is(self, windows: Windows) -> None:
         assert len(validation_batches([windows], batch_size=10, batches=9)) == 2
+        assert len(validation_batches([windows], batch_size=1, batches=2**32 - 1)) == 24
 
     def test_too_small(self, windows: Windows) -> None:
         with pytest.raises(DataError, match="has 24 sequences, but a batch takes 25"):

@@ -63,7 +63,17 @@ class TestPlainText:
         assert any(place.endswith("/asyncio/events.py") for place in places)
         assert not [p for p in places if "test" in p.split("/") or "site-packages" in p]
 
-    @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt"])
+    @pytest.mark.parametrize("pattern", ["**.txt", "/a/*.txt", ""])
+    def test_what_is_no_pattern(self, folder: Path, pattern: str) -> None:
+        with pytest.raises(DataError, match=r"data\.pattern .*; use for instance '\*\*/\*\.txt'"):
+            open_source(str(folder), pattern)
+
+    def test_a_file_is_read_once_though_links_give_it_many_names(self, folder: Path) -> None:
+        names = open_source(str(folder)).files
+        (folder / "loop").symlink_to(folder)
+        assert open_source(f"{folder}/**").files == names
+
+    @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt", "~nothing/a.txt"])
     def test_missing(self, name: str) -> None:
         with pytest.raises(DataError, match=r"nothing.*no such file, folder or glob"):
             open_source(name)
@@ -112,6 +122,11 @@ def write_stream(path: Path) -> None:
         writer.write_table(table(pa.string()), max_chunksize=7)
 
 
+def write_views(path: Path) -> None:  # as of polars
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table(pa.string_view()).schema) as writer:
+        writer.write_table(table(pa.string_view()), max_chunksize=7)
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "rows.jsonl": write_lines,
     "rows.ndjson": write_lines,
@@ -120,6 +135,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "rows.parquet": write_parquet,
     "file.arrow": write_arrow,
     "stream.arrow": write_stream,
+    "views.arrow": write_views,
 }
 TABLES = pytest.mark.parametrize("name", WRITERS)
 

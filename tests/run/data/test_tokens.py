@@ -1,11 +1,14 @@
 """Splits, tokenizers, token files, and preparing them."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from data_files import write_documents
 
 from zerojax.run.config import DataSection, MixtureSource
@@ -14,11 +17,13 @@ from zerojax.run.data import (
     ByteTokenizer,
     DataError,
     TokenFile,
+    TokenWriter,
     is_prepared,
     load_tokenizer,
     open_dataset,
     open_source,
     open_tokens,
+    perplexity,
     prepare,
     rank,
     validation_limit,
@@ -71,8 +76,8 @@ class TestSplit:
 
     @pytest.mark.parametrize("texts", [[], [b"a"], [b"a", b"a"]])
     def test_one_document(self, texts: list[bytes]) -> None:
-        with pytest.raises(DataError, match="two different documents"):
-            validation_limit(texts, 0.5)
+        with pytest.raises(DataError, match=r"^here: a validation split needs two different documents"):
+            validation_limit(texts, 0.5, "here: ")
 
 
 class TestTokenizers:
@@ -105,6 +110,41 @@ class TestTokenizers:
     def test_bpe_knows_every_byte(self) -> None:
         tokenizer = BPETokenizer.train([b"aaa bbb aaa bbb"], 300)
         assert tokenizer.decode(tokenizer.encode("ÿ☃".encode()).tolist()) == "ÿ☃"
+
+    def test_a_tokenizer_that_cuts_and_fills_up_reads_whole_texts(self, tmp_path: Path) -> None:
+        path, text = tmp_path / "tokenizer.json", self.TEXT.encode() * 3
+        plain = BPETokenizer.train([self.TEXT.encode()], 300)
+        plain.save(path)
+        saved = tokenizers.Tokenizer.from_file(str(path))
+        saved.enable_truncation(5)
+        saved.enable_padding(length=500)
+        saved.save(str(path))
+        whole, again = plain.encode(text), load_tokenizer(path)
+        for ids in (
+            again.encode(text),
+            again.encode_batch([text])[0],
+            again.encode_spans([text.decode()])[0][0],
+        ):
+            np.testing.assert_array_equal(ids, whole)
+
+    def test_ids_with_gaps_are_below_the_size_of_the_vocabulary(self, tmp_path: Path) -> None:
+        path = tmp_path / "tokenizer.json"
+        BPETokenizer.train([self.TEXT.encode()], 280).save(path)
+        values = json.loads(path.read_text())
+        vocabulary = values["model"]["vocab"]
+        vocabulary["z"] = 70_000
+        path.write_text(json.dumps(values))
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.vocab_size == 70_001
+        with TokenWriter(tmp_path / "train.bin", tokenizer) as writer:
+            writer.add(tokenizer.encode(b"z"), 1)
+        assert open_tokens(tmp_path / "train.bin").tokens.tolist()[1] == 70_000
+
+    @pytest.mark.parametrize("kind", ["byte", "bpe"])
+    def test_ids_of_no_token_have_no_text(self, kind: str) -> None:
+        tokenizer = ByteTokenizer() if kind == "byte" else BPETokenizer.train([b"aaa"], 300)
+        (a,) = tokenizer.encode(b"x").tolist()
+        assert tokenizer.decode([a, 5000, a]) == "xx"
 
     def test_damaged_file(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text("{")
@@ -229,10 +269,35 @@ class TestPrepare:
         prepare(settings, tmp_path / "data")
         assert (tmp_path / "data" / "train.bin").read_bytes() == before
 
+    @pytest.mark.parametrize("there", [True, False])
+    def test_the_folder_may_be_a_link(self, folder: Path, tmp_path: Path, there: bool) -> None:
+        settings, disk = DataSection(source=str(folder), validation=0.1), tmp_path / "disk/tokens"
+        if there:
+            disk.mkdir(parents=True)
+        (tmp_path / "data").symlink_to(disk)
+        prepare(settings, tmp_path / "data")
+        assert (tmp_path / "data").is_symlink()
+        assert is_prepared(disk)
+        assert [path.name for path in disk.parent.iterdir()] == ["tokens"]
+
     def test_other_settings_are_refused(self, folder: Path, tmp_path: Path) -> None:
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data")
         with pytest.raises(DataError, match="was prepared with"):
             prepare(DataSection(source=str(folder), validation=0.2), tmp_path / "data")
+
+    def test_a_tokenizer_may_move_but_not_change(self, folder: Path, tmp_path: Path) -> None:
+        path = tmp_path / "tokenizer.json"
+        BPETokenizer.train([b"one two"], 300).save(path)
+        settings = DataSection(source=str(folder), tokenizer=str(path), validation=0.1)
+        prepare(settings, tmp_path / "data")
+        shutil.copytree(tmp_path, tmp_path / "else")
+        moved = replace(settings, tokenizer=str(tmp_path / "else/tokenizer.json"))
+        prepare(moved, tmp_path / "data")
+        BPETokenizer.train([b"three four"], 300).save(tmp_path / "else/tokenizer.json")
+        with pytest.raises(DataError, match="was prepared with"):
+            prepare(moved, tmp_path / "data")
+        with pytest.raises(DataError, match="was prepared with"):
+            prepare(replace(settings, tokenizer="byte"), tmp_path / "data")
 
     def test_a_prepared_folder_is_a_source(self, folder: Path, tmp_path: Path) -> None:
         first = DataSection(source=str(folder), validation=0.1)
@@ -301,3 +366,8 @@ class TestPrepare:
         (tmp_path / "file").touch()
         with pytest.raises(DataError, match="cannot write"):
             prepare(DataSection(source=str(folder)), tmp_path / "file" / "data")
+
+
+def test_the_perplexity_of_a_diverged_model_is_a_number() -> None:
+    assert perplexity(1.0) == pytest.approx(2.718281828)
+    assert perplexity(5000.0) == pytest.approx(1e9)

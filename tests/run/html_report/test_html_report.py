@@ -94,6 +94,15 @@ def test_a_run_that_went_on_after_it_was_killed(finished_copy: RunFolder) -> Non
     assert "6 to 7" in page.text
 
 
+def test_a_clock_that_was_set_back_is_no_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    session = {"began": 9000.0, "step": 0}
+    folder.summary.write_text(json.dumps({"status": "finished", "noted": 5000.0, "sessions": [session]}))
+    page = page_of(tmp_path)
+    assert "not known" in page.text
+    assert " ms" not in page.text
+
+
 def test_a_damaged_folder_is_noted_and_shown(finished_copy: RunFolder) -> None:
     with finished_copy.metrics.open("a") as file:
         file.write('{"step": 9, "loss": null, "skipped": 1.0}\n{"step": 10, "lo')

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # 
 from zerojax.errors import ZeroError
 from zerojax.run.config import LogSection, RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trackers import Trackers, check_trackers, open_trackers
+from zerojax.run.trackers import Trackers, base, check_trackers, open_trackers
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
 
@@ -61,6 +62,34 @@ def test_tensorboard(tmp_path: Path) -> None:
     # A SessionLog of START at step 2 hides what was written of it before.
     assert 2 in [e.step for e in events(folder) if e.HasField("session_log")]
     assert messages == []
+
+
+def test_a_moved_run_goes_on_in_its_trackers_and_a_copy_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Path, str | None]] = []
+
+    class Fake:
+        def __init__(self, folder: RunFolder, *_: Any, start: int, known: str | None) -> None:
+            made.append((folder.path, known))
+            self.identity = known or f"id {len(made)}"
+
+        def close(self, *, failed: bool) -> None: ...
+
+    monkeypatch.setattr(base, "Fake", Fake, raising=False)
+    monkeypatch.setitem(base._TRACKERS, "wandb", (f"{base.__name__}:Fake", "wandb", None))
+    names = [tmp_path / name for name in ("run", "moved", "copy")]
+    run, moved, copy = map(RunFolder, names)
+    run.create()
+    opened(run, "wandb", 0, print).close(failed=False)
+    run.path.rename(moved.path)
+    opened(moved, "wandb", 0, print).close(failed=False)
+    shutil.copytree(moved.path, copy.path)
+    for _ in range(2):
+        opened(copy, "wandb", 0, print).close(failed=False)
+    assert made == list(
+        zip([names[0], names[1], names[2], names[2]], [None, "id 1", None, "id 3"], strict=True)
+    )
 
 
 def wandb_records(raw: bytes) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from zerojax.analysis.plan.memory import KINDS
 from zerojax.analysis.plan.outlook import Outlook
+from zerojax.errors import ConfigurationError, file_errors
 
 _COLOURS = ("#33638d", "#20a387", "#95d840", "#fde725", "#f8961e", "#f3722c", "#577590", "#9b5de5", "#e07a9a")
 
@@ -18,6 +19,9 @@ def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
         outlook: to draw.
         path: of the PNG.
         title: such as the config's name.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
     """
     cluster = outlook.cluster
     figure = Figure(figsize=(12, 1.9 + 0.5 * len(outlook.forecasts)), layout="constrained")
@@ -28,7 +32,11 @@ def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
         f"{title}: predicted for {cluster.nodes} x {cluster.local} {cluster.gpu.kind}, "
         f"{outlook.sequences} x {outlook.accumulate} sequences of {outlook.length} tokens a device"
     )
-    figure.savefig(path, dpi=120)
+    with file_errors(path, what="cannot write: "):
+        try:
+            figure.savefig(path, dpi=120)
+        except ValueError as error:  # of matplotlib, for a suffix that is no format
+            raise ConfigurationError(f"{path}: {error}") from error
 
 
 def _draw_memory(outlook: Outlook, axes: Axes) -> None:

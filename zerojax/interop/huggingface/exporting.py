@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from zerojax.errors import ConfigurationError, file_errors
+from zerojax.errors import ConfigurationError, disk_errors, file_errors
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
@@ -130,6 +130,7 @@ def export_model(
 
     Raises:
         ConfigurationError: ``out`` exists, or a weight is out of the dtype's range.
+        RunError: the disk is full.
     """
     quantized = set() if how is None else {t.name for t in how.tensors(state.spec, target.parts)}
     specs: dict[str, TensorSpec] = {}
@@ -180,12 +181,14 @@ def new_folder(out: Path) -> Generator[Path]:
 
     Raises:
         ConfigurationError: ``out`` exists, or the folder cannot be created.
+        RunError: the disk is full.
     """
-    draft = out.with_name(out.name + ".unfinished")
+    draft = out.parent / f"{out.name}.unfinished"
     run_on_process_zero(lambda: _make_folder(out, draft))
-    yield draft
-    if is_first():
-        draft.rename(out)
+    with disk_errors(draft):
+        yield draft
+        if is_first():
+            draft.rename(out)
     run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
 
 

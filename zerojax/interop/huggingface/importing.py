@@ -5,14 +5,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, disk_errors
 from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_weights
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
-from zerojax.run.checkpoints import Checkpoints, Record
+from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
 from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
 from zerojax.run.data import Tokenizer
 from zerojax.run.data.chat_template import TEMPLATE, find_template
@@ -81,12 +81,13 @@ def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None
     Raises:
         ConfigurationError: the config has another model, the files are damaged, or another process trains in
             the folder.
+        RunError: the disk is full.
     """
     _check_model(source, config)
 
     def write() -> None:
         if not folder.config.exists():
-            with closing(RunLock(folder)) as lock:
+            with disk_errors(folder.path), closing(RunLock(folder)) as lock:
                 lock.take()
                 _write_files(source, SafetensorFiles(source.folder), folder)
 
@@ -109,6 +110,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     Raises:
         ConfigurationError: the config has another model, the folder holds a run already, or the files do
             not hold this model.
+        RunError: the disk is full.
     """
     _check_model(source, config)
     files = SafetensorFiles(source.folder)
@@ -118,7 +120,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     state = abstract_model(replace(config.all_trained(), model=model, zero=plain))
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
     check_tensors(state.spec, files, source.family, parts)
-    with closing(RunLock(folder)) as lock:
+    with disk_errors(folder.path), closing(RunLock(folder)) as lock:
         run_on_process_zero(lock.take)
         run_on_process_zero(lambda: _write_new(source, files, folder))
         state = begin_with(state, load_params(state.spec, files, parts), config.train.seed)
@@ -138,8 +140,8 @@ def _check_model(source: ModelFolder, config: RunConfig) -> None:
 
 
 def _write_new(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
-    if folder.config.exists() or folder.checkpoints.exists():
-        raise ConfigurationError(f"{folder.path} holds a run already: choose another --run-dir")
+    if folder.config.exists() or step_dirs.steps(folder.checkpoints):
+        raise ConfigurationError(f"{folder.path} holds a run already: choose another folder, or delete it")
     _write_files(source, files, folder)
 
 

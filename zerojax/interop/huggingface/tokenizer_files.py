@@ -104,4 +104,4 @@ def _named(tokenizer: tokenizers.Tokenizer, ids: Any) -> str | None:
     number = ids[0] if isinstance(ids, list) and ids else ids
     if not isinstance(number, int) or isinstance(number, bool):
         return None
-    return tokenizer.id_to_token(number) if 0 <= number < tokenizer.get_vocab_size() else None
+    return tokenizer.id_to_token(number) if 0 <= number < 2**32 else None

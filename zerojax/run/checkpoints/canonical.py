@@ -30,6 +30,8 @@ from zerojax.train.state import TrainState
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
+OPTIMIZER = "optimizer"
+"""The kind of the optimizer's arrays, which are named by their places in its state."""
 REINITIALISED = ("secondary", "residual", "average", "losses")
 """Kinds that are initialised again if a checkpoint has none that fits."""
 
@@ -178,7 +180,7 @@ def _optimizer_name(path: Any) -> str:
     for number, key in enumerate(path):
         if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
             return _name(f"average/{field.removeprefix('averaged_')}", path[number + 1 :])
-    return _name("optimizer", path)
+    return _name(OPTIMIZER, path)
 
 
 def _name(field: str, path: Any) -> str:
@@ -189,7 +191,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     """A state of the arrays named as in ``_entries``; missing ones are zeros."""
 
     def pick(field: str, path: Any, x: Any) -> Array:
-        name = _optimizer_name(path) if field == "optimizer" else _name(field, path)
+        name = _optimizer_name(path) if field == OPTIMIZER else _name(field, path)
         if name in stored:
             return stored[name]
         return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
@@ -200,7 +202,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     return state.replace(
         **{name: stored[f"counters/{name}"] for name in _COUNTERS},
         params=fill("params", state.params),
-        opt_state=fill("optimizer", state.opt_state),
+        opt_state=fill(OPTIMIZER, state.opt_state),
         model_state=fill("other", state.model_state),
         secondary=fill("secondary", state.secondary),
         residual=fill("residual", state.residual),

@@ -4,6 +4,7 @@
 It is written once all processes have written all their files, before the checkpoint gets its final name.
 """
 
+import errno
 import os
 import zlib
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import dacite
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 MANIFEST = "seal.json"
@@ -24,8 +25,21 @@ _CHUNK_BYTES = 1 << 22
 _THREADS = min(8, os.cpu_count() or 1)
 
 
+# Files that are gone or cannot be read from an intact disk. Other errors, such as a lack of permission or a
+# server that does not answer, say nothing about a file.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
 class DamagedError(ConfigurationError):
     """A checkpoint differs from what was saved; the message says how."""
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedError | RunError:
+    """What an error of a file in a checkpoint says about the checkpoint."""
+    why = f"{error.filename or path}: {error.strerror or error}"
+    if error.errno in _DAMAGE:
+        return DamagedError(why)
+    return RunError(f"checkpoint {path} cannot be read, and may be intact: {why}")
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,11 @@ class Record:
     metrics: dict[str, float] = field(default_factory=dict)
     base: str = ""
     beside: dict[str, Beside] = field(default_factory=dict)
+
+    @property
+    def bases(self) -> set[str]:
+        """Every ``base``: the run cannot go on without them."""
+        return {self.base, *(one.base for one in self.beside.values())}
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         DamagedError: the manifest is missing or damaged.
+        RunError: it cannot be read for another reason.
     """
     try:
         data = load_checked((path / MANIFEST).read_text(encoding="utf-8"))
@@ -121,7 +141,7 @@ def read_manifest(path: Path) -> Manifest:
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise DamagedError(f"{MANIFEST}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
         raise DamagedError(f"{MANIFEST} is damaged: {error}") from error
     if manifest.format != _FORMAT:
@@ -139,6 +159,7 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
 
     Raises:
         DamagedError: names the first file that is missing, unknown, too short, too long or changed.
+        RunError: a file cannot be read for another reason.
     """
     manifest = read_manifest(path)
     if step not in (None, manifest.step):
@@ -157,7 +178,7 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
             if problems:
                 raise DamagedError(_summary(problems))
     except OSError as error:
-        raise DamagedError(f"{error.filename}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     return manifest
 
 

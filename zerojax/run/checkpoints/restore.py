@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints.canonical import (
+    OPTIMIZER,
     REINITIALISED,
     abstract_canonical,
     abstract_weight,
@@ -50,13 +51,32 @@ def restore(path: Path, state: TrainState, *, average: bool = False, name: str =
         if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
     if not average:
-        return from_canonical(state, _load(path, wanted, saved, prefix))
+        places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
+        tree = _load(path, _renamed(wanted, places), saved, prefix)
+        return from_canonical(state, _renamed(tree, {new: old for old, new in places.items()}))
     if "average" not in saved:
         raise ConfigurationError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
     wanted["average"] = {"params": wanted.pop("params"), "count": state.step}
     tree = _load(path, wanted, saved, prefix)
     return from_canonical(state, tree | {"params": tree.pop("average")["params"]})
+
+
+def _places(wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:
+    """Where each part of a chain of transforms was when it was saved.
+
+    Parts are named by their place in the chain, which changes when one without a state comes or goes, such as
+    the clipping of gradients or the decay of weights.
+    """
+    if len(wanted) != len(saved) or not all(name.isdecimal() for name in (*wanted, *saved)):
+        return {}
+    return dict(zip(sorted(wanted, key=int), sorted(saved, key=int), strict=True))
+
+
+def _renamed(tree: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
+    if OPTIMIZER not in tree:
+        return tree
+    return tree | {OPTIMIZER: {places.get(name, name): x for name, x in tree[OPTIMIZER].items()}}
 
 
 def restore_weights(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:

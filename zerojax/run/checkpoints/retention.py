@@ -17,7 +17,7 @@ _orbax = ocp.training.preservation_policies
 class Retention:
     """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
 
-    The checkpoint that holds a run's frozen weights or its reference stays. Two, because the newest may hold
+    Checkpoints that hold a run's frozen weights or its reference stay. Two, because the newest may hold
     broken weights, which shows only in the step after it; that it was saved proves the weights of the one
     before.
 
@@ -37,13 +37,13 @@ class Retention:
         """The steps of the checkpoints that no rule keeps.
 
         Args:
-            manifests: of all checkpoints, oldest first; at least one.
+            manifests: of the checkpoints, oldest first; at least one. The last is that of the newest.
         """
         infos = [_Info.of(manifest) for manifest in manifests]
         now = manifests[-1].record.seconds
-        base = manifests[-1].record.base
+        bases = manifests[-1].record.bases
         wanted = [
-            [base == f"checkpoints/{manifest.step}" for manifest in manifests],
+            [f"checkpoints/{manifest.step}" in bases for manifest in manifests],
             [
                 self.minutes > 0 and now - manifest.record.seconds < self.minutes * 60
                 for manifest in manifests

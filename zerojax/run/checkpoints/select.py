@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manifest, verify
 
@@ -31,6 +31,7 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
 
     Raises:
         ConfigurationError: there are checkpoints, but all are damaged; names each.
+        RunError: one cannot be read, which is no damage, such as for lack of permission.
     """
     found: dict[int, str] = {}
     for step in reversed(step_dirs.steps(folder)):
@@ -86,6 +87,6 @@ def read_manifests(folder: Path) -> list[Manifest]:
     found = []
     for step in step_dirs.steps(folder):
         # A damaged one is reported when a run wants to resume from it.
-        with suppress(DamagedError):
+        with suppress(DamagedError, RunError):
             found.append(read_manifest(folder / str(step)))
     return found

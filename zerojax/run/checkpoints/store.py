@@ -20,6 +20,7 @@ from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import read_manifests
 from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.train.state import TrainState, check_there
+from zerojax.validation.paths import check_checkpoint_path
 
 
 class Checkpoints:
@@ -45,7 +46,11 @@ class Checkpoints:
             start: the step that the run resumes from, which is saved already; None for a new run.
             clock: Unix time, for the manifest.
             say: prints what could not be deleted, perhaps from another thread; saving goes on.
+
+        Raises:
+            ConfigurationError: the folder's path is none for checkpoints.
         """
+        check_checkpoint_path(folder)
         self._folder = folder
         self._retention = retention or Retention()
         self._clock = clock
@@ -152,7 +157,9 @@ class Checkpoints:
         draft = step_dirs.unfinished(self._folder, step)
         write_manifest(draft, step, self._clock(), record)
         draft.rename(self._folder / str(step))
-        for surplus in self._retention.surplus(read_manifests(self._folder)):
+        # Those of later steps are of another run, which this one does not go on from.
+        there = [manifest for manifest in read_manifests(self._folder) if manifest.step <= step]
+        for surplus in self._retention.surplus(there):
             if (line := step_dirs.remove(self._folder / str(surplus))) is not None:
                 self._say(line)
 

@@ -9,6 +9,7 @@ from zerojax.run.config.posttrain import CriticSection, PosttrainSection
 from zerojax.run.config.sharding import ClusterSection, LoRASection, MeshSection, ZeroSection
 from zerojax.run.config.training import CheckpointSection, LogSection, OptimizerSection, TrainSection
 from zerojax.validation.bounds import require
+from zerojax.validation.untrusted import is_unicode
 from zerojax.zero_config import ZeroConfig
 
 
@@ -30,6 +31,12 @@ class RunConfig:
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
+        for section in dataclasses.fields(self):
+            for key, value in vars(getattr(self, section.name)).items():
+                require(
+                    not isinstance(value, str) or is_unicode(value),
+                    f"{section.name}.{key} = {value!r} is not valid Unicode: rename it, or name its folder",
+                )
         require(
             self.checkpoint.keep_best == 0 or self.train.eval_every > 0,
             "checkpoint.keep_best needs validation losses: set train.eval_every, and checkpoint.every to a "

@@ -51,7 +51,7 @@ def load_config(path: Path | str) -> RunConfig:
     """
     path = Path(path)
     try:
-        data = parse_toml(path.read_text(encoding="utf-8"))
+        data = parse_toml(path.read_text(encoding="utf-8-sig"))  # as editors on Windows write it
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -105,7 +105,9 @@ def _check_table(cls: Any, data: Any, origin: str, path: tuple[str, ...]) -> Non
         parts = typing.get_args(kind)
         if dataclasses.is_dataclass(kind):
             _check_table(kind, value, origin, (*path, key))
-        elif parts and dataclasses.is_dataclass(parts[0]) and isinstance(value, list):
+        elif parts and dataclasses.is_dataclass(parts[0]):
+            if not isinstance(value, list):
+                raise ConfigError(f"{origin}: {dotted} should be a list of tables, [[{dotted}]]")
             for table in value:
                 _check_table(typing.cast(type, parts[0]), table, origin, (*path, key))
         elif isinstance(value, bool) and bool not in (kind, *parts):
@@ -155,7 +157,7 @@ def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(str(argument) for argument in arguments)
     if typing.get_origin(kind) is tuple:
-        return "a list: " + "; ".join(_type_name(argument) for argument in arguments)
+        return "a list: " + "; ".join(_type_name(a) for a in arguments if a is not ...)
     if arguments:
         return " or ".join(_type_name(a) for a in arguments if a is not type(None))
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

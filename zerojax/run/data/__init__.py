@@ -13,9 +13,11 @@ from zerojax.run.data.dataset import (
     Dataset,
     DatasetPart,
     is_prepared,
+    names_kept_tokenizer,
     open_dataset,
     open_template,
     open_tokenizer,
+    perplexity,
 )
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
@@ -53,11 +55,13 @@ __all__ = [
     "keep_tokenizer",
     "load_tokenizer",
     "make_rows",
+    "names_kept_tokenizer",
     "open_dataset",
     "open_source",
     "open_template",
     "open_tokenizer",
     "open_tokens",
+    "perplexity",
     "prepare",
     "rank",
     "same_tokenizer",

@@ -4,6 +4,7 @@ The global batch of a step is the same for any number of processes; each reads i
 run's position is one number, and a run can resume with another number of processes.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -174,9 +175,11 @@ def validation_batches(
         DataError: the splits do not fill one batch.
     """
     shares = Shares(weights)
-    count = batches
-    while count and any(n > len(s) for n, s in zip(shares.taken(count * batch_size), sources, strict=True)):
-        count -= 1
+
+    def too_many(count: int) -> bool:
+        return any(n > len(s) for n, s in zip(shares.taken(count * batch_size), sources, strict=True))
+
+    count = bisect.bisect_right(range(1, batches + 1), False, key=too_many)
     if not count:
         sizes = " + ".join(str(len(source)) for source in sources)
         raise DataError(

@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from zerojax.run.data.formats import DataError
+from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.tokenizer import SETTINGS, read_settings
 from zerojax.validation.untrusted import printable, short
 
@@ -201,12 +201,12 @@ def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
     if setting in BUILT_IN:
         return BUILT_IN[setting], f'data.chat_template "{setting}"'
     if setting != "tokenizer":
-        path = Path(setting).expanduser()
+        path = user_path(setting)
         if not path.is_file():
             known = ", ".join(map(repr, BUILT_IN))
             raise DataError(f"data.chat_template {setting!r}: 'tokenizer', {known} or an existing file")
         return _read(path), str(path)
-    folder = Path(tokenizer).expanduser().parent
+    folder = user_path(tokenizer).parent
     found = None if tokenizer in ("byte", "bpe") else find_template(folder)
     if found is None:
         raise DataError(

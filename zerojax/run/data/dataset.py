@@ -11,9 +11,9 @@ import numpy as np
 
 from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, find_template, load_template
-from zerojax.run.data.formats import DataError
+from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.packing import shortened
-from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
 
 SPLITS = ("train", "validation")
@@ -89,7 +89,7 @@ class Dataset:
         text = f"validation loss {loss:.{digits}f} nats per token, {per_byte:.{digits}f} per byte"
         if all(part.validation.mask is None for part in self.parts):
             return text
-        return f"{text} of the completions, whose perplexity is {min(math.exp(loss), 1e9):.{digits}f}"
+        return f"{text} of the completions, whose perplexity is {perplexity(loss):.{digits}f}"
 
     def notes(self, length: int) -> list[str]:
         """A line for each source some of whose prompts, completions or conversations do not fit into a row.
@@ -109,6 +109,11 @@ class Dataset:
         return found
 
 
+def perplexity(loss: float) -> float:
+    """That of a loss in nats per token; at most 1e9, since that of a diverged model fits no float."""
+    return math.exp(min(loss, math.log(1e9)))
+
+
 def is_prepared(folder: Path) -> bool:
     """Whether a folder holds finished token files of one source."""
     return all((folder / f"{split}.json").is_file() for split in SPLITS)
@@ -122,7 +127,7 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
     Raises:
         DataError: only some of the sources are prepared, or one holds the tokens of a mixture.
     """
-    sources = [Path(one.source).expanduser() for one in settings.sources]
+    sources = [user_path(one.source) for one in settings.sources]
     for source in sources:
         if is_prepared(source / "0"):
             raise DataError(
@@ -187,6 +192,20 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
     return make_tokenizer(settings, iter(()))
 
 
+def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
+    """Whether settings name a file with the tokenizer that a run keeps; its path may have changed.
+
+    Args:
+        settings: of the run.
+        folder: of its tokens.
+
+    Raises:
+        DataError: one of the two files is not a tokenizer.
+    """
+    files = user_path(settings.tokenizer), part_folders(settings, folder)[0] / TOKENIZER
+    return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
+
+
 def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
     """The chat template that made the tokens of a run, or that will make them.
 
@@ -212,7 +231,7 @@ def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
         return ByteTokenizer()
     if settings.tokenizer == "bpe":
         return BPETokenizer.train(texts, settings.vocab_size)
-    path = Path(settings.tokenizer).expanduser()
+    path = user_path(settings.tokenizer)
     if not path.is_file():
         raise DataError(f"data.tokenizer {settings.tokenizer!r}: 'byte', 'bpe' or an existing file")
     return load_tokenizer(path)

@@ -7,6 +7,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,6 +46,11 @@ class Document:
     place: str
     text: bytes
     targets: tuple[tuple[int, int], ...] | None = None
+
+
+def user_path(name: str) -> Path:
+    """The path that a setting names; a leading "~" is the user's home, or that of another whom it names."""
+    return Path(os.path.expanduser(name))
 
 
 def is_table(path: Path) -> bool:
@@ -252,7 +258,7 @@ def _check_text(arrow: ModuleType, schema: Any, column: str, path: Path) -> None
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+    if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
         raise _no_text(str(path), column, str(kind))
 
 

@@ -14,6 +14,7 @@ from zerojax.run.data.dataset import (
     TOKENIZER,
     is_prepared,
     make_tokenizer,
+    names_kept_tokenizer,
     part_folders,
     tokenizer_checksum,
 )
@@ -50,13 +51,13 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     Raises:
         DataError: a source or the tokenizer cannot be used, or the folder was prepared with other settings.
     """
-    draft = folder.with_name(folder.name + ".unfinished")
+    draft = _draft(folder)
     drafts = part_folders(settings, draft)
     if draft not in (drafts[0], drafts[0].parent):
         return
     wanted = _identity(settings)
     if all(is_prepared(part) for part in part_folders(settings, folder)):
-        _check_same(wanted, folder)
+        _check_same(settings, wanted, folder)
         return
     _check_replaceable(folder)
     template = _template(settings)
@@ -65,8 +66,10 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
         for one in settings.sources
     ]
     limits = [
-        validation_limit((document.text for document in source.documents()), settings.validation)
-        for source in sources
+        validation_limit(
+            (document.text for document in source.documents()), settings.validation, f"{one.source}: "
+        )
+        for one, source in zip(settings.sources, sources, strict=True)
     ]
     shutil.rmtree(draft, ignore_errors=True)
     with file_errors(draft, DataError, "cannot write: "):
@@ -98,7 +101,7 @@ def keep_tokenizer(settings: DataSection, folder: Path) -> None:
         raise DataError("data.tokenizer = 'bpe' is trained on prepared data, which this run has none of")
     _check_replaceable(folder)
     tokenizer, template = make_tokenizer(settings, iter(())), _template(settings)
-    draft = folder.with_name(folder.name + ".unfinished")
+    draft = _draft(folder)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     _write_tokenizer(tokenizer, template, draft)
@@ -115,8 +118,15 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
+def _draft(folder: Path) -> Path:
+    """What becomes the folder of a run's data, which may be a link to another disk."""
+    folder = folder.resolve()
+    return folder.with_name(folder.name + ".unfinished")
+
+
 def _replace(folder: Path, draft: Path) -> None:
     """Rename a draft to the folder of a run's data, which has at most a tokenizer."""
+    folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
@@ -241,13 +251,16 @@ def _source_identity(settings: DataSection, one: MixtureSource) -> dict[str, obj
     return common | {"kind": one.kind} | columns
 
 
-def _check_same(wanted: dict[str, object], folder: Path) -> None:
+def _check_same(settings: DataSection, wanted: dict[str, object], folder: Path) -> None:
     path = folder / _SETTINGS
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot read what the tokens were made from: {error}") from error
-    if found != wanted:
+    if found == wanted:
+        return
+    moved = isinstance(found, dict) and found | {"tokenizer": settings.tokenizer} == wanted
+    if not (moved and names_kept_tokenizer(settings, folder)):
         raise DataError(
             f"{folder} was prepared with {found}, and this run wants {wanted}: use another "
             "--run-dir, or delete that folder"

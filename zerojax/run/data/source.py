@@ -9,7 +9,14 @@ from pathlib import Path
 
 from zerojax.errors import file_errors
 from zerojax.run.data.examples import Examples
-from zerojax.run.data.formats import DataError, Document, cut_document, is_table, read_documents
+from zerojax.run.data.formats import (
+    DataError,
+    Document,
+    cut_document,
+    is_table,
+    read_documents,
+    user_path,
+)
 from zerojax.validation.untrusted import parse_json
 
 _SNIFF_BYTES = 8192
@@ -74,18 +81,24 @@ def _find_files(source: str, pattern: str, column: str) -> TextSource:
         left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
         files = (p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
         return _source(root, files, source, column)
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         if (path / _SAVED_SPLITS).is_file():
             splits = sorted(child.name for child in path.iterdir() if (child / _SAVED_DATASET).is_file())
             raise DataError(f"data.source {source!r} holds the splits {splits}: name one, as {path}/SPLIT")
         if (path / _SAVED_DATASET).is_file():
             return TextSource(_saved_files(path), column)
-        return _source(path, path.glob(pattern), f"{source}/{pattern}", column)
+        try:
+            files = list(path.glob(pattern))
+        except (ValueError, NotImplementedError) as error:
+            raise DataError(f"data.pattern {pattern!r}: {error}; use for instance '**/*.txt'") from error
+        return _source(path, files, f"{source}/{pattern}", column)
     if path.is_file():
         return _source(path.parent, [path], source, column)
     if names := glob.glob(str(path), recursive=True):
-        files = [Path(name) for name in names]
+        # Through a link to a folder around it, a file has one more name for every level that is followed.
+        own = {Path(name).resolve(): Path(name) for name in sorted(names, key=len, reverse=True)}
+        files = [*own.values()]
         return _source(_common_folder(files), files, source, column)
     raise DataError(f"data.source {source!r}: no such file, folder or glob (from {Path.cwd()})")
 
@@ -93,7 +106,10 @@ def _find_files(source: str, pattern: str, column: str) -> TextSource:
 def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> TextSource:
     files = [path for path in paths if path.is_file() and _is_taken(path, root)]
     if not files:
-        raise DataError(f"data.source {label!r}: no text file in it")
+        raise DataError(
+            f"data.source {label!r}: no text file in it (hidden files, and those with NUL bytes, as "
+            "UTF-16 has them, are left out)"
+        )
     if not any(path.stat().st_size for path in files):
         raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
     return TextSource(tuple(sorted(files)), column)

@@ -15,7 +15,7 @@ def rank(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
-def validation_limit(texts: Iterable[bytes], fraction: float) -> int:
+def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -> int:
     """The rank below which documents are held out.
 
     It is ``fraction`` of all ranks, so a document's split depends neither on other documents nor on file
@@ -25,6 +25,7 @@ def validation_limit(texts: Iterable[bytes], fraction: float) -> int:
     Args:
         texts: documents; read until each side has one.
         fraction: of the documents to hold out, on average.
+        where: they are from, to begin the message with.
 
     Raises:
         DataError: fewer than two different documents.
@@ -38,7 +39,8 @@ def validation_limit(texts: Iterable[bytes], fraction: float) -> int:
             return limit
     if least >= most:
         raise DataError(
-            f"a validation split needs two different documents, but there is {'one' if most >= 0 else 'none'}"
+            f"{where}a validation split needs two different documents, but there is "
+            f"{'one' if most >= 0 else 'none'}: bring more; a single file of text is cut at line ends"
         )
     return least + 1 if least >= limit else most
 

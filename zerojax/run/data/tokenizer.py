@@ -36,7 +36,8 @@ class Spans(NamedTuple):
 class Tokenizer(Protocol):
     """The interface that data preparation and sampling use.
 
-    ``special_tokens`` are those that a chat template may write, by name: "eos_token" and "bos_token".
+    Every id is below ``vocab_size``. ``special_tokens`` are those that a chat template may write, by name:
+    "eos_token" and "bos_token".
     """
 
     vocab_size: int
@@ -61,7 +62,10 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids of no token nothing.
+
+        A model may have more rows than the tokenizer has tokens, and sample these.
+        """
         ...
 
     def save(self, path: Path) -> None:
@@ -112,8 +116,10 @@ class ByteTokenizer:
         return found
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return bytes(token for token in tokens if token != self.end_of_text).decode(errors="replace")
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids of no token nothing."""
+        return bytes(t for t in tokens if t != self.end_of_text and t < self.vocab_size).decode(
+            errors="replace"
+        )
 
     def save(self, path: Path) -> None:
         """Writes nothing: a folder without a tokenizer.json holds bytes."""
@@ -138,8 +144,11 @@ class BPETokenizer:
         Raises:
             DataError: the tokenizer has no such token.
         """
+        # Left in many a tokenizer.json by the last call of transformers: would cut, or fill up, documents.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.get_vocab_size()
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
         known = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
         self.end_of_text = self._first_id((end_of_text,) if end_of_text else known)
         self.begin_of_text = self._first_id((begin_of_text,)) if begin_of_text else self.end_of_text

@@ -184,7 +184,8 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
     if session.get("status") == "running":
         ended = written
     lasted = "not known"
-    if isinstance(begun, int | float) and isinstance(ended, int | float):
+    # A clock that was set back in between tells nothing.
+    if isinstance(begun, int | float) and isinstance(ended, int | float) and begun <= ended:
         lasted = "so far " * (session.get("status") == "running") + _duration(ended - begun)
     last = session.get("last_step")
     return {

@@ -212,7 +212,7 @@ def open_trackers(
 
     A tracker that has the run already, by its identifier in the folder's run.json, resumes it.
     """
-    known = dict(folder.read_summary().get("trackers", {}))
+    known = _known(folder)
     trackers: dict[str, Tracker] = {}
     for name in names:
         module, _, kind = _TRACKERS[name][0].partition(":")
@@ -222,5 +222,14 @@ def open_trackers(
         except Exception as error:  # each client raises its own kinds
             raise ConfigurationError(f"log.trackers: {name} cannot start: {error}") from error
         known[name] = trackers[name].identity
-        folder.update_summary(trackers=known)
+        folder.update_summary(trackers=known, folder=str(folder.path.absolute()))
     return Trackers(trackers, say)
+
+
+def _known(folder: RunFolder) -> dict[str, str]:
+    """The identifiers of a run in its trackers; none of a copy beside its original, whose they stay."""
+    summary = folder.read_summary()
+    place = Path(summary.get("folder", folder.path))
+    if place.exists() and not place.samefile(folder.path):
+        return {}
+    return dict(summary.get("trackers", {}))
