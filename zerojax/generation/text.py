@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from zerojax.errors import ConfigurationError
-from zerojax.generation.checks import checked_context, checked_prompts, checked_stop
+from zerojax.generation.checks import checked_limits, checked_prompts, checked_stop
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
 from zerojax.generation.protocol import decoded
 from zerojax.generation.sampling import Sampling, sample
@@ -103,10 +103,10 @@ def stream(
 
 def _checked(model: Any, prompts: Any, new_tokens: int) -> tuple[list[np.ndarray], float]:
     """The prompts, and the model's context."""
-    context = checked_context(model)
+    context, vocabulary = checked_limits(model)
     if new_tokens < 1:
         raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
-    return checked_prompts(prompts), context
+    return checked_prompts(prompts, vocabulary), context
 
 
 def _window(text: np.ndarray, answer: list[int], context: float) -> np.ndarray:
