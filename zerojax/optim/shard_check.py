@@ -125,8 +125,8 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
             wanted = _updates(tx, whole, grads)
         except Exception as error:
             raise ConfigurationError(
-                "the optimizer can't make an update from gradients, its state and parameters alone, which are "
-                f"what a step gives it (one that reads the loss can't): {error}"
+                "the optimizer can't make an update from gradients, its state and parameters alone, which "
+                f"are what a step gives it (one that reads the loss can't): {error}"
             ) from error
         try:
             found = _updates(tx, flat(whole), [flat(g) for g in grads])
