@@ -42,7 +42,8 @@ class LoRA:
         targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
             and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last
             pattern that matches decides; one that begins with "!" leaves the weight out.
-        dropout: probability of zeroing an element of the input of A, in training.
+        dropout: probability of zeroing an element of the input of A, in training: others at each read, but
+            the same in all iterations of a loop (``jax.lax.scan``) of the model's own around a unit.
         rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
     """
 
