@@ -13,6 +13,7 @@ from generation_models import (
     CONTEXT,
     LISTED,
     SMALL,
+    VOCAB,
     Averages,
     LinenAverages,
     LinenResidual,
@@ -68,7 +69,8 @@ def test_several_tokens_end_a_row_in_their_order():
     state = create(SMALL, 1, 1)
     free = zerojax.generate(state, prompts(), 7, temperature=0).tokens.tolist()
     stop = [tuple(free[0][1:4]), free[1][2]]
-    got = zerojax.generate(state, prompts(), 7, temperature=0, stop=stop)
+    given = [np.asarray(stop[0]), np.int64(stop[1])]  # as tokens come
+    got = zerojax.generate(state, prompts(), 7, temperature=0, stop=given)
     for row, (tokens, length) in zip(free, zip(got.tokens.tolist(), got.lengths, strict=True), strict=True):
         places = [n for n in range(1, 8) if row[n - 1] == stop[1] or tuple(row[max(0, n - 3) : n]) == stop[0]]
         end = min([*places, 7])
@@ -189,12 +191,20 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
         ("too long", r"prompt 1 has 20 tokens, and with 5 new ones exceeds the model's context of 24"),
         ("empty", r"prompt 2 has shape \(0,\)"),
         ("scalar", r"prompt 0 has shape \(\)"),
-        ("negative", "prompt 1 has the token id -1: ids begin at 0"),
+        ("negative", "prompt 1 has the token id -1: ids are from 0 to 28"),
+        ("unknown", "prompt 2 has the token id 29: ids are from 0 to 28"),
+        ("wide", "prompt 2 has the token id 4294967299: ids are from 0 to 28"),
+        ("stop", r"stop=3.0: give a token, or a list"),
+        ("ends", r"stop=\['a'\]: give a token, or a list"),
+        ("seed", "seed=-1 must be a whole number from 0 to 4,294,967,295"),
+        ("top_k", "top_k = 5.0: a whole number from 1"),
+        ("adapters", "adapters=False: the state has no adapters"),
         ("none", "there is no prompt"),
         ("no new", "max_new_tokens=0 must be at least 1"),
         ("slots", "slots=0 must be at least 1"),
         ("weights", "weights='bf16' is not one of auto, compute, fp8, int8, gathered"),
-        ("temperature", "temperature = -1"),
+        ("temperature", "temperature = -1: 0 .greedy., or at least 1e-06"),
+        ("overflow", "temperature = 1e-40: 0 .greedy., or at least 1e-06"),
         ("abstract", "the state is abstract"),
         ("donated", "was passed to train_step before"),
         ("protocol", "the model has no init_cache and no decode and no logits: to generate"),
@@ -212,6 +222,10 @@ def test_what_cannot_be_generated_is_refused_in_words(kind, message):
             given[0] = np.int32(3)
         case "negative":
             given[1] = np.array([3, -1])
+        case "unknown":
+            given[2] = np.array([VOCAB])
+        case "wide":
+            given[2] = np.array([3 + 2**32])  # 3 in 32 bits
         case "none":
             given = []
         case "no new":
@@ -223,9 +237,20 @@ def test_what_cannot_be_generated_is_refused_in_words(kind, message):
         case "protocol":
             state = create(Mute, 1, 1, abstract=True).replace(step=state.step, params=state.params)
         case name:
-            options = {"slots": {"slots": 0}, "weights": {"weights": "bf16"}}.get(name, {name: -1})
+            options = REFUSED.get(name, {name: -1})
     with pytest.raises(ZeroError, match=message):
         zerojax.generate(state, given, count, **options)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "slots": {"slots": 0},
+    "weights": {"weights": "bf16"},
+    "stop": {"stop": 3.0},
+    "ends": {"stop": ["a"]},
+    "top_k": {"top_k": 5.0},
+    "adapters": {"adapters": False},
+    "overflow": {"temperature": 1e-40},
+}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +186,10 @@ def test_wrong_prompts_are_refused():
         generate(model, [np.zeros(3, np.float32)], 3, key=KEY)
     with pytest.raises(ZeroError, match="no prompt"):
         generate(model, [], 3, key=KEY)
+    with pytest.raises(ZeroError, match=r"stop = \[3\]: one token, or None"):
+        generate(model, draw_prompt(3), 3, key=KEY, stop=cast(Any, [3]))  # as zerojax.generate takes it
+    with pytest.raises(ZeroError, match="prompt 0 has the token id"):
+        generate(model, [np.asarray([10**6])], 3, key=KEY)
     with pytest.raises(ZeroError, match="new_tokens = 0"):
         generate(model, draw_prompt(3), 0, key=KEY)
     with pytest.raises(ZeroError, match="the model has no init_cache and no decode"):

@@ -15,7 +15,7 @@ import zerojax
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError
 from zerojax.generation import continue_text
-from zerojax.generation.checks import abstract_model, checked_context
+from zerojax.generation.checks import abstract_model, checked_limits
 from zerojax.models import GPT, GPTConfig, flops_per_token, lm_loss, parameter_count, scores
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trainer import Trainer
@@ -65,7 +65,7 @@ def test_a_state_of_scores_does_not_generate() -> None:
         mesh=zerojax.make_mesh(1, 2),
     )
     with pytest.raises(ConfigurationError, match="generation needs a language model"):
-        checked_context(abstract_model(state.spec))
+        checked_limits(abstract_model(state.spec))
 
 
 @pytest.mark.parametrize("command", ["sample", "eval", "export"])

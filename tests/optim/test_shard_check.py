@@ -107,6 +107,18 @@ def test_a_mask_by_sizes_is_refused(chosen):
         check_shardable(tx, leaves()[1:3])
 
 
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau()), "'value'"),
+        (lambda: optax.lookahead(optax.sgd(1e-2), 5, 0.5), "'fast'"),
+    ],
+)
+def test_what_reads_more_than_gradients_is_refused(make, why):
+    with pytest.raises(zerojax.ZeroError, match=rf"from gradients, its state and parameters alone.*{why}"):
+        check_shardable(make(), leaves()[:1])
+
+
 def test_refused_before_anything_is_made():
     with pytest.raises(zerojax.ZeroError, match=r"'.*(kernel|scale|bias)' depends on the leaf's shape"):
         zerojax.TrainState.abstract(

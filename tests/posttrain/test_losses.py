@@ -1,6 +1,6 @@
 """Losses and advantages equal their papers' formulas, written out in numpy."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,11 @@ def test_kl_estimates_of_samples_average_to_the_divergence() -> None:
     assert means["k3"] == pytest.approx(wanted, rel=1e-4)
     assert means["k2"] == pytest.approx((policy * np.log(policy / reference) ** 2).sum() / 2, rel=1e-4)
     assert (losses.kl_estimate(draw(50), draw(50), "k3") >= 0).all()
+    # Of policies that hardly differ, where 1 takes up all digits of fp32.
+    near = array([1e-3, -1e-4, 3e-5])
+    np.testing.assert_allclose(losses.kl_estimate(0 * near, near), np.float64(near) ** 2 / 2, rtol=1e-2)
+    with pytest.raises(ConfigurationError, match="'K2' is not one of k1, k2, k3"):
+        losses.kl_estimate(near, near, cast(Any, "K2"))
 
 
 def test_means_over_tokens() -> None:
@@ -102,6 +107,13 @@ def test_group_advantages() -> None:
     np.testing.assert_allclose(found, [1, -1, -1, 1, 0, 0, 0, 0, 1, 0, -1, 0], atol=1e-5)
     plain = advantages.group_advantages(rewards, counted, group_size=4, scale=False)
     np.testing.assert_allclose(plain, [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0, 1, 0, -1, 0], atol=1e-6)
+    for given in (
+        np.asarray([True, False, True]),
+        jnp.asarray([2, 0, 2]),
+        jnp.asarray([2, 0, 2], "bfloat16"),
+    ):
+        found = advantages.group_advantages(given, jnp.ones(3), group_size=3)
+        np.testing.assert_allclose(found, array([1, -2, 1]) / np.sqrt(2), atol=1e-5)
     with pytest.raises(ConfigurationError, match="12 rewards do not divide into groups of 5"):
         advantages.group_advantages(rewards, counted, group_size=5)
 
@@ -111,7 +123,7 @@ def test_gae_is_the_sum_of_discounted_errors(discount: float, decay: float) -> N
     rewards, values = draw(3, 9), draw(3, 9)
     mask = array(np.zeros((3, 9)))
     mask[0, 2:6], mask[1, :9] = 1, 1
-    found, returns = advantages.gae(rewards, values, mask, discount=discount, decay=decay)
+    found, returns = advantages.gae(rewards, values, mask > 0, discount=discount, decay=decay)
     for row, (first, last) in enumerate([(2, 6), (0, 9), (0, 0)]):
         wanted = np.zeros(9, np.float32)
         for t in range(first, last):
@@ -122,3 +134,5 @@ def test_gae_is_the_sum_of_discounted_errors(discount: float, decay: float) -> N
         np.testing.assert_allclose(found[row], wanted, atol=1e-5)
         np.testing.assert_allclose(returns[row], mask[row] * (wanted + values[row]), atol=1e-5)
     assert found.dtype == jnp.float32
+    whole = jnp.asarray([[0, 0, 3]])  # a score
+    np.testing.assert_array_equal(advantages.gae(whole, 0.0 * whole, whole > -1, decay=1.0)[0], [[3, 3, 3]])

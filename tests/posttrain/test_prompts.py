@@ -77,7 +77,7 @@ def test_columns_of_parquet_go_to_the_reward_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": 3}], r"rows.jsonl:1: column 'prompt' is not text: 3"),
+        ([{"prompt": 3}], r"rows.jsonl:1: column 'prompt' is int, not text"),
         ([{"prompt": "a\ud800"}], "rows.jsonl:1: not valid Unicode: half of a surrogate pair at character 1"),
         ([{"prompt": "a"}, {"text": "a"}], r"rows.jsonl:2: .*'prompt'"),
         (
@@ -90,6 +90,23 @@ def test_columns_of_parquet_go_to_the_reward_as_well(tmp_path: Path) -> None:
 def test_what_is_no_prompt_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read(write(tmp_path / "rows.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "rows.jsonl:1: column 'messages' is str, not a list of messages"),
+        (["hi"], "rows.jsonl:1: message 0 is str, not a table with role and content"),
+        ([{"role": "user", "content": None}], "rows.jsonl:1: message 0 has null as content"),
+        ([{"role": "user", "content": "no"}], "rows.jsonl:1: the chat template: never"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(tmp_path: Path, messages: Any, message: str) -> None:
+    template = ChatTemplate(
+        CHATML + "{% if 'no' == messages[0].content %}{{ raise_exception('never') }}{% endif %}"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        read(write(tmp_path / "rows.jsonl", [{"messages": messages}]), template=template)
 
 
 def test_the_default_source_is_refused() -> None:

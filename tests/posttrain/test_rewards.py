@@ -184,6 +184,13 @@ def test_rewards_are_in_the_order_of_the_completions(
     scorer.close()
 
 
+def test_no_more_processes_start_than_score_at_once(function: str) -> None:
+    scorer = FunctionScorer(function, 30.0, 100_000)
+    pids = [scorer.score(rollout(["pid"]))[0].item() for _ in range(3)]
+    assert len({*pids}) == 1
+    scorer.close()
+
+
 def test_several_completions_are_scored_at_once(function: str) -> None:
     scorer, texts = FunctionScorer(function, 30.0, 3), ["one", "two", "three"]
     found, why = scorer.score(rollout(texts, meets=texts))

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import CASES
-from flax import linen, traverse_util
+from core_models import CASES, WIDTH
+from flax import linen, nnx, traverse_util
 from plain_loop import by_path, distance, plain_model
 
 import zerojax
 from zerojax import LoRA, ZeroError
 from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.train.step import gradients
 
 LORA = LoRA(rank=3, alpha=6.0, targets=("*kernel",))
 
@@ -147,6 +148,40 @@ def test_dropout_is_for_training_alone_and_reproducible():
     assert trained != pytest.approx(evaluated, rel=1e-4)
     evaluated, trained = losses(0.0)
     assert trained == pytest.approx(evaluated, rel=1e-6)
+
+
+class Twice(nnx.Module):
+    """A unit that reads its weight twice."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x), self.linear(x)
+
+
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_every_read_drops_other_elements(remat):
+    def loss(model, batch):
+        (a, b), (c, _) = model(batch["x"]), model(batch["x"])
+        between = {"within": jnp.max(jnp.abs(a - b)), "again": jnp.max(jnp.abs(a - c))}
+        return jnp.mean((a + 2 * b + 3 * c) * batch["y"][:, None]), between
+
+    batch = CASES["stack"].batches(24, 1)[0]
+    state = zerojax.TrainState.create(
+        Twice, optax.sgd(1.0), loss, mesh=zerojax.make_mesh(2, 2, devices=jax.devices()[:4]),
+        zero=zerojax.ZeroConfig(units=(Twice,), frozen=("*",), compute_dtype="float32", remat=remat),
+        lora=LoRA(rank=3, targets=("*kernel",), dropout=0.5),
+    )  # fmt: skip
+    state, first = zerojax.train_step(state, batch)  # B is zero before
+    evaluated = zerojax.eval_step(state, batch)
+    grads, adapters = gradients(state, batch), zerojax.gather_adapters(state)["linear"]["kernel"]
+    slope = np.asarray(grads["linear"]["kernel"]["lora_b"]).reshape(-1)[: 3 * WIDTH].reshape(3, WIDTH)
+    _, second = zerojax.train_step(state, batch)
+    assert min(second["within"], second["again"]) > 1e-2
+    assert evaluated["within"] == evaluated["again"] == 0
+    # The loss is linear in B: the backward pass drops what the forward pass drops.
+    np.testing.assert_allclose(second["loss"], first["loss"] + np.sum(slope * adapters["lora_b"]), rtol=1e-5)
 
 
 def test_rank_stabilised_scaling():

@@ -1,8 +1,9 @@
 """What ``generate`` refuses, before any device is touched."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from zerojax.generation.protocol import PROTOCOL
 from zerojax.models import GPT
 from zerojax.sharding.param_tree import Path
 from zerojax.train.spec import TrainSpec
+
+_IDS = 2**31
+"""Ids are int32."""
 
 Stop = int | Sequence[int | Sequence[int]] | None
 """What ends a row: a token, or any of several, each a token or tokens in their order."""
@@ -27,8 +31,20 @@ def abstract_model(spec: TrainSpec) -> Any:
     return spec.adapter.bind(weights, spec.adapter.abstract_model_state, train=False, key=None).model
 
 
-def checked_context(model: Any) -> float:
-    """The longest sequence of a model that can generate, in tokens; infinity if it does not say.
+class Limits(NamedTuple):
+    """What a model takes.
+
+    Attributes:
+        context: the longest sequence, in tokens; infinity if the model does not say.
+        vocabulary: ids begin at 0 and end below this; 2**31 if it is not known.
+    """
+
+    context: float
+    vocabulary: int
+
+
+def checked_limits(model: Any) -> Limits:
+    """The limits of a model that can generate.
 
     Raises:
         ConfigurationError: it lacks a method, or gives scores in place of logits.
@@ -40,11 +56,16 @@ def checked_context(model: Any) -> float:
         )
     if isinstance(model, GPT):
         model.config.check_language_model("generation")
-    return getattr(model, "context_length", math.inf)
+    vocabulary = model.config.vocab_size if isinstance(model, GPT) else _IDS
+    return Limits(getattr(model, "context_length", math.inf), vocabulary)
 
 
-def checked_prompts(prompts: Sequence[Any]) -> list[Int[np.ndarray, " prompt"]]:
+def checked_prompts(prompts: Sequence[Any], vocabulary: int) -> list[Int[np.ndarray, " prompt"]]:
     """Prompts as int32 vectors.
+
+    Args:
+        prompts: of any integers.
+        vocabulary: as of ``Limits``.
 
     Raises:
         ConfigurationError: there is none, or one is empty, no vector, or of other numbers than ids.
@@ -58,8 +79,10 @@ def checked_prompts(prompts: Sequence[Any]) -> list[Int[np.ndarray, " prompt"]]:
                 f"prompt {number} has shape {row.shape} and dtype {row.dtype}: a prompt is a vector of at "
                 "least one token id."
             )
-        if row.min() < 0:
-            raise ConfigurationError(f"prompt {number} has the token id {row.min()}: ids begin at 0.")
+        if other := [end for end in (int(row.min()), int(row.max())) if not 0 <= end < vocabulary]:
+            raise ConfigurationError(
+                f"prompt {number} has the token id {other[0]}: ids are from 0 to {vocabulary - 1:,}."
+            )
     return [row.astype(np.int32) for row in rows]
 
 
@@ -71,13 +94,19 @@ def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:
     """
     if stop is None:
         return ()
-    ends = [stop] if isinstance(stop, int) else stop
-    found = tuple((end,) if isinstance(end, int) else tuple(map(int, end)) for end in ends)
-    if any(not end or min(end) < 0 for end in found):
+    try:
+        found = tuple(tuple(map(operator.index, _several(end))) for end in _several(stop))
+    except TypeError:
+        found = ((),)
+    if any(not end or not 0 <= min(end) <= max(end) < _IDS for end in found):
         raise ConfigurationError(
             f"stop={stop!r}: give a token, or a list of tokens and of tuples of tokens in their order."
         )
     return found
+
+
+def _several(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, Iterable) else [value]
 
 
 def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float) -> None:

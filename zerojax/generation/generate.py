@@ -15,10 +15,11 @@ from jaxtyping import Float, Int
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import (
+    Limits,
     Stop,
     abstract_model,
     check_limits,
-    checked_context,
+    checked_limits,
     checked_prompts,
     checked_stop,
 )
@@ -31,7 +32,8 @@ from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
-from zerojax.train.step import local_rows, place
+from zerojax.train.step import check_adapters, local_rows, place
+from zerojax.validation.bounds import checked_seed
 
 
 class Completions(NamedTuple):
@@ -93,9 +95,10 @@ def generate(
         adapters: whether low-rank adapters take part; without them the base model speaks.
 
     Raises:
-        ConfigurationError: a prompt is empty, no vector, or too long for the model's context together with
-            max_new_tokens; ``stop`` is something else; the model lacks a method; the state is
-            abstract or was donated; processes pass different numbers of prompts.
+        ConfigurationError: a prompt is empty, no vector, of ids that the model does not have, or too long for
+            its context together with max_new_tokens; another argument is something else; the model lacks a
+            method; ``adapters`` is False and there are none; the state is abstract or was donated; processes
+            pass different numbers of prompts.
     """
     return generate_rows(
         state,
@@ -134,20 +137,22 @@ def generate_rows(
     if slots is not None and slots < 1:
         raise ConfigurationError(f"slots={slots} must be at least 1.")
     check_there(state)
-    ends = checked_stop(stop)
-    context = spec.once("context", lambda: checked_context(abstract_model(spec)))
-    batch = _agree(spec, lambda: _batch(spec, prompts, limits, context + unread))
+    check_adapters(spec, adapters=adapters)
+    ends, random_bits = checked_stop(stop), checked_seed(seed)
+    most = spec.once("limits", lambda: checked_limits(abstract_model(spec)))
+    batch = _agree(spec, lambda: _batch(spec, prompts, limits, most, unread))
     dtype = str(spec.strategy.compute_dtype)
     engine = Engine.of(
-        batch.rows, batch.prompt, batch.new, context, dtype=dtype, how=how, stop=ends, slots=slots
+        batch.rows, batch.prompt, batch.new, most.context, dtype=dtype, how=how, stop=ends, slots=slots
     )
     copy = _copy(spec, engine, weights, batch.room, adapters=adapters)
     if copy.form == "gathered" and spec.world.local > 1:
         engine = dataclasses.replace(engine, group=LOCAL)
     rows = range(batch.first, batch.first + batch.count)
     size = batch.rows * len(spec.mesh.local_devices)
-    queue = place(spec, engine.queue(checked_prompts(prompts), rows, [0] * batch.count, limits, size), 1)
-    drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, np.uint32(seed))
+    given = checked_prompts(prompts, most.vocabulary)
+    queue = place(spec, engine.queue(given, rows, [0] * batch.count, limits, size), 1)
+    drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, random_bits)
     return Completions(*(local_rows(x)[: len(prompts)] for x in drawn))
 
 
@@ -172,10 +177,12 @@ class _Batch:
     rows: int
 
 
-def _batch(spec: TrainSpec, prompts: Sequence[Any], limits: Sequence[int], context: float) -> list[int]:
+def _batch(
+    spec: TrainSpec, prompts: Sequence[Any], limits: Sequence[int], most: Limits, unread: int
+) -> list[int]:
     """This process's part of the agreement."""
-    rows = checked_prompts(prompts)
-    check_limits(rows, limits, context)
+    rows = checked_prompts(prompts, most.vocabulary)
+    check_limits(rows, limits, most.context + unread)
     return [len(rows), max(map(len, rows)), max(limits), free_memory(spec)]
 
 

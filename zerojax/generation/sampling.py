@@ -1,6 +1,7 @@
 """Draws tokens from logits."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,16 @@ from jaxtyping import Array, Float, Int, Key
 
 from zerojax.errors import ConfigurationError
 
+_LEAST = 1e-6
+"""Logits that are divided by less may overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How to draw the next token from the logits.
 
     Attributes:
-        temperature: Divisor of the logits; 0 takes the likeliest token.
+        temperature: Divisor of the logits, from 1e-6; 0 takes the likeliest token.
         top_k: Draw only from this many likeliest tokens.
         top_p: Draw only from the fewest likeliest tokens whose probabilities (after temperature and
             top_k) sum to at least this (Holtzman et al., 2020).
@@ -25,10 +29,10 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigurationError(f"temperature = {self.temperature}: 0 (greedy) or above")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigurationError(f"top_k = {self.top_k}: at least 1, or left out")
+        if not (self.temperature == 0 or self.temperature >= _LEAST):
+            raise ConfigurationError(f"temperature = {self.temperature}: 0 (greedy), or at least {_LEAST}")
+        if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
+            raise ConfigurationError(f"top_k = {self.top_k}: a whole number from 1, or left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigurationError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from zerojax.errors import ConfigurationError
-from zerojax.generation.checks import checked_context, checked_prompts, checked_stop
+from zerojax.generation.checks import checked_limits, checked_prompts, checked_stop
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
 from zerojax.generation.protocol import decoded
 from zerojax.generation.sampling import Sampling, sample
@@ -45,10 +46,10 @@ def continue_text(
         int32 new tokens, without the prompts.
 
     Raises:
-        ConfigurationError: a prompt is empty or no vector, there is none, new_tokens is below 1, or the model
-            cannot generate.
+        ConfigurationError: a prompt is empty, no vector, or of ids that the model does not have; there is
+            none; new_tokens is below 1; stop is several tokens; or the model cannot generate.
     """
-    texts, context = _checked(model, prompts, new_tokens)
+    texts, context = _checked(model, prompts, new_tokens, stop)
     graph, weights = nnx.split(model)
     answers: list[list[int]] = [[] for _ in texts]
     unfinished = list(range(len(texts)))
@@ -82,7 +83,7 @@ def stream(
 
     Arguments and errors are those of ``continue_text``. ``stop`` itself is not among the tokens.
     """
-    [text], context = _checked(model, [prompt], new_tokens)
+    [text], context = _checked(model, [prompt], new_tokens, stop)
     graph, weights = nnx.split(model)
     answer: list[int] = []
     while len(answer) < new_tokens:
@@ -101,12 +102,14 @@ def stream(
                 token, cache = _next(graph, weights, queue, token, made, cache, key, engine=engine)
 
 
-def _checked(model: Any, prompts: Any, new_tokens: int) -> tuple[list[np.ndarray], float]:
+def _checked(model: Any, prompts: Any, new_tokens: int, stop: Any) -> tuple[list[np.ndarray], float]:
     """The prompts, and the model's context."""
-    context = checked_context(model)
+    context, vocabulary = checked_limits(model)
     if new_tokens < 1:
         raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
-    return checked_prompts(prompts), context
+    if not isinstance(stop, Integral | None):
+        raise ConfigurationError(f"stop = {stop!r}: one token, or None")
+    return checked_prompts(prompts, vocabulary), context
 
 
 def _window(text: np.ndarray, answer: list[int], context: float) -> np.ndarray:

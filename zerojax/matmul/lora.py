@@ -6,9 +6,10 @@ and neither is the gradient of W, which costs a third of an ordinary backward pa
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -41,7 +42,8 @@ class LoRA:
         targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
             and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last
             pattern that matches decides; one that begins with "!" leaves the weight out.
-        dropout: probability of zeroing an element of the input of A, in training.
+        dropout: probability of zeroing an element of the input of A, in training: others at each read, but
+            the same in all iterations of a loop (``jax.lax.scan``) of the model's own around a unit.
         rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
     """
 
@@ -154,6 +156,7 @@ class LowRankOperand:
         factors: "a" or "b" for each axis of the weight.
         dropout: the probability.
         name: of the weight.
+        reads: numbers of products, each of which drops other elements.
     """
 
     base: Any
@@ -163,6 +166,7 @@ class LowRankOperand:
     factors: str
     dropout: float
     name: str
+    reads: Iterator[int] = field(default_factory=itertools.count)
 
     kind = "has an adapter"
     way_out = "LoRA(targets=(..., '!{name}'))"
@@ -231,7 +235,7 @@ class LowRankOperand:
             return None
         first, second = (self.a, self.b) if contracted == {"a"} else (self.b, self.a)
         own = [axis for axis, which in enumerate(self.factors) if which in contracted]
-        dropped = _dropped(x, self.seed, self.dropout)
+        dropped = _dropped(x, self.seed, next(self.reads), self.dropout)
         inner = tuple(x_axes), tuple(own.index(axis) + 1 for axis in axes)
         narrow = lax.dot_general(dropped, first, (inner, ((), ())), preferred_element_type=x.dtype)
         last = ((narrow.ndim - 1,), (0,))
@@ -239,7 +243,7 @@ class LowRankOperand:
         return checkpoint_name(base + wide, SUM)
 
     def _with(self, base: Any, a: Array, b: Array, factors: str) -> "LowRankOperand":
-        return LowRankOperand(base, a, b, self.seed, factors, self.dropout, self.name)
+        return LowRankOperand(base, a, b, self.seed, factors, self.dropout, self.name, self.reads)
 
     def _base(self, primitive: Any, params: Mapping[str, Any]) -> list[Any]:
         if hasattr(self.base, "moved"):
@@ -273,7 +277,9 @@ class LowRankOperand:
         return None
 
 
-jax.tree_util.register_dataclass(LowRankOperand, ["base", "a", "b", "seed"], ["factors", "dropout", "name"])
+jax.tree_util.register_dataclass(
+    LowRankOperand, ["base", "a", "b", "seed"], ["factors", "dropout", "name", "reads"]
+)
 
 
 def operand_product(
@@ -305,10 +311,17 @@ def _parts(primitive: Any, params: Mapping[str, Any], x: Array, own: Mapping[int
     return [lax.slice(x, start, limit, strides)]
 
 
-def _dropped(x: Array, seed: Array, rate: float) -> Array:
-    """Dropout: each element is zero with probability ``rate``, the others grow by 1 / (1 - rate)."""
+def _dropped(x: Array, seed: Array, number: int, rate: float) -> Array:
+    """Dropout: each element is zero with probability ``rate``, the others grow by 1 / (1 - rate).
+
+    Args:
+        x: what drops elements.
+        seed: of the random bits.
+        number: of the draw: other bits for each.
+        rate: the probability.
+    """
     if not rate:
         return x
-    key = jax.random.wrap_key_data(jnp.stack([seed, seed ^ jnp.uint32(0x10A)]), impl="threefry2x32")
+    key = jax.random.wrap_key_data(jnp.stack([seed, seed ^ jnp.uint32(0x10A + number)]), impl="threefry2x32")
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)

@@ -100,7 +100,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
     operations of an update of the tree itself.
 
     Raises:
-        ConfigurationError: naming the leaf on which they differ, or the optimizer's error on the flat tree.
+        ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
     rng = np.random.default_rng(0)
     whole: dict[Any, Any] = {}
@@ -121,7 +121,13 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wanted = _updates(tx, whole, grads)
+        try:
+            wanted = _updates(tx, whole, grads)
+        except Exception as error:
+            raise ConfigurationError(
+                "the optimizer can't make an update from gradients, its state and parameters alone, which "
+                f"are what a step gives it (one that reads the loss can't): {error}"
+            ) from error
         try:
             found = _updates(tx, flat(whole), [flat(g) for g in grads])
         except Exception as error:

@@ -5,26 +5,26 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 from zerojax.errors import ConfigurationError
 
 
 def group_advantages(
-    rewards: Float[Array, " rows"],
-    counted: Float[Array, " rows"],
+    rewards: Shaped[Array | np.ndarray, " rows"],
+    counted: Shaped[Array | np.ndarray, " rows"],
     *,
     group_size: int,
     scale: bool = True,
     eps: float = 1e-6,
-) -> Float[Array, " rows"]:
+) -> Float32[Array, " rows"]:
     """Rewards relative to those of the other completions of the same prompt.
 
     A = (r - mean) / (std + eps) over a group (Shao et al., 2024, "DeepSeekMath", section 4.1.2); without
     ``scale`` A = r - mean (Liu et al., 2025, "Understanding R1-Zero-Like Training").
 
     Args:
-        rewards: one per completion; those of a prompt are next to each other.
+        rewards: one per completion, of any dtype; those of a prompt are next to each other.
         counted: 1, or 0 for a completion without a reward, which belongs to no group and gets 0.
         group_size: completions per prompt.
         scale: whether to divide by the standard deviation of the group.
@@ -35,7 +35,7 @@ def group_advantages(
     """
     if group_size < 1 or rewards.shape[0] % group_size:
         raise ConfigurationError(f"{rewards.shape[0]} rewards do not divide into groups of {group_size}")
-    groups, there = (x.reshape(-1, group_size) for x in (rewards, counted))
+    groups, there = (jnp.asarray(x, jnp.float32).reshape(-1, group_size) for x in (rewards, counted))
     count = jnp.maximum(there.sum(axis=1, keepdims=True), 1)
     # From the largest on: the mean of equal rewards, rounded, may be another number than they are.
     largest = jnp.max(groups, axis=1, keepdims=True, where=there > 0, initial=-jnp.inf)
@@ -71,13 +71,13 @@ def token_rewards(
 
 
 def gae(
-    rewards: Float[Array, "rows time"],
-    values: Float[Array, "rows time"],
-    mask: Float[Array, "rows time"],
+    rewards: Shaped[Array | np.ndarray, "rows time"],
+    values: Shaped[Array | np.ndarray, "rows time"],
+    mask: Shaped[Array | np.ndarray, "rows time"],
     *,
     discount: float = 1.0,
     decay: float = 0.95,
-) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time"]]:
     """Generalised advantage estimates, and the returns that a critic learns.
 
     A_t = sum over l of (discount decay)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t (Schulman
@@ -85,7 +85,7 @@ def gae(
     The value after the last action is 0.
 
     Args:
-        rewards: per token.
+        rewards: per token, of any dtype, as the others.
         values: of the state before each token.
         mask: 1 for the tokens of a completion, which are in one piece; 0 elsewhere.
         discount: gamma of the paper.
@@ -104,6 +104,7 @@ def gae(
         advantage = counted * (delta + discount * decay * advantage)
         return (advantage, counted * value), advantage
 
-    zeros = jnp.zeros(rewards.shape[0], rewards.dtype)
-    _, advantages = jax.lax.scan(back, (zeros, zeros), (rewards.T, values.T, mask.T), reverse=True)
-    return advantages.T, mask * (advantages.T + values)
+    given, value, counted = (jnp.asarray(x, jnp.float32).T for x in (rewards, values, mask))
+    zeros = jnp.zeros(len(rewards), jnp.float32)
+    _, advantages = jax.lax.scan(back, (zeros, zeros), (given, value, counted), reverse=True)
+    return advantages.T, (counted * (advantages + value)).T

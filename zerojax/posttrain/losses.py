@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from zerojax.errors import ConfigurationError
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -125,13 +127,18 @@ def kl_estimate(
         log_probs: of the tokens under the policy.
         reference_log_probs: under the reference.
         estimator: which.
+
+    Raises:
+        ConfigurationError: it is none of these.
     """
     log_ratio = reference_log_probs - log_probs
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
         return log_ratio**2 / 2
-    return jnp.exp(log_ratio) - 1 - log_ratio
+    if estimator == "k3":
+        return jnp.expm1(log_ratio) - log_ratio
+    raise ConfigurationError(f"kl_estimate: estimator={estimator!r} is not one of k1, k2, k3.")
 
 
 def token_mean(

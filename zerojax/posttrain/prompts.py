@@ -10,8 +10,8 @@ from jaxtyping import Int32
 
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Tokenizer, evenly_spread, hold_out, open_source
+from zerojax.run.data.examples import checked_messages, text_of
 from zerojax.run.data.formats import encode_text, read_rows
-from zerojax.validation.untrusted import short
 
 
 class Prompt(NamedTuple):
@@ -97,27 +97,25 @@ def _read_table(
 ) -> Iterator[Prompt]:
     column = data.prompt_column if template is None else data.messages_column
     for place, row in read_rows(path, (column,), others=True):
-        given, rest = row[column], {key: value for key, value in row.items() if key != column}
+        rest = {key: value for key, value in row.items() if key != column}
         if taken := {"prompt", "completion"} & rest.keys():
             raise DataError(
                 f"{place}: column {min(taken)!r} is an argument that the reward has already: rename it"
             )
-        yield Prompt(*_encode(given, place, column, tokenizer, template), rest)
+        yield Prompt(*_encode(row, place, column, tokenizer, template), rest)
 
 
 def _encode(
-    given: Any, place: str, column: str, tokenizer: Tokenizer, template: ChatTemplate | None
+    row: dict[str, Any], place: str, column: str, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> tuple[np.ndarray, str]:
     """The tokens and the text of a prompt or of a conversation's messages."""
     if template is None:
-        if not isinstance(given, str):
-            raise DataError(f"{place}: column {column!r} is not text: {short(given)}")
+        given = text_of(row, column, place)
         tokens = tokenizer.encode(encode_text(given, place))
         return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
+    messages = checked_messages(row[column], column, place)
     try:
-        text = template.render(given, add_generation_prompt=True)
-        return tokenizer.encode(encode_text(text, place)).astype(np.int32), given[-1]["content"]
-    except (TypeError, KeyError, IndexError) as error:
-        raise DataError(
-            f"{place}: column {column!r} is not a list of messages with role and content"
-        ) from error
+        text = template.render(messages, add_generation_prompt=True)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    return tokenizer.encode(encode_text(text, place)).astype(np.int32), messages[-1]["content"]

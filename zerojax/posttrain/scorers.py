@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import Protocol, Self
 
 import numpy as np
@@ -57,7 +57,7 @@ class FunctionScorer:
     Args:
         function: as for ``RewardProcess``.
         seconds: likewise.
-        workers: the number of processes.
+        workers: the most processes.
 
     Raises:
         ConfigurationError: there is no such function.
@@ -66,8 +66,9 @@ class FunctionScorer:
     def __init__(self, function: str, seconds: float, workers: int) -> None:
         self._processes = [RewardProcess(function, seconds) for _ in range(workers)]
         self._processes[0].load()  # the others start in parallel, when they are needed
-        self._idle = SimpleQueue[RewardProcess]()
-        for process in self._processes:
+        # The last to be idle is the next to score: as few are started as score at once.
+        self._idle = LifoQueue[RewardProcess]()
+        for process in reversed(self._processes):
             self._idle.put(process)
         # Not one per rollout: a process ends with the thread that started it.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")

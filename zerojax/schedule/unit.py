@@ -7,8 +7,11 @@ backward pass gathers again, runs the module's own vjp and reduces the gradients
 The ``ShardingStrategy`` decides where its weights come from and where its gradients go.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +34,18 @@ from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
 
 Body = Callable[..., Any]
+
+_calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
+
+
+@contextlib.contextmanager
+def numbered_calls() -> Generator[None]:
+    """Within this context each call of a unit has its number, so that its adapters drop other elements."""
+    token = _calls.set(itertools.count())
+    try:
+        yield
+    finally:
+        _calls.reset(token)
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
@@ -182,6 +197,9 @@ def take_apart(weights: Sequence[Sharded]) -> UnitParts:
     copies = tuple(weight.copy for weight in trained if weight.copy is not None)
     scales = {w.leaf.name: taken(w.source.scale) for w in (*trained, *frozen) if isinstance(w.source, Scaled)}
     seed = weights[0].seed
+    seeds = taken(seed)
+    if any(weight.lora is not None and weight.lora.dropout for weight in weights):
+        seeds = mix(seeds, next(_calls.get()))
     held = [w.source for w in frozen]
     crossing = held if strategy.frozen == "primary" else []
     return UnitParts(
@@ -191,7 +209,7 @@ def take_apart(weights: Sequence[Sharded]) -> UnitParts:
         seed,
         copies or None,
         () if crossing else tuple(held),
-        UnitInputs(scales, taken(seed)),
+        UnitInputs(scales, seeds),
     )
 
 

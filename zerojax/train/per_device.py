@@ -27,6 +27,7 @@ from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.sharded import Sharded, translated_errors
+from zerojax.schedule.unit import numbered_calls
 from zerojax.schedule.weight_reads import refuse_reads
 from zerojax.schedule.weight_sum import master_weights
 from zerojax.sharding.layout import OWNED, to_stored
@@ -220,7 +221,7 @@ def _call(
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
-    with master_weights(bound.model, placed.masters), translated_errors():
+    with master_weights(bound.model, placed.masters), numbered_calls(), translated_errors():
         return bound, run(bound.model, batch, key)
 
 

@@ -218,10 +218,9 @@ def build(
         )
     zero.check_patterns([p.name for p in adapter.parameters])
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
-        raise ConfigurationError(
-            'matmul_dtype="fp8" applies to no weight: it needs two-dimensional weights of '
-            f"units with sizes that are multiples of 16, which ZeroConfig.fp8={zero.fp8} matches."
-        )
+        why = {str(zero.without_fp8(p.name, p.shape, p.unit)): p.name for p in reversed(adapter.parameters)}
+        reasons = "; ".join(f"{name!r}: {reason}" for reason, name in why.items())
+        raise ConfigurationError(f'matmul_dtype="fp8" applies to no weight ({reasons}).')
     units = [p.unit for p in parameters]
     if zero.accumulate_order == "breadth" and all(unit is None for unit in units):
         raise ConfigurationError(

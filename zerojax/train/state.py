@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32, PyTree, UInt32
@@ -19,6 +18,7 @@ from zerojax.train.fields import abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
+from zerojax.validation.bounds import checked_seed
 from zerojax.zero_config import ZeroConfig
 
 
@@ -95,9 +95,9 @@ class TrainState:
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
         )
         if base is None:
-            return state.replace(**initializer(state.spec)(np.uint32(seed)))
+            return state.replace(**initializer(state.spec)(checked_seed(seed)))
         shared = {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
-        return state.replace(**initializer(state.spec, frozen=False)(np.uint32(seed)), **shared)
+        return state.replace(**initializer(state.spec, frozen=False)(checked_seed(seed)), **shared)
 
     @classmethod
     def abstract(
@@ -165,7 +165,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     places = shardings_of(abstract_fields(state.spec))
     del places["params"], places["frozen"], places["base"]
-    return state.replace(params=params, **jax.jit(init, out_shardings=places)(np.uint32(seed), params))
+    return state.replace(params=params, **jax.jit(init, out_shardings=places)(checked_seed(seed), params))
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:
@@ -177,7 +177,7 @@ def initial_base(state: TrainState, seed: int) -> TrainState:
         return frozen_values(state.spec, state.spec.adapter.init(jax.random.key(seed))[0])
 
     fields = {name: shardings_of(getattr(state, name)) for name in ("frozen", "base")}
-    return state.replace(**jax.jit(init, out_shardings=fields)(np.uint32(seed)))
+    return state.replace(**jax.jit(init, out_shardings=fields)(checked_seed(seed)))
 
 
 def shared_frozen(state: TrainState, base: TrainState) -> PyTree:

@@ -112,8 +112,7 @@ def predict_step(
             there are none.
     """
     spec = state.spec
-    if not adapters and spec.lora is None:
-        raise ConfigurationError("adapters=False: the state has no adapters to leave out.")
+    check_adapters(spec, adapters=adapters)
     placed = place(spec, batch, 1)
     check_there(state)
     compiled = spec.once(
@@ -121,6 +120,16 @@ def predict_step(
         lambda: jax.jit(_predict, static_argnums=(2, 3), compiler_options=_compiler_options(spec)),
     )
     return compiled(state, placed, fn, adapters)
+
+
+def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
+    """Refuse to leave out adapters where there are none: what then speaks is no base.
+
+    Raises:
+        ConfigurationError: ``adapters`` is False, and the state has none.
+    """
+    if not adapters and spec.lora is None:
+        raise ConfigurationError("adapters=False: the state has no adapters to leave out.")
 
 
 def gradients(state: TrainState, batch: Any) -> dict[str, Any]:

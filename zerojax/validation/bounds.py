@@ -1,8 +1,11 @@
 """Bounds on numbers in settings and options."""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from zerojax.errors import ConfigurationError
 
@@ -35,6 +38,18 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
             raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
+
+
+def checked_seed(seed: int) -> np.uint32:
+    """A seed.
+
+    Raises:
+        ConfigurationError: it is no whole number from 0 to 2^32 - 1.
+    """
+    try:
+        return np.uint32(operator.index(seed))
+    except (TypeError, OverflowError):
+        raise ConfigurationError(f"seed={seed!r} must be a whole number from 0 to {LARGEST:,}.") from None
 
 
 def require(condition: bool, message: str) -> None:

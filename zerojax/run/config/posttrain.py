@@ -19,7 +19,7 @@ class PosttrainSection:
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: The function that scores a completion: "path/to/file.py:function".
         reward_model: A run of the method "reward" (model.outputs = 1) that scores completions instead.
-        reward_workers: Processes that score completions, for each process of the run.
+        reward_workers: The most processes that score completions, for each process of the run.
         reward_seconds: Seconds that a reward may take; a completion without one is left out.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
         group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".

@@ -120,7 +120,7 @@ class Conversations:
         Raises:
             DataError: as ``read``.
         """
-        messages = _checked_messages(row[self.messages], self.messages, place)
+        messages = checked_messages(row[self.messages], self.messages, place)
         added = [] if answer is None else [{"role": "assistant", "content": answer}]
         try:
             text, targets = self.template.render_targets([*messages, *added])
@@ -160,7 +160,17 @@ def text_that_counts(document: Document) -> int:
     return sum(len(text[start:end].encode()) for start, end in document.targets)
 
 
-def _checked_messages(messages: Any, column: str, place: str) -> list[dict[str, Any]]:
+def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, Any]]:
+    """The messages of a conversation.
+
+    Args:
+        messages: what a row has.
+        column: of the messages.
+        place: of the row, for messages to the user.
+
+    Raises:
+        DataError: they are no list of messages with role and content.
+    """
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _kind(messages)
         raise DataError(f"{place}: column {column!r} is {found}, not a list of messages: clean the data")
