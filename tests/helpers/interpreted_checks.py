@@ -117,8 +117,9 @@ def check_cast():
                 want = cast_reference.cast_transpose(x, jnp.float32(0.5), dtype=jnp.dtype(dtype))
                 for mine, theirs in zip(got, want, strict=True):
                     assert mine.dtype == theirs.dtype
-                    both = (np.asarray(one, np.float32) for one in (mine, theirs))
-                    np.testing.assert_array_equal(*both)
+                    np.testing.assert_array_equal(
+                        np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+                    )
 
 
 def main():
