@@ -303,6 +303,7 @@ def test_a_critic_of_another_tokenizer_is_refused(place: Path, finished: RunFold
         ({"posttrain": {"scale_advantages": False}}, "posttrain.scale_advantages is not read by"),
         ({"posttrain": {"kl_estimator": "k2"}}, "posttrain.kl_estimator is not read by"),
         ({"posttrain": {"gae_lambda": 1.5}}, r"posttrain.gae_lambda must lie in \[0, 1\]"),
+        ({"posttrain": {"temperature": 1e-7}}, "posttrain.temperature must be at least 1e-06"),
         ({"posttrain": {"value_clip": -1.0}}, "posttrain.value_clip must be at least 0"),
         ({"critic": {"learning_rate": 0.0}}, "critic.learning_rate must be positive"),
         ({"posttrain": {"reward": "", "reward_model": "gone"}}, "posttrain.reward_model: gone is neither"),

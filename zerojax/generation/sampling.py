@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zerojax.errors import ConfigurationError
-
-_LEAST = 1e-6
-"""Logits that are divided by less may overflow."""
+from zerojax.validation.bounds import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,10 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or self.temperature >= _LEAST):
-            raise ConfigurationError(f"temperature = {self.temperature}: 0 (greedy), or at least {_LEAST}")
+        if not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):
+            raise ConfigurationError(
+                f"temperature = {self.temperature}: 0 (greedy), or at least {LEAST_TEMPERATURE}"
+            )
         if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
             raise ConfigurationError(f"top_k = {self.top_k}: a whole number from 1, or left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:

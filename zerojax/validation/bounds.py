@@ -18,6 +18,8 @@ LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 """The largest number of fp32, in which steps are computed."""
 MOST_DEVICES = 1 << 20
 """The most devices of a mesh: ten times the largest existing cluster."""
+LEAST_TEMPERATURE = 1e-6
+"""Logits that are divided by less may overflow."""
 MOST_EMULATED = 4096
 """CPU devices emulated by one process; with four times as many, XLA takes minutes to start."""
 

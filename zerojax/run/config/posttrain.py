@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerojax.run.config.sharding import WireFormat
-from zerojax.validation.bounds import check_numbers, require
+from zerojax.validation.bounds import LEAST_TEMPERATURE, check_numbers, require
 from zerojax.zero_config import Remat
 
 
@@ -67,12 +67,12 @@ class PosttrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "posttrain.{}".format)
-        at_least = {"epochs": 1, "max_new_tokens": 1, "reward_workers": 1}
+        at_least = {"epochs": 1, "max_new_tokens": 1, "reward_workers": 1, "temperature": LEAST_TEMPERATURE}
         counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
         at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
         for name, least in at_least.items():
             require(getattr(self, name) >= least, f"posttrain.{name} must be at least {least}")
-        for name in ("temperature", "reward_seconds", "beta"):
+        for name in ("reward_seconds", "beta"):
             require(getattr(self, name) > 0, f"posttrain.{name} must be positive")
         require(0 <= self.clip_low < 1, "posttrain.clip_low must lie in [0, 1): a ratio of 0 is the lowest")
         require(
