@@ -68,3 +68,16 @@ def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
             gathered |= sizes & codes
             assert not wide & codes & sizes or instruction.opcode in NO_DECODING, instruction
     assert gathered == sizes
+
+
+def test_wide_products_are_in_fp8():
+    """Where XLA may swap transposes with the casts of operands that no kernel has made."""
+    wide = GPTConfig(
+        vocab_size=64, layers=3, d_model=2048, heads=16, max_seq_len=2048, attention="xla", biases=False
+    )
+    zero = zerojax.ZeroConfig.preset("zero3", remat="none", matmul_dtype="fp8")
+    state, compiled = compiled_gpt(wide, zero, nodes=1, local=1)
+    plan = plan_state(state).fp8
+    assert plan is not None
+    visits = [visit for visit in walk(parse(compiled.as_text() or "")) if target(visit.instruction) == F8]
+    assert sum(visit.count or 0 for visit in visits) == 3 * plan.weights

@@ -115,7 +115,7 @@ def _backward(dtype: Any, trained: bool, residuals: Any, cotangent: Array) -> tu
         # The kernel has no derivative; that of what follows is refused below.
         arrived, turned = cast_transpose(*lax.stop_gradient((arrived, arrived_scale)), E5M2)
         # Without the barrier XLA transposes while it casts: three times slower than to transpose bytes.
-        own, turned = lax.optimization_barrier((own, turned))
+        own = lax.optimization_barrier(own)
         precision = lax.Precision.HIGHEST
         of_weight = _dot((own, own_scale), (turned, arrived_scale), (0, 1), dtype, precision=precision)
     else:
