@@ -11,7 +11,6 @@ import jax
 import psutil
 
 from pallas_kernels import backend_report
-from zerojax import make_mesh
 from zerojax.analysis import links
 from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import read_options
@@ -120,7 +119,7 @@ def _told(setting: nccl.Setting, by_whom: str) -> str:
 def _choice(settings: MeshSection) -> Rows:
     """The mesh, its measured links, and a preset to begin with."""
     try:
-        mesh = make_mesh(settings.nodes or None, settings.local or None)
+        mesh = settings.to_mesh()
     except ConfigurationError as error:
         return [("refused", str(error))]
     found, rates = links.links_of(mesh), links.measure_matmul()

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 
 import tyro
 
-from zerojax import make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import RunPath, read_options
 from zerojax.cli.trained import mesh_of_run, open_trained
@@ -48,7 +47,7 @@ def run(arguments: list[str]) -> None:
     if options.exact_match is not None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(options.mesh, config.cluster):
-        check_batch(config.train, make_mesh(options.mesh.nodes or None, options.mesh.local or None))
+        check_batch(config.train, options.mesh.to_mesh())
         _evaluate(folder, config, options)
 
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import tyro
 
-from zerojax import make_mesh
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import RunPath, read_options
 from zerojax.cli.trained import TrainedRun, as_stored, mesh_of_run, open_trained
@@ -103,7 +102,7 @@ def run(arguments: list[str]) -> None:
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(options.mesh, config.cluster):
         if how is not None:  # whose perplexity is measured
-            check_batch(config.train, make_mesh(options.mesh.nodes or None, options.mesh.local or None))
+            check_batch(config.train, options.mesh.to_mesh())
         _export(options, folder, config, how)
 
 

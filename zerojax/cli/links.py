@@ -12,7 +12,6 @@ import jax
 from rich.console import Group
 from rich.table import Table
 
-from zerojax import make_mesh
 from zerojax.analysis.link_report import OPS, LinkReport, diagnose, gigabits
 from zerojax.analysis.links import time_collectives
 from zerojax.cli.cluster import JobOptions, joined_cluster
@@ -67,7 +66,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _measure(options: Options) -> LinkReport:
-    mesh = make_mesh(options.mesh.nodes or None, options.mesh.local or None)
+    mesh = options.mesh.to_mesh()
     shape, network = MeshShape.of(mesh), network_facts()
     if shape.nodes == 1:
         raise ConfigurationError(

@@ -89,7 +89,7 @@ class RunSetup:
         deviations = train.spike_deviations
         return cls(
             config=config,
-            mesh=zerojax.make_mesh(config.mesh.nodes or None, config.mesh.local or None),
+            mesh=config.mesh.to_mesh(),
             zero=config.to_zero(units=units),
             lora=config.lora.to_lora(),
             tx=tx or make_optimizer(config.optimizer, train.steps),

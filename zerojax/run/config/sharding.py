@@ -4,8 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax.sharding import Mesh
+
 from pallas_kernels import Format
 from zerojax.matmul.lora import LoRA
+from zerojax.sharding.mesh import make_mesh
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers, require
 from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import MATMUL_WEIGHTS
@@ -52,6 +55,14 @@ class MeshSection:
             f"mesh.nodes {self.nodes} x mesh.local {self.local}: at most {most:,} devices"
             f"{' can be emulated' * self.emulate}",
         )
+
+    def to_mesh(self) -> Mesh:
+        """The mesh of this job's devices.
+
+        Raises:
+            ConfigurationError: as ``zerojax.make_mesh``.
+        """
+        return make_mesh(self.nodes or None, self.local or None)
 
 
 @dataclass(frozen=True)
