@@ -12,7 +12,7 @@ from zerojax.errors import ConfigurationError
 GBIT, MIB = 1e9 / 8, 1 << 20
 
 
-def report(flows, collectives, *, rate=None, local=1, busy=0.3, thread=0.3, latency=0.0, **more):
+def report(flows, collectives, *, rate=None, local=1, busy=0.3, stolen=0.0, thread=0.3, latency=0.0, **more):
     """Flows and the collectives' rate in Gb/s a node."""
     return LinkReport(
         **(
@@ -22,7 +22,7 @@ def report(flows, collectives, *, rate=None, local=1, busy=0.3, thread=0.3, late
                 "platform": "gpu",
                 "interface": "eth0",
                 "rate": rate and rate * GBIT,
-                "flows": tuple(FlowRate(k, g * GBIT, thread, busy) for k, g in flows.items()),
+                "flows": tuple(FlowRate(k, g * GBIT, thread, busy, stolen) for k, g in flows.items()),
                 "collectives": tuple(
                     CollectiveTime(op, n * MIB, latency + local * n * MIB / (collectives * GBIT))
                     for n in (1, 16, 64)
@@ -37,8 +37,9 @@ def report(flows, collectives, *, rate=None, local=1, busy=0.3, thread=0.3, late
 
 GROWING = {1: 19.8, 2: 36, 4: 67, 8: 94.6}  # measured over an emulated link of 100 Gb/s
 
-FOUR = {"NCCL_SOCKET_NTHREADS": "4"}
-EIGHT = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
+# For each of the two connections between two GPUs.
+FOUR = {"NCCL_SOCKET_NTHREADS": "2"}
+EIGHT = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"}
 
 
 @pytest.mark.parametrize(
@@ -51,17 +52,19 @@ EIGHT = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
         # A link of 100 on which flows stop at 40.
         (report({1: 20, 2: 40, 4: 40, 8: 40}, 39, rate=100), "network", "slower than their links"),
         # Eight flows are still too few.
-        (report({1: 5, 2: 10, 4: 20, 8: 40}, 39, rate=100), "flows", "NCCL_SOCKET_NTHREADS=16"),
+        (report({1: 5, 2: 10, 4: 20, 8: 40}, 39, rate=100), "flows", "NCCL_SOCKET_NTHREADS=8 gives a node 16"),
         # Collectives use a single flow.
-        (report(GROWING, 20, rate=100), "flows", "NCCL_SOCKET_NTHREADS=8 "),
-        (report(GROWING, 60, rate=100, local=4), "flows", "NCCL_SOCKET_NTHREADS=2 gives a node 8 flows"),
-        (report(GROWING, 67, rate=100, nccl=FOUR), "flows", "NCCL_SOCKET_NTHREADS=8 "),
+        (report(GROWING, 20, rate=100), "flows", "NCCL_SOCKET_NTHREADS=4 "),
+        (report(GROWING, 60, rate=100, local=4), "flows", "NCCL_SOCKET_NTHREADS=1 gives a node 8 flows"),
+        (report(GROWING, 67, rate=100, nccl=FOUR), "flows", "NCCL_SOCKET_NTHREADS=4 "),
         (report(GROWING, 20, rate=100, nccl=EIGHT), "schedule", "NCCL's threads"),
         (report({1: 19.7, 2: 23, 4: 23}, 18, rate=25), "schedule", "NCCL's threads"),
         (report(GROWING, 50, rate=100, nccl=EIGHT), "schedule", "NCCL's threads"),
         (report(GROWING, 50, rate=100, platform="cpu"), "schedule", "gloo"),
         (report(GROWING, 190, rate=100, rdma="RoCE (mlx5_0)"), "network", "adapters"),
         (report({1: 20, 2: 36, 4: 37, 8: 36}, 30, busy=0.97), "cores", "more cores"),
+        (report(GROWING, 50, rate=100, nccl=EIGHT, stolen=0.06), "cores", "quieter"),
+        (report(GROWING, 92, rate=100, stolen=0.06), "network", "fewer bytes"),
         # Busy cores do not matter to a link that is full.
         (report({1: 9.4, 2: 9.4}, 9.2, rate=10, busy=0.97), "network", "fewer bytes"),
     ],
@@ -82,6 +85,14 @@ def test_a_collective_is_a_wait_and_a_rate(local):
     latency, rate = report(GROWING, 80, local=local, latency=3e-4).fit("all-gather")
     assert latency == pytest.approx(3e-4)
     assert rate == pytest.approx(80 * GBIT)
+
+
+def test_a_file_from_before_stolen_cores_were_read(tmp_path):
+    found = dataclasses.asdict(report(GROWING, 90))
+    for flow in found["flows"]:
+        del flow["stolen"]
+    (tmp_path / "links.json").write_text(json.dumps(found))
+    assert LinkReport.read(tmp_path / "links.json") == report(GROWING, 90)
 
 
 def test_times_that_fit_no_line_leave_the_rate_of_the_largest():

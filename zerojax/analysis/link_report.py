@@ -9,7 +9,7 @@ import dacite
 import numpy as np
 
 from zerojax.errors import ConfigurationError, file_errors
-from zerojax.sharding.nccl import SOCKETS, THREADS
+from zerojax.sharding.nccl import CHANNELS, SOCKETS, THREADS
 from zerojax.validation.untrusted import parse_json, short
 
 Op = Literal["all-gather", "all-to-all"]
@@ -19,8 +19,9 @@ OPS: tuple[Op, ...] = ("all-gather", "all-to-all")
 
 # Collectives that reach this share of what flows carry are limited by the network, not by themselves.
 _REACHED = 0.85
-# Cores this busy are a limit.
-_BUSY = 0.9
+# Cores this busy are a limit, and so is a hypervisor that takes as much: threads that poll wait for others
+# that do not run.
+_BUSY, _STOLEN = 0.9, 0.03
 # So much more is a difference.
 _MORE = 1.25
 # The share of an interface's rate that flows reach after headers, on a link that nothing else uses.
@@ -38,12 +39,14 @@ class FlowRate:
         bytes_per_second: received by a node, all its flows together.
         busiest_thread: share of a core that the busiest thread of a flow took.
         host_busy: share of a host's cores that were busy with anything.
+        stolen: share of a host's cores that its hypervisor gave to other machines.
     """
 
     flows: int
     bytes_per_second: float
     busiest_thread: float
     host_busy: float
+    stolen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,13 @@ def diagnose(report: LinkReport) -> Diagnosis:
         )
     if reached >= _REACHED * best.bytes_per_second:
         return _beyond_collectives(report, found, best)
+    stolen = max(rate.stolen for rate in report.flows)
+    if stolen >= _STOLEN:
+        return Diagnosis(
+            "cores",
+            f"{found}; the hypervisor gave {stolen:.0%} of a host's cores to others, and NCCL's threads wait",
+            "measure again when the machine is quieter, or use machines that are not shared",
+        )
     few = best.bytes_per_second > _MORE * one.bytes_per_second and _opened(report) < _enough(report)
     if few and reached <= _MORE * _opened(report) * one.bytes_per_second:
         busy = one.busiest_thread >= _BUSY
@@ -230,10 +240,11 @@ def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagn
 
 
 def _more_flows(report: LinkReport, flows: int) -> str:
-    threads = min(16, -(-flows // report.local))
+    connections = CHANNELS * report.local
+    threads = min(16, -(-flows // connections))
     return (
-        f"NCCL_SOCKET_NTHREADS={threads} gives a node {threads * report.local} flows; zerojax itself opens "
-        "up to four over links of more than 10 Gb/s, on nodes of 16 cores or more"
+        f"NCCL_SOCKET_NTHREADS={threads} gives a node {threads * connections} flows; zerojax itself opens "
+        "four over links of more than 10 Gb/s, on nodes of 16 cores or more"
     )
 
 
@@ -248,10 +259,10 @@ def _enough(report: LinkReport) -> int:
 
 
 def _opened(report: LinkReport) -> int:
-    """The flows that NCCL opens for a node."""
+    """The flows that NCCL opens for a node: one a GPU where a single thread serves all."""
     threads, sockets = (report.nccl.get(name, "") for name in (THREADS, SOCKETS))
-    each = int(threads) * int(sockets or 1) if threads.isdecimal() and (sockets or "1").isdecimal() else 1
-    return report.local * max(1, each)
+    each = int(threads) * int(sockets or 1) if threads.isdecimal() and (sockets or "1").isdecimal() else 0
+    return report.local * max(1, CHANNELS * each)
 
 
 def _fills(report: LinkReport, best: FlowRate) -> bool:

@@ -103,14 +103,21 @@ def tables(report: LinkReport) -> Group:
 def _flows(report: LinkReport) -> Table | str:
     if not report.flows:
         return "TCP flows: not measured, as the nodes are not processes of their own"
-    numbers = numeric("flows", "Gb/s a node", "busiest thread, of a core", "busy, of all cores")
-    table = Table(*numbers, title="TCP flows from each node to the next, all at once")
+    columns = (
+        "flows",
+        "Gb/s a node",
+        "busiest thread, of a core",
+        "busy, of all cores",
+        "stolen, of all cores",
+    )
+    table = Table(*numeric(*columns), title="TCP flows from each node to the next, all at once")
     for flow in report.flows:
         table.add_row(
             str(flow.flows),
             gigabits(flow.bytes_per_second),
             f"{flow.busiest_thread:.0%}",
             f"{flow.host_busy:.0%}",
+            f"{flow.stolen:.0%}",
         )
     return table
 

@@ -179,11 +179,12 @@ def _exchange(accepted: list[socket.socket], opened: list[socket.socket], second
         try:
             read = [reader.result() for reader in readers]
         finally:
-            busy = _busy(before, psutil.cpu_times())
+            busy, stolen = _busy(before, psutil.cpu_times())
             for flow in accepted:
                 flow.close()  # which ends the previous node's sender
         sent = [sender.result() for sender in senders]
-    return FlowRate(count, sum(rate for rate, _ in read), max(*sent, *(core for _, core in read)), busy)
+    thread = max(*sent, *(core for _, core in read))
+    return FlowRate(count, sum(rate for rate, _ in read), thread, busy, stolen)
 
 
 def _together(count: int, own: FlowRate | None) -> FlowRate:
@@ -194,6 +195,7 @@ def _together(count: int, own: FlowRate | None) -> FlowRate:
         min(rate.bytes_per_second for rate in every),
         max(rate.busiest_thread for rate in every),
         max(rate.host_busy for rate in every),
+        max(rate.stolen for rate in every),
     )
 
 
@@ -253,8 +255,10 @@ def _make_blocking(flow: socket.socket) -> None:
         flow.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-def _busy(before: Any, after: Any) -> float:
-    """The share of this host's cores that was busy between two readings."""
-    idle = after.idle - before.idle + getattr(after, "iowait", 0.0) - getattr(before, "iowait", 0.0)
+def _busy(before: Any, after: Any) -> tuple[float, float]:
+    """The shares of this host's cores that were busy, and stolen by its hypervisor, between two readings."""
+    idle, waiting, stolen = (
+        getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait", "steal")
+    )
     total = sum(after) - sum(before)
-    return 1 - idle / total if total else 0.0
+    return (1 - (idle + waiting) / total, stolen / total) if total else (0.0, 0.0)

@@ -4,8 +4,9 @@ NCCL reads its environment when the first communicator is made, which in JAX is 
 ``make_mesh`` is in time. A variable that is set already stays, in the environment or in one of NCCL's files
 (NCCL's documentation, "Environment Variables").
 
-Over sockets NCCL moves the data between two GPUs in one TCP flow, whose work is done by one thread. A flow
-carries about 20 Gb/s where a core copies its bytes, and 5 to 10 on clouds that limit it.
+Over sockets two GPUs have a connection each way on each of NCCL's two channels, and one thread does the work
+of all. A thread carries about 20 Gb/s: it copies every byte. ``NCCL_SOCKET_NTHREADS`` gives each connection
+threads of its own, each with a TCP flow.
 """
 
 import math
@@ -19,19 +20,22 @@ from zerojax.sharding.network import VARIABLE, Network, network_facts
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
-PIECES = "NCCL_P2P_NET_CHUNKSIZE"
-NAMES = (SPLIT, THREADS, SOCKETS, PIECES)
+BUFFER, PIECES = "NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE"
+NAMES = (SPLIT, THREADS, SOCKETS, BUFFER, PIECES)
+
+CHANNELS = 2
+"""Connections each way between two GPUs over sockets (the log of NCCL 2.28)."""
 
 CORES = "ZEROJAX_NODE_CORES"
 """The environment variable that names a node's cores, where the kernel counts more than it may use."""
 
-# The rate in bytes/s up to which one flow fills a node's link, and the flows for a faster one. Each thread
-# polls: two nodes of 16 cores were fastest with four threads, at 25 and at 100 Gb/s; two of 8 cores gained
-# nothing from two, and lost by four and by eight (docs/clusters.md).
-_ONE_FLOW, _FLOWS = 10e9 / 8, 4
-_CORES_PER_THREAD = 4
-# Bytes that all-to-alls hand to the network at a time; NCCL divides a piece among the flows.
-_PIECE = 2**20
+# The rate in bytes/s up to which one thread fills a node's link, and the threads for a faster one. They poll,
+# at both ends of a flow: on nodes of 16 cores four were faster than eight, at 25, 40 and 100 Gb/s
+# (docs/clusters.md).
+_ONE_THREAD, _THREADS, _CORES_PER_THREAD = 10e9 / 8, 4, 4
+# Bytes of a connection's buffer, and those that all-to-alls hand to the network at a time, at most an eighth
+# of the buffer. NCCL divides a piece among the flows of a connection.
+_BUFFER, _PIECE = 2**24, 2**21
 
 # Adapters for which NCCL chooses threads and sockets by itself, by PCI vendor.
 _CHOSEN_BY_NCCL = {
@@ -103,8 +107,15 @@ def settings(
     """
     if nodes == 1:
         return []
-    threads = _threads(network, local, cores, given)
-    return [_split(given), threads, _pieces(threads, given)]
+    chosen = [
+        Setting(SPLIT, "0", "XLA splits communicators, and a part would have no more channels than the whole")
+    ]
+    if reason := _one_thread_suffices(network, local, cores):
+        chosen.append(Setting(THREADS, None, reason))
+    else:
+        pieces = "pieces of up to 2 MiB in place of 128 KiB, for the flows to share"
+        chosen += [_threads(network, local, given), _buffer(local), Setting(PIECES, str(_PIECE), pieces)]
+    return [_unless_given(setting, given) for setting in chosen]
 
 
 def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -135,50 +146,47 @@ def exports(chosen: list[Setting]) -> list[str]:
     return [f"export {setting.name}={setting.value}" for setting in chosen if setting.value is not None]
 
 
-def _split(given: Mapping[str, str]) -> Setting:
-    if SPLIT in given:
-        return Setting(SPLIT, None, f"set to {given[SPLIT]} already")
-    return Setting(
-        SPLIT, "0", "XLA splits communicators, and a part would have no more channels than the whole"
-    )
+def _unless_given(setting: Setting, given: Mapping[str, str]) -> Setting:
+    if setting.name not in given:
+        return setting
+    return Setting(setting.name, None, f"set to {given[setting.name]} already")
 
 
-def _threads(network: Network, local: int, cores: int, given: Mapping[str, str]) -> Setting:
-    """Threads of a connection, each of which has a flow; every GPU has one connection each way."""
-    if reason := _one_flow_suffices(network, local, given):
-        return Setting(THREADS, None, reason)
-    threads = math.ceil(_FLOWS / local)
-    if cores < (needed := _CORES_PER_THREAD * threads * local):
-        return Setting(THREADS, None, f"{cores} cores are too few for more flows: {needed} would do")
-    flows = f"{threads * local} TCP flows a node in place of {local}"
-    return Setting(THREADS, str(threads), f"{_rate(network)}: {flows}")
+def _threads(network: Network, local: int, given: Mapping[str, str]) -> Setting:
+    if SOCKETS in given:
+        return Setting(THREADS, None, f"{SOCKETS} is set to {given[SOCKETS]} already")
+    if network.vendor in _CHOSEN_BY_NCCL:
+        return Setting(THREADS, None, _CHOSEN_BY_NCCL[network.vendor])
+    each = _threads_of_a_connection(local)
+    sending = f"{CHANNELS * each * local} threads of a node send, each with a TCP flow, in place of {local}"
+    return Setting(THREADS, str(each), f"{_rate(network)}: {sending}")
 
 
-def _pieces(threads: Setting, given: Mapping[str, str]) -> Setting:
-    if PIECES in given:
-        return Setting(PIECES, None, f"set to {given[PIECES]} already")
-    if threads.value is None:
-        return Setting(PIECES, None, "NCCL's own suit the flows that it opens")
-    return Setting(PIECES, str(_PIECE), "pieces of 1 MiB in place of 128 KiB, for the flows to share")
+def _threads_of_a_connection(local: int) -> int:
+    return math.ceil(_THREADS / (CHANNELS * local))
 
 
-def _one_flow_suffices(network: Network, local: int, given: Mapping[str, str]) -> str:
-    """Why threads and sockets are left alone; "" if they are not."""
-    for name in (THREADS, SOCKETS):
-        if name in given:
-            return f"{name} is set to {given[name]} already"
+def _buffer(local: int) -> Setting:
+    if local > 1:
+        return Setting(BUFFER, None, "the buffers between a node's GPUs have the same size, in GPU memory")
+    return Setting(BUFFER, str(_BUFFER), "16 MiB a connection in place of 4, for longer pieces")
+
+
+def _one_thread_suffices(network: Network, local: int, cores: int) -> str:
+    """Why NCCL is left to one thread a GPU; "" if it is not."""
     if network.loopback:
         return "all processes share this host"
     if network.rdma:
         return f"{network.rdma} carries the data, not TCP"
     if not network.interface:
         return "the network is not known before the processes have joined"
-    if network.vendor in _CHOSEN_BY_NCCL:
-        return _CHOSEN_BY_NCCL[network.vendor]
-    if network.rate is not None and network.rate <= _ONE_FLOW:
-        return f"one TCP flow fills {_rate(network)}"
-    if local >= _FLOWS:
-        return f"{_rate(network)}: the {local} GPUs of a node open a flow each"
+    if network.rate is not None and network.rate <= _ONE_THREAD:
+        return f"one thread fills {_rate(network)}"
+    if local >= _THREADS:
+        return f"{_rate(network)}: each of a node's {local} GPUs has a thread"
+    needed = _CORES_PER_THREAD * CHANNELS * _threads_of_a_connection(local) * local
+    if cores < needed:
+        return f"{cores} cores are too few for more threads: {needed} would do"
     return ""
 
 
