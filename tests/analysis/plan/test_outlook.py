@@ -230,6 +230,11 @@ def test_fp8_matmuls_take_half_the_bytes_and_less_time_where_the_gpu_has_them(sp
     assert any("no fp8 matmuls" in line for line in assumptions(outlook(own, gpu="a100-80")))
 
 
+def test_a_rate_that_tcp_does_not_reach_is_remarked_upon(spec):
+    assert any("over TCP" in line for line in assumptions(outlook(spec, bandwidth=FAST)))
+    assert not any("over TCP" in line for line in assumptions(outlook(spec, bandwidth=SLOW)))
+
+
 def test_figures_that_cannot_be_are_refused():
     with pytest.raises(ZeroError, match="above 0"):
         Cluster(1, 1, GPUS["h100"], 0, local_bandwidth=-1)

@@ -11,6 +11,9 @@ from zerojax.analysis.plan.outlook import Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
 from zerojax.formatting import milliseconds, numeric, size
 
+# Bytes/s (docs/clusters.md).
+_TCP = 60e9 / 8
+
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
     """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
@@ -41,6 +44,9 @@ def assumptions(outlook: Outlook) -> list[str]:
         lines.append(f"- matmuls with weights in fp8, at {reached} and conversions; below stage 3 in bf16")
     elif outlook.fp8:
         lines.append(f"- {gpu.kind} has no fp8 matmuls: their reference path is slower than predicted here")
+    if cluster.nodes > 1 and cluster.links is None and cluster.bandwidth > _TCP:
+        carried = f"NCCL's collectives carried {gigabits(_TCP)} Gb/s between nodes of one GPU"
+        lines.append(f"- a network with RDMA: over TCP {carried} (measure with zerojax links, give --links)")
     return lines
 
 
