@@ -34,8 +34,9 @@ from rich.table import Table
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import numeric, plain_text, size
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
+from zerojax.train.batch import NUMBER
 from zerojax.train.state import TrainState
-from zerojax.train.step import NUMBER, trace_train_step
+from zerojax.train.step import trace_train_step
 
 _ALL_REDUCES = frozenset({"psum", "psum_invariant", "pmax", "pmin"})
 _GATHERS = frozenset({"all_gather", "all_gather_invariant"})

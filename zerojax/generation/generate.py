@@ -30,9 +30,10 @@ from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
+from zerojax.train.batch import local_rows, place
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
-from zerojax.train.step import check_adapters, local_rows, place
+from zerojax.train.step import check_adapters
 from zerojax.validation.bounds import checked_seed
 
 

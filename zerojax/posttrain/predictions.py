@@ -7,7 +7,7 @@ import numpy as np
 
 from zerojax.posttrain.rollout import Rows
 from zerojax.run.config import RunConfig
-from zerojax.train.step import local_rows
+from zerojax.train.batch import local_rows
 
 
 def micro_batches(config: RunConfig, rows: Rows) -> list[Rows]:

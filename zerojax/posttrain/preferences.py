@@ -37,7 +37,8 @@ from zerojax.run.open_run import opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import BatchTrainer
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
-from zerojax.train.step import Metrics, local_rows
+from zerojax.train.batch import local_rows
+from zerojax.train.step import Metrics
 
 
 @dataclass

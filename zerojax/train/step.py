@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -24,6 +23,7 @@ from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
+from zerojax.train.batch import abstract_batch, batch_spec, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import abstract_fields, shardings_of, state_specs
 from zerojax.train.secondary import last_secondary, next_secondary, stored_secondary, with_scales
@@ -33,8 +33,6 @@ from zerojax.train.state import TrainState, check_there
 
 Metrics = dict[str, Array]
 _REPLICATED = PartitionSpec()
-NUMBER = (bool, int, float, complex)
-"""Python's numbers, which have no dtype of their own."""
 
 
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -177,71 +175,6 @@ def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
 def _apart(state: TrainState) -> tuple[TrainState, Any]:
     """What a step changes, and is donated to it; and what it does not."""
     return state.replace(frozen={}), state.frozen
-
-
-def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
-    """The global batch's shapes, dtypes and shardings, as one process sees it."""
-    _check_batch(batch)
-
-    def place_one(x: Any) -> Any:
-        if isinstance(x, NUMBER):
-            return x
-        _check_rows(np.shape(x), spec.world.size, spec.zero.accumulate)
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        sharding = spec.sharding(_batch_spec(spec, x))
-        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
-
-    return jax.tree.map(place_one, batch)
-
-
-def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
-    """Spread a host batch over the devices, and replicate its scalars.
-
-    Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
-    weak dtypes.
-    """
-    _check_batch(batch)
-    processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
-
-    def place_one(x: Any) -> Any:
-        if isinstance(x, NUMBER):
-            return x
-        sharding = spec.sharding(_batch_spec(spec, x))
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        _check_rows(np.shape(x), spec.world.size // processes, accumulate)
-        if processes == 1:
-            return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-    return jax.tree.map(place_one, batch)
-
-
-def local_rows(x: jax.Array) -> np.ndarray:
-    """The rows of a batch-sharded array that are on this process's devices."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
-
-
-def _check_batch(batch: Any) -> None:
-    leaves = jax.tree.leaves(batch)
-    if leaves and not any(map(np.shape, leaves)):
-        raise ConfigurationError(
-            "the batch has only scalars, which every device gets: no array has a leading axis to spread."
-        )
-
-
-def _check_rows(shape: tuple[int, ...], devices: int, accumulate: int) -> None:
-    if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
-        raise ConfigurationError(
-            f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
-            f"devices x accumulate={accumulate}: its leading axis is the batch."
-        )
-
-
-def _batch_spec(spec: TrainSpec, x: Any) -> PartitionSpec:
-    """The sharding of an array of a batch: scalars are replicated."""
-    return spec.batch_spec if np.shape(x) else PartitionSpec()
 
 
 @functools.cache
@@ -412,7 +345,7 @@ def _on_devices(
         mesh=spec.mesh,
         in_specs=(
             {name: specs[name] for name in given},
-            jax.tree.map(functools.partial(_batch_spec, spec), batch),
+            jax.tree.map(functools.partial(batch_spec, spec), batch),
         ),
         out_specs=({name: specs[name] for name in out}, rest),
         check_vma=False,
