@@ -19,6 +19,7 @@ from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train.fp8_report import fp8_report
 from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
+from zerojax.train.node_copy import with_node_copy
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
 from zerojax.train.step import eval_step, lower_train_step, predict_step, train_step
@@ -85,6 +86,7 @@ __all__ = [
     "trackers",
     "train_step",
     "weight_sum",
+    "with_node_copy",
 ]
 
 

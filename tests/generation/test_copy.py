@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,7 @@ import optax
 import pytest
 import reference_codec
 from generation_models import SMALL, assert_same, create, greedy, prompts
-from jax.extend import core
+from mesh_axes import axes_used
 from plain_loop import by_path
 
 import zerojax
@@ -27,17 +26,6 @@ from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
 from zerojax.train.fields import abstract_fields, device_bytes
-
-
-def axes_used(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """Every mesh axis that an equation names, also in loops."""
-    for equation in jaxpr.eqns:
-        named = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
-        for names in named:
-            yield from (x for x in ((names,) if isinstance(names, str) else names) if isinstance(x, str))
-        for inner in core.jaxprs_in_params(equation.params):
-            if equation.primitive.name != "shard_map" or inner is not jaxpr:
-                yield from axes_used(inner)
 
 
 def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:

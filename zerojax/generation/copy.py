@@ -26,17 +26,16 @@ from jaxtyping import Array
 
 from zerojax.comm.coalesced import gather_together
 from zerojax.comm.collectives import decoded_weight
-from zerojax.comm.xla_options import compiler_options
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Codes, array_of, with_values
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
-from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.blocks import flat_blocks
-from zerojax.train.fields import device_bytes, state_specs
-from zerojax.train.sources import place_group, rows_of, secondary_partitions
+from zerojax.train.fields import device_bytes
+from zerojax.train.node_copy import abstract_in_node, node_layout, node_rows, per_node, stored_in_node
+from zerojax.train.sources import place_group, rows_of
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
@@ -75,10 +74,7 @@ class GenerationCopy:
     @property
     def strategy(self) -> ShardingStrategy:
         """Where units find the weights."""
-        level = "full" if self.form == "compute" else "secondary"
-        return dataclasses.replace(
-            self.spec.strategy, source=level, keep=level, frozen="secondary", remat="none"
-        )
+        return self.spec.strategy.in_node("full" if self.form == "compute" else "secondary")
 
     @property
     def abstract(self) -> Stored:
@@ -87,8 +83,9 @@ class GenerationCopy:
         def stored(leaf: ParamLayout) -> Any:
             if self.form == "compute":
                 return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf))
-            place = leaf.spec((LOCAL,)) if self.form == "gathered" else PartitionSpec()
-            return self.spec.abstract_encoded(leaf, leaf.frozen_shape, place)
+            if self.form == "gathered":
+                return abstract_in_node(self.spec, leaf)
+            return self.spec.abstract_encoded(leaf, leaf.frozen_shape, PartitionSpec())
 
         return {path: stored(leaf) for path, leaf in self.leaves.items()}
 
@@ -111,11 +108,10 @@ class GenerationCopy:
 
     def make(self, state: TrainState) -> Stored:
         """The weights of a state, stored so: the only part of a generation phase that crosses nodes."""
-        program = self.spec.once(f"generation copy {self.form} {self.adapters}", lambda: _maker(self))
-        given = {name: getattr(state, name) for name in _GIVEN}
-        stored = program(given)
-        frozen = from_tree(state.frozen) if self.form == "gathered" else {}
-        return {path: stored[path] if path in stored else frozen[path] for path in self.leaves}
+        if self.form == "gathered":
+            stored = from_tree(state.frozen) | stored_in_node(state)
+            return {path: stored[path] for path in self.leaves}
+        return self.spec.once(f"generation copy {self.form} {self.adapters}", lambda: _maker(self))(state)
 
     def place(self, stored: Stored) -> dict[Path, Any]:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
@@ -136,12 +132,9 @@ class GenerationCopy:
         return {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
 
 
-_GIVEN = ("params", "secondary", "step", "frozen")
-
-
 def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: bool) -> ParamLayout:
     if form in ("gathered", "compute"):
-        return dataclasses.replace(leaf, frozen=True)
+        return node_layout(leaf)
     if _keeps_format(leaf):
         return dataclasses.replace(_gathered(leaf), frozen=True)
     zero = spec.zero
@@ -166,45 +159,8 @@ def _keeps_format(leaf: ParamLayout) -> bool:
 
 
 def _maker(copy: GenerationCopy) -> Any:
-    """The compiled function from a state's fields to the copy, without weights that the two share."""
-    spec = copy.spec
-    specs, out = state_specs(spec), copy.specs
-    if copy.form == "gathered":
-        made = spec.leaves if spec.strategy.frozen == "secondary" else (*spec.leaves, *spec.frozen)
-        out = {leaf.path: out[leaf.path] for leaf in made if leaf.path in out}
-
-    def local(shards: dict[str, Any]) -> Stored:
-        masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
-        rows = secondary_partitions(spec, masters, from_tree(shards["secondary"]), shards["step"])
-        frozen = from_tree(shards["frozen"])
-        for leaf in spec.frozen:
-            # One after the other: XLA:CPU may mix up collectives that do not depend on each other.
-            stored, rows = lax.optimization_barrier((frozen[leaf.path], rows))
-            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), stored)
-        if copy.form == "gathered":
-            return {path: _flat(rows[path], copy.leaves[path]) for path in out}
-        return _whole(copy, rows)
-
-    run = jax.shard_map(
-        local,
-        mesh=spec.mesh,
-        in_specs=({name: specs[name] for name in _GIVEN},),
-        out_specs=out,
-        check_vma=False,
-    )
-    return jax.jit(run, compiler_options=compiler_options(spec.mesh))
-
-
-def _frozen_rows(spec: TrainSpec, leaf: ParamLayout, x: Array) -> Array:
-    """A frozen weight's secondary partition; a scale as it is."""
-    if spec.strategy.frozen == "primary" and x.ndim > len(leaf.stack):
-        return lax.all_gather(x, NODE, axis=len(leaf.stack))
-    return rows_of(x, leaf)
-
-
-def _flat(rows: Any, leaf: ParamLayout) -> Any:
-    """Secondary partitions as a state stores them; a scale as it is."""
-    return with_values(rows, array_of(rows).reshape(*leaf.stack, -1))
+    """The compiled function from a state to the whole weights."""
+    return per_node(copy.spec, lambda shards: _whole(copy, node_rows(copy.spec, shards)), copy.specs)
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:

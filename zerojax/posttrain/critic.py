@@ -1,6 +1,8 @@
 """PPO's critic: a train state of its own, saved in the policy's checkpoints."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +19,7 @@ from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
 from zerojax.run.data import open_tokenizer
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.several_passes import for_several_passes
 from zerojax.run.weights import WeightReader, base_of, first_weights, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics
@@ -79,9 +82,9 @@ class Critic:
         critic = cls(own, restore(path, state, name=NAME), record.base)
         return critic, [f"critic: resuming from step {step}"]
 
-    def values(self, rows: Rows) -> jax.Array:
-        """The value of the state before each token of a completion."""
-        return zerojax.predict_step(self.state, rows, values_of)
+    def reader(self) -> Callable[[Rows], jax.Array]:
+        """A function that gives the value of the state before each token of a completion."""
+        return partial(zerojax.predict_step, for_several_passes(self.state), fn=values_of)
 
     def take_step(self, rows: Rows) -> Metrics:
         """Dispatch a step; returns its metrics."""

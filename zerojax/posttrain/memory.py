@@ -64,10 +64,18 @@ class RoleMemory:
         )
 
     @property
+    def generated(self) -> int:
+        """Bytes of the generator and its cache; 0 without rollouts."""
+        return 0 if self.generator is None else self.generator.weights + self.generator.cache
+
+    @property
     def rollout(self) -> int:
         """Bytes while tokens are made."""
-        made = 0 if self.generator is None else self.generator.weights + self.generator.cache
-        return self.policy + made + sum(x or 0 for x in (self.reference, self.critic, self.reward_model))
+        return (
+            self.policy
+            + self.generated
+            + sum(x or 0 for x in (self.reference, self.critic, self.reward_model))
+        )
 
     def table(self) -> Table:
         """The roles, a row each."""

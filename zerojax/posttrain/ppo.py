@@ -52,7 +52,7 @@ class PPOTrainer(PostTrainer):
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """What ``policy_loss`` and ``value_loss`` read; see ``PostTrainer.rows``."""
         settings, rows = self.config.posttrain, self.scored(rollout, rewards)
-        old_values = self.predict(rows, self.critic.values)
+        old_values = self.predict(rows, self.critic.reader())
         per_token = token_rewards(rewards, rows, settings.kl)
         advantages, returns = _gae(
             *(jnp.asarray(x) for x in (per_token, old_values, rows["mask"])),

@@ -33,6 +33,7 @@ from zerojax.run.config import RunConfig
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder
+from zerojax.run.several_passes import for_several_passes
 from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 
@@ -62,12 +63,14 @@ class PostTrainer(OpenRun, ABC):
         environment: the prompts, and what scores completions.
         samples: the file of completions, on process zero.
         reference: the model that the run began with, or None.
+        generator: bytes of a device that a rollout needs beside the states.
         rollouts: rollouts done.
     """
 
     environment: Environment
     samples: MetricsFile | None
     reference: Reference | None
+    generator: int
     rollouts: int
 
     @classmethod
@@ -98,16 +101,17 @@ class PostTrainer(OpenRun, ABC):
             state = start.state
             reference = Reference.of(config, folder, start.base, state, reader) if settings.kl else None
             roles = cls.roles(config, folder, start, reader)
+            critic = next((one.state.spec for one in roles.trained), None)
+            memory = RoleMemory.of(config, state.spec, critic=critic)
             trainer = cls(
                 **new.fields(start, abstract_batch(config), peers, roles.trained),
                 **roles.fields,
                 environment=environment,
                 samples=MetricsFile(folder.samples, start=start.step) if is_first() else None,
                 reference=reference,
+                generator=memory.generated,
                 rollouts=start.record.position.get("rollouts", 0),
             )
-            critic = next((one.state.spec for one in roles.trained), None)
-            memory = RoleMemory.of(config, state.spec, critic=critic)
             trainer.announce(
                 f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
                 [
@@ -167,6 +171,8 @@ class PostTrainer(OpenRun, ABC):
     def rollout(self) -> Rollout:
         """Complete this process's prompts of the next rollout."""
         self.watchdog.phase(f"rollout {self.rollouts + 1}")
+        # The step after it drops the copy.
+        self.state = for_several_passes(self.state, beside=self.generator)
         return self.environment.rollout(self.state, self.rollouts)
 
     def score(self, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:

@@ -43,6 +43,7 @@ from zerojax.run.data import (
 from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
+from zerojax.run.several_passes import for_several_passes
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
 from zerojax.versions import installed
@@ -359,6 +360,8 @@ def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, j
     without waiting for them.
     """
     measured = []
+    if len(batches) > 1:
+        state = for_several_passes(state)
     for batch in batches:
         measured.append(zerojax.eval_step(state, batch))
         # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.

@@ -17,6 +17,7 @@ the node hop is taken once per step, the sink is the secondary partition. A stac
 delta's copies as they are gathered (``Sharded.copy``) finds its weights at "primary" for that pass.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,6 +87,10 @@ class ShardingStrategy:
             own_stream=_own_stream(zero, keep, sink),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
         )
+
+    def in_node(self, level: Level = "secondary") -> "ShardingStrategy":
+        """The strategy of passes without gradients, by weights that every node has, or every device."""
+        return dataclasses.replace(self, source=level, keep=level, frozen="secondary", remat="none")
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
         """The dtype to compute with a parameter in: never wider than the model's own."""

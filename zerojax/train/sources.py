@@ -85,6 +85,12 @@ def sources(
     return Weights(found, copies, _masters(spec, params), rows)
 
 
+def in_node(spec: TrainSpec, params: Blocks, rows: dict[Path, Any]) -> Weights:
+    """The weights of units that begin with the secondary partitions of all (``ShardingStrategy.in_node``)."""
+    trained, frozen = ({leaf.path: rows[leaf.path] for leaf in each} for each in (spec.leaves, spec.frozen))
+    return Weights(trained, {}, _masters(spec, params), frozen)
+
+
 def secondary_partitions(
     spec: TrainSpec, params: Blocks, secondary: Mapping[Path, Any], step: Array
 ) -> dict[Path, Any]:
@@ -104,12 +110,7 @@ def secondary_partitions(
         rows = next_secondary(spec, params, copies, step)
     else:
         own = params if spec.zero.stage > 0 else _masters(spec, params)
-        rows = {}
-        for group in (group for group in spec.groups if group.leaves):
-            # One after the other: XLA:CPU may mix up collectives that do not depend on each other.
-            own, _ = lax.optimization_barrier((own, rows))
-            others = [other for other in spec.groups if other is not group]
-            rows |= by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own, skip=others)
+        rows = by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own)
     return {leaf.path: with_values(params[leaf.path], rows_of(rows[leaf.path], leaf)) for leaf in spec.leaves}
 
 

@@ -13,13 +13,16 @@ from zerojax.adapters import LossFn, Model, ModelState
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.shard_check import Optimizer
-from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.fields import abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.validation.bounds import checked_seed
 from zerojax.zero_config import ZeroConfig
+
+# What a node's copy of the weights is made of.
+_COPIED = {"params", "secondary", "frozen", "step"}
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +45,7 @@ class TrainState:
             those that fp8 products read as ``Scaled`` codes. No step changes them, and states can share them.
         base: with frozen weights, their "fingerprint" (``encode_frozen``); else empty.
         spec: the model, optimizer, loss, mesh and config.
+        node_copy: after ``with_node_copy``, the weights as each node stores them, by path; else empty.
     """
 
     step: Int32[Array, ""]
@@ -56,6 +60,7 @@ class TrainState:
     frozen: PyTree
     base: dict[str, UInt32[Array, ""]]
     spec: TrainSpec = field(metadata={"static": True})
+    node_copy: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -123,7 +128,9 @@ class TrainState:
         return cls(**abstract_fields(spec), spec=spec)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy of the state with ``changes``."""
+        """A copy of the state with ``changes``; those of weights drop the node's copy of them."""
+        if changes.keys() & _COPIED:
+            changes.setdefault("node_copy", {})
         return dataclasses.replace(self, **changes)
 
 

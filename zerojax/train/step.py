@@ -25,9 +25,10 @@ from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.batch import abstract_batch, batch_spec, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.fields import abstract_fields, shardings_of, state_specs
+from zerojax.train.fields import abstract_fields, shardings_of
+from zerojax.train.node_copy import node_rows, read_specs
 from zerojax.train.secondary import last_secondary, next_secondary, stored_secondary, with_scales
-from zerojax.train.sources import sources
+from zerojax.train.sources import in_node, sources
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
@@ -282,7 +283,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
 
 
 def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
-    spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
+    spec = dataclasses.replace(_reading(state), loss_fn=loss_fn)
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         sums = per_device.evaluate(
@@ -294,7 +295,7 @@ def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
 
 
 def _predict(state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], adapters: bool) -> Any:
-    spec = state.spec
+    spec = _reading(state)
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
         weights, seed = _current_weights(spec, shards), _seed(shards)
@@ -305,6 +306,13 @@ def _predict(state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], adapt
     return _on_devices(local, state, batch, out=(), rest=spec.batch_spec)[1]
 
 
+def _reading(state: TrainState) -> TrainSpec:
+    """The spec of a forward pass alone: by the node's copy of the weights, if there is one."""
+    if not state.node_copy:
+        return state.spec
+    return dataclasses.replace(state.spec, strategy=state.spec.strategy.in_node())
+
+
 def _seed(shards: dict[str, Any]) -> Any:
     """The seed of a step's random bits."""
     return mix(shards["seed"], shards["step"])
@@ -313,6 +321,8 @@ def _seed(shards: dict[str, Any]) -> Any:
 def _current_weights(spec: TrainSpec, shards: dict[str, Any]) -> per_device.Weights:
     """The weights of a state, on one device, for a forward pass alone."""
     masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
+    if shards["node_copy"]:
+        return in_node(spec, masters, node_rows(spec, shards))
     masters, secondary = with_scales(spec, masters, from_tree(shards["secondary"]))
     if secondary:
         # As the next training step will do: otherwise they would be the weights one update ago.
@@ -338,8 +348,8 @@ def _on_devices(
         out: the fields that ``local`` returns.
         rest: how the other arrays that it returns are spread over the devices.
     """
-    spec, specs = state.spec, state_specs(state.spec)
-    given = ("params", "secondary", "residual", "model_state", "step", "seed", "frozen")
+    spec, specs = state.spec, read_specs(state.spec, copied=bool(state.node_copy))
+    given = ("params", "secondary", "residual", "model_state", "step", "seed", "frozen", "node_copy")
     run = jax.shard_map(
         local,
         mesh=spec.mesh,

@@ -1,0 +1,82 @@
+"""With a copy of the weights in every node passes give the same numbers, and send none between nodes."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from core_models import CASES
+from mesh_axes import axes_used
+
+import zerojax
+from zerojax import LoRA
+from zerojax.models import GPT
+from zerojax.train import step
+from zerojax.train.fields import device_bytes
+from zerojax.train.node_copy import node_copy_bytes
+
+CASE = CASES["gpt-tied"]
+
+CHOICES = {
+    "zero3": {},
+    "zero++": {"preset": "zero++"},
+    "delta": {"preset": "delta"},
+    "int8 in the node": {"weights": "int8", "local_weights": "int8", "hpz": True},
+    "stage 1": {"stage": 1},
+    "adapters": {"frozen": ("*",), "frozen_weights": "int8", "frozen_spread": "world"},
+}
+
+
+def create(nodes: int, local: int, preset: str = "zero3", **zero) -> zerojax.TrainState:
+    lora = LoRA(rank=2, targets=("*kernel",)) if "frozen" in zero else None
+    options = zerojax.ZeroConfig.preset(preset, compute_dtype="float32", **zero)
+    mesh = zerojax.make_mesh(nodes, local, devices=jax.devices()[: nodes * local])
+    return zerojax.TrainState.create(
+        CASE.model, optax.adam(0.1), CASE.loss, mesh=mesh, zero=options, lora=lora
+    )
+
+
+def hidden(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
+    return model.hidden(batch["tokens"][:, :-1])
+
+
+def axes(state: zerojax.TrainState, batch: dict[str, np.ndarray]) -> set[str]:
+    """The mesh axes that a prediction uses."""
+    predict = functools.partial(step._predict, fn=hidden, adapters=True)
+    return set(axes_used(jax.make_jaxpr(predict)(state, batch).jaxpr))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_passes_are_the_same_and_send_nothing_between_nodes(name):
+    state = create(2, 2, **CHOICES[name])
+    batch, later = CASE.batches(8, 2)
+    state, _ = zerojax.train_step(state, batch)
+    jax.block_until_ready(state)
+    copied = zerojax.with_node_copy(state)
+    assert zerojax.with_node_copy(copied) is copied
+    assert device_bytes(copied.node_copy) == node_copy_bytes(state.spec)
+    assert "node" in axes(state, later)
+    assert axes(copied, later) == {"local"}
+    one, other = (zerojax.eval_step(x, later)["loss"] for x in (state, copied))
+    np.testing.assert_array_equal(one, other)
+    one, other = (zerojax.predict_step(x, later, hidden) for x in (state, copied))
+    np.testing.assert_array_equal(one, other)
+    # The next step reads and updates the weights themselves.
+    expected, _ = zerojax.train_step(jax.tree.map(jax.numpy.copy, state), later)
+    after, _ = zerojax.train_step(copied, later)
+    assert after.node_copy == {}
+    jax.tree.map(np.testing.assert_array_equal, after.params, expected.params)
+
+
+def test_changed_weights_have_no_copy():
+    state = zerojax.with_node_copy(create(2, 2))
+    assert state.node_copy
+    assert state.replace(seed=state.seed).node_copy
+    assert not state.replace(params=state.params).node_copy
+
+
+@pytest.mark.parametrize(("nodes", "local", "zero"), [(1, 4, {}), (2, 2, {"stage": 0})])
+def test_no_copy_is_made_where_no_pass_sends_weights(nodes, local, zero):
+    state = create(nodes, local, **zero)
+    assert zerojax.with_node_copy(state) is state
