@@ -41,7 +41,7 @@ def test_an_evaluation_of_several_batches_copies_the_weights_once():
 
 def test_without_room_there_is_no_copy():
     state = create(2, 2)
-    with mock.patch.object(several_passes, "free_memory", lambda spec: 1):
+    with mock.patch.object(several_passes, "free_memory", return_value=1):
         assert several_passes.for_several_passes(state).node_copy
         assert several_passes.for_several_passes(state, beside=1 << 20) is state
     one = create(1, 4)
