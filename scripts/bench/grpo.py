@@ -4,10 +4,10 @@
     zerojax emulate --nodes 2 --gpus-per-node 1 --rate 10gbit -- \\
         scripts/bench/grpo.py --nodes 2 --local 1 --presets zero3 zero++ delta
 
-The phases are those of `zerojax posttrain`: generate (the node's copy of the weights, the prefill and all
-tokens), log-probabilities under the weights that made the tokens, and one update on them. Each device has
+The phases are those of `zerojax posttrain`: copy (of the weights, into every node), generate (the prefill and
+all tokens), log-probabilities under the weights that made the tokens, and one update on them. Each device has
 --rows rows of equal length. "a token" is the difference between a long and a short generation, in which the
-copy and the prefill cancel out; bytes are those that a node put on its link (None without zerojax emulate).
+prefill cancels out; bytes are those that a node put on its link (None without zerojax emulate).
 """
 
 import argparse
@@ -98,11 +98,17 @@ def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
     batch["mask"][:, : options.prompt - 1] = 0
     batch |= {"old_log_probs": -batch["mask"], "advantages": batch["mask"]}
 
+    copied = state
+
+    def copy() -> None:
+        nonlocal copied
+        copied = jax.block_until_ready(zerojax.with_node_copy(state))
+
     def generate(new: int) -> None:
-        zerojax.generate(state, prompts, new, seed=1, slots=options.rows)
+        zerojax.generate(copied, prompts, new, seed=1, slots=options.rows)
 
     def log_probs() -> None:
-        jax.block_until_ready(zerojax.predict_step(state, batch, log_probs_of(SETTINGS)))
+        jax.block_until_ready(zerojax.predict_step(copied, batch, log_probs_of(SETTINGS)))
 
     def update() -> None:
         nonlocal state
@@ -111,6 +117,7 @@ def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
     # The update comes first: it makes the copies that delta begins with.
     calls = {
         "update": update,
+        "copy": copy,
         "log-probabilities": log_probs,
         "generate": partial(generate, options.new),
         "generate, short": partial(generate, options.short),
