@@ -12,7 +12,6 @@ from jaxtyping import Array, Num
 from zerojax.comm.collectives import UnitComm
 from zerojax.schedule.stacked import layer_at, put_layer
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.mesh import on_cpus
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -42,16 +41,11 @@ def by_group(
 ) -> dict[Path, Any]:
     """Run ``hop(comm, seed, *values)`` for each group of leaves, layer by layer for stacked ones."""
     result: dict[Path, Any] = {}
-    in_order = on_cpus(spec.mesh.devices.flat)
     for number, group in enumerate(spec.groups):
         if group in skip or not group.leaves:
             continue
         own = mix(jnp.uint32(0) if seed is None else seed, number)
         mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
-        if in_order:
-            # XLA:CPU runs a loop beside other operations, and mixes up their collectives: devices then wait
-            # for each other forever.
-            mine, _ = lax.optimization_barrier((mine, result))
         comm = UnitComm(spec.strategy, group.leaves)
         out = _over_layers(group, functools.partial(hop, comm), own, mine)
         result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
