@@ -25,7 +25,6 @@ from zerojax.generation.sampling import Sampling
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
-from zerojax.train import node_copy
 from zerojax.train.fields import abstract_fields, device_bytes
 
 
@@ -50,7 +49,6 @@ def test_no_byte_crosses_nodes_while_tokens_are_made(preset):
         assert set(axes_used(traced(state, form, engine).jaxpr.jaxpr)) == axes
 
 
-@mock.patch.object(node_copy, "compiler_options", new=mock.Mock(return_value={}))  # of no traced call
 def test_the_search_for_axes_finds_those_of_the_copy():
     state = create(SMALL, 2, 4, abstract=True)
     made = jax.make_jaxpr(GenerationCopy.of(state.spec, "gathered").make)(state)

@@ -23,7 +23,6 @@ CHOICES = {
     "zero++": {"preset": "zero++"},
     "delta": {"preset": "delta"},
     "int8 in the node": {"weights": "int8", "local_weights": "int8", "hpz": True},
-    "stage 1": {"stage": 1},
     "adapters": {"frozen": ("*",), "frozen_weights": "int8", "frozen_spread": "world"},
 }
 

@@ -1,4 +1,4 @@
-"""Options for XLA's compilers, set per function and never through the environment.
+"""Options for XLA's GPU compiler, set per function and never through the environment.
 
 ``docs/benchmark-notes.md`` has the measurements behind each of them.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 
-from zerojax.sharding.mesh import on_cpus, on_gpus
+from zerojax.sharding.mesh import on_gpus
 
 GPU_OPTIONS: dict[str, Any] = {
     # Runs collectives beside compute; without it every start is followed at once by its done.
@@ -47,23 +47,13 @@ SEPARATE_PRODUCTS: dict[str, Any] = {
 }
 
 
-CPU_OPTIONS: dict[str, Any] = {
-    # By default independent operations run at once. If one is a loop with collectives, and another a
-    # collective, each device may take them in an order of its own: then they wait for each other forever.
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-}
-"""For emulated devices."""
-
-
 def compiler_options(mesh: Mesh, *, separate_products: bool = False) -> dict[str, Any]:
-    """The compiler options for programs on a mesh.
+    """The compiler options for programs on a mesh; none unless it has GPUs.
 
     Args:
         mesh: to run on.
         separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
     """
-    if on_cpus(mesh.devices.flat):
-        return CPU_OPTIONS
     if not on_gpus(mesh.devices.flat):
         return {}
     more = SEPARATE_PRODUCTS if separate_products else {}

@@ -134,7 +134,9 @@ def node_rows(spec: TrainSpec, shards: dict[str, Any]) -> Stored:
         rows = secondary_partitions(spec, masters, from_tree(shards["secondary"]), shards["step"])
     for leaf in spec.frozen:
         if leaf.path not in rows:
-            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), frozen[leaf.path])
+            # One after the other: XLA:CPU may mix up collectives that do not depend on each other.
+            own, rows = lax.optimization_barrier((frozen[leaf.path], rows))
+            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), own)
     return rows
 
 
