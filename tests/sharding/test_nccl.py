@@ -96,6 +96,12 @@ def test_a_variable_of_the_user_stays_and_so_does_its_twin(name):
     ]
 
 
+def test_the_users_own_pieces_stay():
+    told, found = chosen(network(), given={PIECES: "262144"})
+    assert told == {SPLIT: "0", THREADS: "2", BUFFER: LONG[BUFFER]}
+    assert str(found[-1]) == f"{PIECES}: set to 262144 already"
+
+
 def test_variables_are_read_from_the_environment_and_from_files(tmp_path):
     (tmp_path / ".nccl.conf").write_text(f"# mine\n{SOCKETS} = 2 # two\n{SPLIT}=0\n")
     environ = {"HOME": str(tmp_path), SPLIT: "1", "PATH": "/bin"}

@@ -3,7 +3,7 @@
 import zerojax
 from zerojax.generation.memory import free_memory
 from zerojax.multihost.agreement import gather_from_all
-from zerojax.train.node_copy import node_copy_bytes
+from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes
 
 
 def for_several_passes(state: zerojax.TrainState, beside: int = 0) -> zerojax.TrainState:
@@ -15,8 +15,7 @@ def for_several_passes(state: zerojax.TrainState, beside: int = 0) -> zerojax.Tr
         state: whose weights do not change meanwhile.
         beside: bytes of a device that will be needed beside the copy.
     """
-    spec = state.spec
-    if spec.world.nodes == 1 or spec.zero.stage == 0 or state.node_copy:
+    if not lacks_node_copy(state):
         return state
-    room = (free_memory(spec) << 20) - beside - node_copy_bytes(spec)
+    room = (free_memory(state.spec) << 20) - beside - node_copy_bytes(state.spec)
     return zerojax.with_node_copy(state) if min(gather_from_all(room)) >= 0 else state

@@ -49,10 +49,12 @@ def with_node_copy(state: TrainState) -> TrainState:
         ConfigurationError: the state is abstract or was donated.
     """
     check_there(state)
-    spec = state.spec
-    if spec.world.nodes == 1 or spec.zero.stage == 0 or state.node_copy:
-        return state
-    return state.replace(node_copy=stored_in_node(state))
+    return state.replace(node_copy=stored_in_node(state)) if lacks_node_copy(state) else state
+
+
+def lacks_node_copy(state: TrainState) -> bool:
+    """Whether a pass of the state sends weights between nodes, which a copy would spare."""
+    return state.spec.world.nodes > 1 and state.spec.zero.stage > 0 and not state.node_copy
 
 
 def stored_in_node(state: TrainState) -> Stored:
