@@ -144,13 +144,19 @@ def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
 
 
 @pytest.mark.slow
-def test_neither_weights_nor_cache_are_copied_for_a_token():
+@pytest.mark.parametrize(
+    "family",
+    [{"kv_heads": 2, "ffn": 1024}, {"biases": True, "norm": "layer", "mlp": "gelu"}],
+    ids=["llama", "gpt"],
+)
+def test_neither_weights_nor_cache_are_copied_for_a_token(family):
     """Compiled for H100s: matmuls read a layer's weights, and attention its cache, where they lie."""
     try:
         devices = aot.topology(2, 4, gpu="h100")
     except aot.CompilerMissingError as error:
         pytest.skip(str(error))
-    config = dataclasses.replace(SMALL, layers=4, d_model=512, heads=4, kv_heads=2, ffn=1024, max_seq_len=256)
+    sizes = {"layers": 4, "d_model": 512, "heads": 4, "kv_heads": 4, "ffn": None, "max_seq_len": 256}
+    config = dataclasses.replace(SMALL, **sizes | family)
     state = zerojax.TrainState.abstract(
         lambda rngs: GPT(config, rngs=rngs),
         optax.sgd(0.1),
@@ -164,7 +170,7 @@ def test_neither_weights_nor_cache_are_copied_for_a_token():
         columns = jnp.arange(keys.shape[3])
         seen = (start[:, None] <= columns) & (columns < stop[:, None])
         both = jnp.sum((keys[layer] + values[layer]) * seen[:, None, :, None], axis=2)
-        return query + jnp.repeat(both, 2, axis=1)
+        return query + jnp.repeat(both, query.shape[1] // both.shape[1], axis=1)
 
     with mock.patch("zerojax.models.kv_cache.attend_cache", attend):
         program = traced(state, "compute", engine)

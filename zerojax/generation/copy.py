@@ -74,7 +74,9 @@ class GenerationCopy:
     @property
     def strategy(self) -> ShardingStrategy:
         """Where units find the weights."""
-        return self.spec.strategy.in_node("full" if self.form == "compute" else "secondary")
+        if self.form != "compute":
+            return self.spec.strategy.in_node()
+        return dataclasses.replace(self.spec.strategy.in_node("full"), in_place=True)
 
     @property
     def abstract(self) -> Stored:

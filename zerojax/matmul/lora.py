@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import array_product
 from zerojax.validation.patterns import MATMUL_WEIGHTS, why_not
 
 A, B = "lora_a", "lora_b"
@@ -288,11 +289,7 @@ def operand_product(
     """``x`` times a weight in any form; see ``LowRankOperand.product``."""
     if hasattr(weight, "product"):
         return weight.product(x, x_axes, axes, equation)
-    params = equation.params
-    return lax.dot_general(
-        x, weight, ((tuple(x_axes), tuple(axes)), ((), ())),
-        precision=params["precision"], preferred_element_type=params["preferred_element_type"],
-    )  # fmt: skip
+    return array_product(weight, x, x_axes, axes, equation)
 
 
 def _parts(primitive: Any, params: Mapping[str, Any], x: Array, own: Mapping[int, int]) -> list[Array]:

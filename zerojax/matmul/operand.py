@@ -110,6 +110,53 @@ class Fp8Operand:
 jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["name", "trained"])
 
 
+@dataclass(frozen=True)
+class LayerOperand:
+    """One layer of a stacked weight, or what moves made of it, which products read where it lies.
+
+    XLA passes a layer of a stack to cuBLAS by its address, unless cuBLAS also adds a bias or applies GELU to
+    the product: then it copies the layer first. So neither is fused into these products. A bias or a GELU
+    of a few tokens costs less than a copy of the weight; everything but a product reads the array.
+
+    Attributes:
+        weight: unsharded.
+    """
+
+    weight: Num[Array, "..."]
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """The array that the model has."""
+        return jax.ShapeDtypeStruct(self.weight.shape, self.weight.dtype)
+
+    def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[LayerOperand]":
+        """The operands that a primitive makes, which only moves elements."""
+        made = primitive.bind(self.weight, **params)
+        return [LayerOperand(x) for x in (made if primitive.multiple_results else [made])]
+
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
+        """``x`` times the weight; see ``Fp8Operand.product``."""
+        return lax.optimization_barrier(array_product(self.weight, x, x_axes, axes, equation))
+
+    def astype(self, dtype: DTypeLike) -> "LayerOperand":
+        """The same weight to a model that computes in another dtype."""
+        return LayerOperand(self.weight.astype(dtype))
+
+
+jax.tree_util.register_dataclass(LayerOperand, ["weight"], [])
+
+
+def array_product(
+    weight: Array, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any
+) -> Array:
+    """``x`` times a weight that is an array; see ``Fp8Operand.product``."""
+    params = equation.params
+    return lax.dot_general(
+        x, weight, ((tuple(x_axes), tuple(axes)), ((), ())),
+        precision=params["precision"], preferred_element_type=params["preferred_element_type"],
+    )  # fmt: skip
+
+
 def with_values(source: Any, values: Num[Array, "..."]) -> Any:
     """Other values in a source's place, with its scale if it has one."""
     return source._replace(values=values) if isinstance(source, Scaled) else values

@@ -2,9 +2,9 @@
 
 The module is traced with ordinary arrays in their place, and the traced program evaluated equation by
 equation. A weight passes through what only moves or casts it, and where it is an operand of ``dot_general``
-the product for its form is taken instead: of fp8 codes (``zerojax.matmul.fp8``), or with a low-rank adapter
-(``zerojax.matmul.lora``). The module itself is not changed, so any will do: NNX or Linen, through
-``jnp.dot``, ``einsum`` or a nested ``jit``.
+the product for its form is taken instead: of fp8 codes (``zerojax.matmul.fp8``), with a low-rank adapter
+(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). The module itself is not changed, so
+any will do: NNX or Linen, through ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LowRankOperand
-from zerojax.matmul.operand import Fp8Operand
+from zerojax.matmul.operand import Fp8Operand, LayerOperand
 
 _MOVES = frozenset(("copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
-Operand = Fp8Operand | LowRankOperand
+Operand = Fp8Operand | LowRankOperand | LayerOperand
 _CALLS = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
 
 
@@ -41,7 +41,7 @@ def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
             return body(weights, *args)
         arrays = tuple(weight.aval if isinstance(weight, Operand) else weight for weight in weights)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(arrays, *args)
-        results = _evaluate(traced.jaxpr, traced.consts, [*weights, *jax.tree.leaves(args)])
+        results = _as_arrays(_evaluate(traced.jaxpr, traced.consts, [*weights, *jax.tree.leaves(args)]))
         for result in results:
             if isinstance(result, Operand):
                 raise ConfigurationError(_read_elsewhere(result, "is returned by its unit"))
@@ -91,8 +91,15 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
                 policy=params["policy"], prevent_cse=params["prevent_cse"],
             )  # fmt: skip
             return run(*given)
+    if any(isinstance(weight, LayerOperand) for weight in weights):
+        return _results(equation, _as_arrays(given))
     where = source_info_util.summarize(equation.source_info)
     raise ConfigurationError(_read_elsewhere(weights[0], f"is read by {primitive.name} at {where}"))
+
+
+def _as_arrays(values: Sequence[Any]) -> list[Any]:
+    """With layers of stacks as arrays."""
+    return [value.weight if isinstance(value, LayerOperand) else value for value in values]
 
 
 def _product(equation: core.JaxprEqn, lhs: Any, rhs: Any) -> Array | None:
@@ -107,7 +114,7 @@ def _product(equation: core.JaxprEqn, lhs: Any, rhs: Any) -> Array | None:
     return lax.transpose(out, (*range(first, out.ndim), *range(first)))
 
 
-def _read_elsewhere(weight: Operand, how: str) -> str:
+def _read_elsewhere(weight: Any, how: str) -> str:
     way_out = weight.way_out.format(name=weight.name)
     return (
         f"the weight {weight.name!r} {weight.kind}, which only a matmul can read, and it {how}: leave it "

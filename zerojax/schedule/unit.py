@@ -22,7 +22,7 @@ from jaxtyping import Array
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA, LowRankOperand
-from zerojax.matmul.operand import Codes, Fp8Operand, Scaled
+from zerojax.matmul.operand import Codes, Fp8Operand, LayerOperand, Scaled
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.remat import rematerialised
@@ -113,6 +113,7 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
     trained, frozen = _flattened(weights)
     every = [part.leaf for part in (*trained, *frozen)]
+    strategy = (*trained, *frozen)[0].strategy
 
     def with_inputs(whole: Sequence[Any], inputs: UnitInputs, *args: Any) -> Any:
         by_path = {leaf.path: x for leaf, x in zip(every, whole, strict=True)}
@@ -121,6 +122,8 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
             value = by_path[leaf.path]
             if isinstance(value, Codes):
                 value = Fp8Operand(*value, inputs.scales[leaf.name], leaf.name, trained=not leaf.frozen)
+            elif strategy.in_place and leaf.stack:
+                value = LayerOperand(value)
             if leaf.frozen:
                 value = lax.stop_gradient(value)
             if lora is None:

@@ -50,6 +50,8 @@ class ShardingStrategy:
             (``zerojax.comm.coalesced``).
         frozen: the level at which a unit finds the weights that are not trained; "primary" only if the others
             start and are kept there.
+        in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
+            few tokens.
     """
 
     source: Level
@@ -62,6 +64,7 @@ class ShardingStrategy:
     chunks: int = 1
     own_stream: bool = False
     frozen: Literal["primary", "secondary"] = "secondary"
+    in_place: bool = False
 
     @staticmethod
     def of(zero: ZeroConfig) -> "ShardingStrategy":
