@@ -11,7 +11,7 @@ from jax import lax
 from matmuls import CUBE, MATMULS, exact, operand, twice
 
 import zerojax
-from zerojax.matmul.operand import Fp8Operand
+from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.replay import at_matmuls
 
 NARROW = jnp.float8_e4m3fn
@@ -37,6 +37,31 @@ def test_a_matmul_is_found(name):
             *(np.asarray(x, np.float32) for x in (mine, theirs)), rtol=within, atol=within * 40
         )
     assert "f8_e4m3" in str(traced)
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_nothing_is_fused_into_the_product_of_a_layer_in_its_stack(name):
+    body, w, x = MATMULS[name], exact(1, 16, 32), exact(2, *CUBE)
+
+    def run(weights, x):
+        return body(weights[0], x)
+
+    found, traced = (f(at_matmuls(run))((LayerOperand(w),), x) for f in (jax.jit, jax.make_jaxpr))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run((w,), x)), strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (mine, theirs)), rtol=1e-6)
+    assert str(traced).count("optimization_barrier") == str(traced).count("dot_general[") > 0
+
+
+def test_a_layer_in_its_stack_is_an_array_to_all_but_products():
+    w, x = exact(1, 16, 16), exact(2, *CUBE)[..., :16]
+
+    def run(weights, x):
+        (w,) = weights
+        return (x + w[0]) @ w, jnp.take(w, jnp.asarray([3, 1]), axis=0), w
+
+    found = jax.jit(at_matmuls(run))((LayerOperand(w),), x)
+    for mine, theirs in zip(found, run((w,), x), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
