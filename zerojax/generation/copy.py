@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from zerojax.comm.coalesced import gather_together
-from zerojax.comm.collectives import decoded_weight
+from zerojax.comm.parameter import decoded_weight
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Codes, array_of, with_values
 from zerojax.schedule.sharded import Sharded
