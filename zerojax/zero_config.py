@@ -356,14 +356,15 @@ class ZeroConfig:
                 f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in "
                 'frozen, such as frozen=("*",).'
             )
-        if self.frozen_spread == "world" and (not self.frozen or self.hpz):
+        if self.frozen_spread == "world" and not self.frozen:
             raise ConfigurationError(
-                'frozen_spread="world" stores frozen weights once in all nodes, and '
-                + (
-                    "hpz keeps a copy of gathered weights in each: leave one of the two out."
-                    if self.frozen
-                    else 'none are: name them in frozen, such as frozen=("*",).'
-                )
+                'frozen_spread="world" stores frozen weights once in all nodes, and none are: name them in '
+                'frozen, such as frozen=("*",).'
+            )
+        if self.frozen_spread == "world" and self.hpz:
+            raise ConfigurationError(
+                'frozen_spread="world" stores frozen weights once in all nodes, and hpz keeps a copy of '
+                "gathered weights in each: leave one of the two out."
             )
         if self.frozen and self.stage != 3:
             raise ConfigurationError(

@@ -33,7 +33,7 @@ from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.fields import device_bytes
+from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import abstract_in_node, node_layout, node_rows, per_node, stored_in_node
 from zerojax.train.sources import place_group, rows_of
 from zerojax.train.spec import ParamGroup, TrainSpec

@@ -25,12 +25,13 @@ from zerojax.generation.checks import (
 )
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Drawn, Engine, Queue
-from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
+from zerojax.generation.memory import GenerationMemory, fitting_form
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
 from zerojax.train.batch import local_rows, place
+from zerojax.train.memory import free_memory
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 from zerojax.train.step import check_adapters

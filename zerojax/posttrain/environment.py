@@ -1,12 +1,10 @@
 """What a policy acts in: prompts to complete, and what scores the completions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import jax
 import numpy as np
-from jaxtyping import Float32
 
 import zerojax
 from zerojax.posttrain.processes import of_this_process
@@ -14,11 +12,11 @@ from zerojax.posttrain.prompts import Prompt, Prompts
 from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.scorers import Scorer, open_scorer
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
-from zerojax.run.build import kept_tokenizer
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Tokenizer
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState
@@ -80,18 +78,12 @@ class Environment:
         )
         return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
 
-    def score(
-        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
-    ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """As ``Scorer.score``."""
-        return self.scorer.score(rollout, stopping)
-
     def longest_score(self, completions: int) -> float:
         """Seconds that a function may take for all of some completions (``posttrain.reward_seconds``)."""
         settings = self.config.posttrain
-        return (
-            settings.reward_seconds * -(-completions // settings.reward_workers) if settings.reward else 0.0
-        )
+        if not settings.reward:
+            return 0.0
+        return settings.reward_seconds * -(-completions // settings.reward_workers)
 
     def describe(self) -> str:
         """The number of prompts."""

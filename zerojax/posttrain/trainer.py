@@ -30,10 +30,10 @@ from zerojax.posttrain.saved_runs import with_reward_checkpoint
 from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
 from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
+from zerojax.run.evaluation import for_several_passes
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.several_passes import for_several_passes
 from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 
@@ -185,7 +185,7 @@ class PostTrainer(OpenRun, ABC):
         """
         skipping = any(int(one.skipped_in_row) for one in (self.state, *self.beside().values()))
         self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
-        rewards, why = self.environment.score(rollout, lambda: asked() and not skipping)
+        rewards, why = self.environment.scorer.score(rollout, lambda: asked() and not skipping)
         if any_process(asked() and not skipping)[0]:
             return None
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
@@ -250,7 +250,7 @@ class PostTrainer(OpenRun, ABC):
         if answers is None:
             return {}
         self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
-        rewards, _ = self.environment.score(answers)
+        rewards, _ = self.environment.scorer.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 
