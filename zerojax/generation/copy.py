@@ -107,11 +107,15 @@ class GenerationCopy:
         return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})
 
     def make(self, state: TrainState) -> Stored:
-        """The weights of a state, stored so: the only part of a generation phase that crosses nodes."""
+        """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
         if self.form == "gathered":
             stored = from_tree(state.frozen) | stored_in_node(state)
             return {path: stored[path] for path in self.leaves}
-        return self.spec.once(f"generation copy {self.form} {self.adapters}", lambda: _maker(self))(state)
+
+        def compiled() -> Any:
+            return per_node(self.spec, lambda shards: _whole(self, node_rows(self.spec, shards)), self.specs)
+
+        return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
     def place(self, stored: Stored) -> dict[Path, Any]:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
@@ -156,11 +160,6 @@ def _gathered(leaf: ParamLayout) -> ParamLayout:
 def _keeps_format(leaf: ParamLayout) -> bool:
     """Whether a weight is stored in an 8-bit form as it comes."""
     return leaf.fp8 or (leaf.frozen and not leaf.weights.local.raw)
-
-
-def _maker(copy: GenerationCopy) -> Any:
-    """The compiled function from a state to the whole weights."""
-    return per_node(copy.spec, lambda shards: _whole(copy, node_rows(copy.spec, shards)), copy.specs)
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
