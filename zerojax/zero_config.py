@@ -381,9 +381,15 @@ class ZeroConfig:
                 'rounding="stochastic" rounds gradients: set a quantized format in grads.'
             )
         if self.error_feedback and self.grad_formats.node == "fp32":
-            raise ConfigurationError("error_feedback has nothing to feed back: the node hop is exact fp32.")
+            raise ConfigurationError(
+                "error_feedback has nothing to feed back: the node hop is exact fp32. Set another format in "
+                "grads, or error_feedback=False."
+            )
         if self.chunks > 1 and self.grads_hops == 1:
-            raise ConfigurationError("chunks overlap the two gradient hops: grads_hops=1 has only one.")
+            raise ConfigurationError(
+                "chunks overlap the two gradient hops, and grads_hops=1 has only one: set chunks=1, or "
+                "grads_hops=2."
+            )
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {

@@ -1,4 +1,4 @@
-"""What a policy acts in: prompts to complete, and what scores the completions."""
+"""The environment of a policy: prompts to complete, and the scorer of the completions."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -24,7 +24,7 @@ from zerojax.train.state import TrainState
 
 @dataclass
 class Environment:
-    """The prompts of a run, what ends a completion of one, and what scores it."""
+    """The prompts of a run, the end of a completion, and the scorer."""
 
     config: RunConfig
     prompts: Prompts
@@ -79,7 +79,7 @@ class Environment:
         return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
 
     def longest_score(self, completions: int) -> float:
-        """Seconds that a function may take for all of some completions (``posttrain.reward_seconds``)."""
+        """Seconds within which a function scores some completions, at ``posttrain.reward_seconds`` each."""
         settings = self.config.posttrain
         if not settings.reward:
             return 0.0

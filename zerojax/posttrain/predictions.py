@@ -1,4 +1,4 @@
-"""What models say about the rows of a rollout."""
+"""Predictions of models for the rows of a rollout or of a batch."""
 
 from collections.abc import Callable
 

@@ -56,8 +56,8 @@ class Roles(NamedTuple):
 class PostTrainer(OpenRun, ABC):
     """A run that learns from rewards for its own completions; a context manager.
 
-    A method of learning, such as GRPO, is a subclass: it has ``rows``, and perhaps ``take_step`` and more
-    roles.
+    Each method, such as GRPO, is a subclass. It implements ``rows``, and may override ``take_step`` and
+    ``roles``.
 
     Attributes:
         environment: the prompts, and what scores completions.
@@ -198,9 +198,9 @@ class PostTrainer(OpenRun, ABC):
 
     @abstractmethod
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """What the method learns from each completion; a lost one (NaN) counts nowhere.
+        """What the method learns from each completion; one without a reward (NaN) is masked out.
 
-        "tokens" and "mask" as in ``Rollout``, "old_log_probs", and what else the method's losses read.
+        "tokens" and "mask" as in ``Rollout``, "old_log_probs", and the other columns that its losses read.
         """
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
@@ -219,7 +219,7 @@ class PostTrainer(OpenRun, ABC):
         return rows | {"old_log_probs": own, "reference_log_probs": reference}
 
     def predict(self, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
-        """What a prediction says of this process's rows."""
+        """Predictions for this process's rows; see ``predict_rows``."""
         return predict_rows(self.config, rows, predict)
 
     def update(self, rows: Rows, measured: dict[str, float]) -> None:
