@@ -356,14 +356,15 @@ class ZeroConfig:
                 f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in "
                 'frozen, such as frozen=("*",).'
             )
-        if self.frozen_spread == "world" and (not self.frozen or self.hpz):
+        if self.frozen_spread == "world" and not self.frozen:
             raise ConfigurationError(
-                'frozen_spread="world" stores frozen weights once in all nodes, and '
-                + (
-                    "hpz keeps a copy of gathered weights in each: leave one of the two out."
-                    if self.frozen
-                    else 'none are: name them in frozen, such as frozen=("*",).'
-                )
+                'frozen_spread="world" stores frozen weights once in all nodes, and none are: name them in '
+                'frozen, such as frozen=("*",).'
+            )
+        if self.frozen_spread == "world" and self.hpz:
+            raise ConfigurationError(
+                'frozen_spread="world" stores frozen weights once in all nodes, and hpz keeps a copy of '
+                "gathered weights in each: leave one of the two out."
             )
         if self.frozen and self.stage != 3:
             raise ConfigurationError(
@@ -380,9 +381,15 @@ class ZeroConfig:
                 'rounding="stochastic" rounds gradients: set a quantized format in grads.'
             )
         if self.error_feedback and self.grad_formats.node == "fp32":
-            raise ConfigurationError("error_feedback has nothing to feed back: the node hop is exact fp32.")
+            raise ConfigurationError(
+                "error_feedback has nothing to feed back: the node hop is exact fp32. Set another format in "
+                "grads, or error_feedback=False."
+            )
         if self.chunks > 1 and self.grads_hops == 1:
-            raise ConfigurationError("chunks overlap the two gradient hops: grads_hops=1 has only one.")
+            raise ConfigurationError(
+                "chunks overlap the two gradient hops, and grads_hops=1 has only one: set chunks=1, or "
+                "grads_hops=2."
+            )
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {

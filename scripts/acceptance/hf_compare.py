@@ -29,8 +29,9 @@ from zerojax.cli.trained import open_trained
 from zerojax.interop.huggingface import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.run.build import make_batches, mean_loss, prepare_data
 from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.evaluation import mean_loss
+from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.gathering import gather_model
 

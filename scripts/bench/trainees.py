@@ -16,10 +16,12 @@ import numpy as np
 import zerojax
 from zerojax.analysis.comm_report import comm_report
 from zerojax.run import checkpoints
-from zerojax.run.build import RunSetup, abstract_batch, make_batches, mean_loss
+from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset
+from zerojax.run.evaluation import mean_loss
+from zerojax.run.inputs import abstract_batch, make_batches
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree

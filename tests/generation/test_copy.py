@@ -20,12 +20,12 @@ from zerojax import aot, hlo
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine, Queue
 from zerojax.generation.generate import _copy, generation_program
-from zerojax.generation.memory import free_memory
 from zerojax.generation.sampling import Sampling
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
-from zerojax.train.fields import abstract_fields, device_bytes
+from zerojax.train.fields import abstract_fields
+from zerojax.train.memory import device_bytes, free_memory
 
 
 def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:

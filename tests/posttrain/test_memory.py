@@ -13,7 +13,7 @@ from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.reference import reference_setup
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
-from zerojax.train.fields import device_bytes
+from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
 
 

@@ -27,7 +27,7 @@ from zerojax.run.config import LoRASection, RunConfig, config_to_dict
 from zerojax.run.data import BPETokenizer, ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS, start_run
-from zerojax.train.fields import device_bytes
+from zerojax.train.memory import device_bytes
 
 SCORES = {"model": {"tied": False, "outputs": 1}}
 

@@ -9,11 +9,12 @@ import pytest
 from micro_run import micro_config
 
 from zerojax.errors import ConfigurationError
-from zerojax.run.build import RunSetup, kept_tokenizer
+from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest, Record
 from zerojax.run.config import RunConfig
 from zerojax.run.data import BPETokenizer, open_template, open_tokenizer, prepare
 from zerojax.run.data.chat_template import CHATML
+from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run
 

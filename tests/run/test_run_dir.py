@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from zerojax.errors import ZeroError
-from zerojax.run.build import prepare_data
 from zerojax.run.checkpoints import Checkpoints
+from zerojax.run.inputs import prepare_data
 from zerojax.run.run_dir import RunFolder
 
 

@@ -13,7 +13,7 @@ import zerojax
 from zerojax import LoRA
 from zerojax.models import GPT
 from zerojax.train import step
-from zerojax.train.fields import device_bytes
+from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import node_copy_bytes
 
 CASE = CASES["gpt-tied"]

@@ -71,12 +71,15 @@ def refused(message: str) -> Any:
         ({"rounding": "stochastic"}, r"stochastic.* set a quantized format in grads"),
         (
             {"error_feedback": True, "grads": ("int8", "fp32"), "grad_sync": "step"},
-            r"error_feedback has nothing to feed back",
+            r"error_feedback has nothing to feed back.* Set another format in grads",
         ),
         ({"matmul_dtype": "fp16"}, r"matmul_dtype='fp16' is not one of .*fp8"),
         ({"fp8": ("*",)}, r'fp8 names weights of fp8 matmuls: set matmul_dtype="fp8"'),
         ({"matmul_dtype": "fp8", "stage": 2}, r"matmul_dtype=\"fp8\" .* stage 2"),
-        ({"chunks": 2, "grads_hops": 1}, r"chunks overlap the two gradient hops: grads_hops=1 has only one"),
+        (
+            {"chunks": 2, "grads_hops": 1},
+            r"chunks overlap the two gradient hops, .* set chunks=1, or grads_hops=2",
+        ),
     ],
     ids=str,
 )

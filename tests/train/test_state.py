@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
-from zerojax.train.fields import device_bytes
 from zerojax.train.initial import initializer
+from zerojax.train.memory import device_bytes
 
 ROWS = 24
 

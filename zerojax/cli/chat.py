@@ -88,7 +88,7 @@ class Dialogue:
             tokenizer: of the run.
             template: None if each line is a prompt by itself.
             system: message that the conversation begins with.
-            longest: tokens of a prompt from which on the oldest messages are dropped.
+            longest: the most tokens of a prompt; the oldest messages are dropped to keep to it.
 
         Raises:
             DataError: an assistant's message has no end in the template.

@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> None:
     paths = [folder.checkpoints / str(step) for step in step_dirs.steps(folder.checkpoints)]
     paths += step_dirs.aside(folder.checkpoints)
     if not paths:
-        raise ConfigurationError(f"{folder.path} has no checkpoint yet")
+        raise ConfigurationError(f"{folder.path} has no checkpoint yet: train the run first")
     table = Table("name", "saved", "size", "metrics", "written on", "state", box=None, pad_edge=False)
     bad = 0
     for path in paths:

@@ -8,9 +8,11 @@ from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import RunPath, read_options
 from zerojax.cli.trained import mesh_of_run, open_trained
 from zerojax.errors import ConfigurationError
-from zerojax.run.build import check_batch, is_first, make_batches, mean_loss, prepare_data
+from zerojax.run.build import check_batch, is_first
 from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.evaluation import mean_loss
 from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 
 

@@ -23,9 +23,11 @@ from zerojax.interop.huggingface import (
     plan_export,
     quantized_state,
 )
-from zerojax.run.build import check_batch, is_first, make_batches, mean_loss, measure_loss, prepare_data
+from zerojax.run.build import check_batch, is_first
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.data import perplexity
+from zerojax.run.evaluation import mean_loss, mean_metrics
+from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 from zerojax.validation.dtypes import dtype_name
@@ -150,10 +152,10 @@ def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState)
     """Perplexities of the run's validation batches with the quantized and the full weights."""
     batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
     batches.close()
-    full, tokens = measure_loss(trained.state, validation)
-    losses = {"": float(mean_loss(quantized, validation)), "_full": float(full)}
+    full = mean_metrics(trained.state, validation)
+    losses = {"": float(mean_loss(quantized, validation)), "_full": float(full["loss"])}
     return {
         **{f"perplexity{which}": perplexity(loss) for which, loss in losses.items()},
         **{f"validation_loss{which}": loss for which, loss in losses.items()},
-        "validation_tokens": int(tokens),
+        "validation_tokens": int(full["tokens"]),
     }

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
 from zerojax.log import logger
@@ -118,18 +119,18 @@ def parse(arguments: Sequence[str]) -> Job:
     add = parser.add_argument
     add("--nodes", type=int, required=True, help="processes to start; each is a node of the mesh")
     add("--devices-per-node", type=int, required=True, help="GPUs, or emulated CPU devices, of each process")
-    add("--platform", choices=("auto", "cpu", "gpu"), default="auto", help="default: GPUs if there are any")
+    add("--platform", choices=get_args(Platform), default=Job.platform, help="default: GPUs if there are any")
     add(
         "--restarts",
         type=int,
-        default=0,
+        default=Job.restarts,
         help="restart after a failure at most this many times (default: %(default)s)",
     )
     add("--min-nodes", type=int, help="restart without the nodes that failed, down to this many")
     add(
         "--grace",
         type=float,
-        default=15.0,
+        default=Job.grace,
         help="seconds that the others have to end after one has failed (default: %(default)s)",
     )
     add(

@@ -67,7 +67,7 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     for step, why in choice.damaged.items():
         logger.warning(damage_line(folder.checkpoints, step, why))
     if choice.step is None:
-        raise ConfigurationError(f"{folder.path} has no checkpoint yet")
+        raise ConfigurationError(f"{folder.path} has no checkpoint yet: train the run first")
     path = folder.checkpoints / str(choice.step)
     record = read_manifest(path).record
     if not record.position:  # imported weights: no step was taken, and nothing is frozen yet

@@ -29,15 +29,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
-from zerojax.matmul.operand import Codes, Scaled, array_of
+from zerojax.comm.parameter import (
+    LOCAL_HOP,
+    NODE_HOP,
+    add_difference,
+    decoded_weight,
+    encode_difference,
+    encode_reordered,
+    encode_rows,
+    encode_weight,
+    encoding_error,
+    in_local_format,
+    sum_and_encode,
+)
+from zerojax.matmul.operand import array_of
 from zerojax.sharding.layout import ParamLayout, flatten, unflatten
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
-
-_LOCAL_HOP, _NODE_HOP = 1, 2
 
 Values = tuple[Num[Array, "..."], ...]
 """One array per parameter of a unit."""
@@ -97,20 +107,13 @@ class UnitComm:
         Returns:
             The payloads; on one node, which has no node hop, in the local format.
         """
-        with jax.named_scope(_node_scope(copies)):
+        with jax.named_scope(_node_scope(delta=copies is not None)):
             if self.world.nodes == 1:
                 return self._in_local_format(shards)
             if copies is None:
-                return tuple(
-                    _encoded(x, leaf, leaf.weights.node) for x, leaf in zip(shards, self.primary, strict=True)
-                )
-            row = lax.axis_index(NODE)
-            return tuple(
-                leaf.weights.node.encode_delta(
-                    _scaled(x)[None], _widened(lax.dynamic_index_in_dim(copy, row), leaf)
-                )[0]
-                for x, copy, leaf in self._each(shards, copies)
-            )
+                pairs = zip(shards, self.primary, strict=True)
+                return tuple(encode_weight(x, leaf, leaf.weights.node) for x, leaf in pairs)
+            return tuple(encode_difference(x, copy, leaf) for x, copy, leaf in self._each(shards, copies))
 
     def cross_nodes(self, payloads: Values, *, delta: bool, own_stream: bool | None = None) -> Values:
         """All-gather encoded weights over ``node``; the rows follow each other, not yet decoded.
@@ -124,7 +127,7 @@ class UnitComm:
             return payloads
         if own_stream is None:
             own_stream = self.strategy.own_stream
-        with jax.named_scope("gather_delta" if delta else "gather_node"):
+        with jax.named_scope(_node_scope(delta=delta)):
             return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
 
     def decode_weights(self, arrived: Values, copies: Values | None = None) -> Values:
@@ -140,13 +143,10 @@ class UnitComm:
         rows = tuple(x.reshape(self.world.nodes, -1) for x in arrived)
         if self.world.nodes == 1:
             return rows
-        with jax.named_scope(_node_scope(copies)):
+        with jax.named_scope(_node_scope(delta=copies is not None)):
             if copies is None:
-                return tuple(_in_local_format(x, leaf) for x, leaf in zip(rows, self.primary, strict=True))
-            return tuple(
-                leaf.weights.local.encode(leaf.weights.node.decode_add(x, _widened(copy, leaf)))
-                for x, copy, leaf in self._each(rows, copies)
-            )
+                return tuple(in_local_format(x, leaf) for x, leaf in zip(rows, self.primary, strict=True))
+            return tuple(add_difference(x, copy, leaf) for x, copy, leaf in self._each(rows, copies))
 
     def gather_node(self, shards: Values, copies: Values | None = None) -> Values:
         """All-gather primary shards over ``node`` into secondary partitions, or into new delta copies."""
@@ -218,20 +218,14 @@ class UnitComm:
         if not axes:
             return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
         if len(axes) == 2:
-            staged = [_encode_stages(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
+            staged = [encode_reordered(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
             return tuple(tuple(payload[chunk] for payload in staged) for chunk in range(chunks))
-        salt = _LOCAL_HOP if axes[0] == LOCAL else _NODE_HOP
-        peers = lax.axis_size(axes[0])
-        return (
-            tuple(
-                self._last_codec(leaf).encode(
-                    flatten(grad, leaf).reshape(peers, -1),
-                    seed=_salt(seed, leaf, salt),
-                    rotation=leaf.rotation,
-                )
-                for grad, leaf in self._each(grads)
-            ),
+        hop, peers = (LOCAL_HOP if axes[0] == LOCAL else NODE_HOP), lax.axis_size(axes[0])
+        encoded = (
+            encode_rows(flatten(grad, leaf).reshape(peers, -1), leaf, self._last_codec(leaf), seed, hop)
+            for grad, leaf in self._each(grads)
         )
+        return (tuple(encoded),)
 
     def send_gradients(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
         """Take encoded gradients over one hop, and encode them for the next if there is one.
@@ -259,11 +253,10 @@ class UnitComm:
             for index, chunk in enumerate(chunks):
                 arrived = exchange_together(chunk, LOCAL, own_stream=own_stream)
                 salted = mix(seed, index)
-                sent.append(
-                    tuple(
-                        _between_hops(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
-                    )
+                summed = (
+                    sum_and_encode(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
                 )
+                sent.append(tuple(summed))
         return tuple(sent)
 
     def sum_gradients(self, arrived: Payload) -> Values:
@@ -325,14 +318,12 @@ class UnitComm:
         if residuals is not None:
             sums = tuple(x + residual for x, residual in zip(sums, residuals, strict=True))
         sent = [
-            leaf.grads.node.encode(
-                x.reshape(nodes, leaf.shard), seed=_salt(seed, leaf, _NODE_HOP), rotation=leaf.rotation
-            )
+            encode_rows(x.reshape(nodes, -1), leaf, leaf.grads.node, seed, NODE_HOP)
             for x, leaf in self._each(sums)
         ]
         kept = None
         if residuals is not None:
-            kept = tuple(x - _decode_each(rows, leaf).reshape(-1) for x, rows, leaf in self._each(sums, sent))
+            kept = tuple(encoding_error(x, rows, leaf) for x, rows, leaf in self._each(sums, sent))
         owned = tuple(
             leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
             for rows, leaf in self._each(exchange_together(sent, NODE))
@@ -355,9 +346,8 @@ class UnitComm:
         return zip(*values, self.leaves, strict=True)
 
     def _in_local_format(self, shards: Values) -> Values:
-        return tuple(
-            _encoded(x, leaf, leaf.weights.local) for x, leaf in zip(shards, self.primary, strict=True)
-        )
+        pairs = zip(shards, self.primary, strict=True)
+        return tuple(encode_weight(x, leaf, leaf.weights.local) for x, leaf in pairs)
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
@@ -367,93 +357,5 @@ class UnitComm:
         return "reduce_local" if self.axes[-1] == LOCAL else "reduce_node"
 
 
-def _node_scope(copies: Values | None) -> str:
-    return "gather_node" if copies is None else "gather_delta"
-
-
-def _in_local_format(rows: Rows, leaf: ParamLayout) -> Rows:
-    """Convert from the node hop's format to the local hop's."""
-    node, local = leaf.weights.node, leaf.weights.local
-    if node == local:
-        return rows
-    return local.encode(node.decode(rows, leaf.shard, jnp.dtype(jnp.float32)))
-
-
-def _encoded(shard: Any, leaf: ParamLayout, codec: Codec) -> Num[Array, " m"]:
-    """A primary shard as it is sent; a frozen one is stored so."""
-    return array_of(shard) if leaf.frozen else codec.encode(_scaled(shard)[None])[0]
-
-
-def _scaled(shard: Any) -> Float[Array, " shard"]:
-    return shard.scaled() if isinstance(shard, Scaled) else shard
-
-
-def _widened(rows: Rows, leaf: ParamLayout) -> Rows:
-    """Rows of delta's copy as numbers: codes are none that kernels could add to."""
-    return leaf.weights.local.decode(rows, leaf.shard, jnp.dtype(jnp.bfloat16)) if leaf.fp8 else rows
-
-
-def decoded_weight(blocks: Num[Array, "..."], leaf: ParamLayout, dtype: jnp.dtype) -> Any:
-    """The whole weight that the matmuls read.
-
-    Args:
-        blocks: one layer's encoded shards, in the order of their owners.
-        leaf: its layout.
-        dtype: of the weight.
-
-    Returns:
-        One layer of unsharded shape; ``Codes``, where it is an operand of fp8 products.
-    """
-    if leaf.fp8:
-        return Codes.of(unflatten(blocks, leaf), dtype)
-    codec = leaf.weights.local
-    rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
-    return unflatten(codec.decode(rows, leaf.shard, dtype).reshape(-1), leaf)
-
-
-def _decode_each(rows: Rows, leaf: ParamLayout) -> Float[Array, "rows n"]:
-    """Decode each row as the receiver will, un-rotated: a sum over one peer."""
-    codec = leaf.grads.node
-    decoded = [codec.decode_sum(row[None], leaf.shard, rotation=leaf.rotation) for row in rows]
-    return jnp.stack(decoded)
-
-
-def _encode_stages(
-    grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
-) -> Num[Array, "chunks local m"]:
-    """The payload of the first hop, by chunk: the encoder's index map does the reordering."""
-    world, codec, flat = leaf.world, leaf.grads.local, flatten(grad, leaf)
-    if codec.raw:
-        staged = flat.reshape(world.local, world.nodes, chunks, leaf.shard // chunks)
-        staged = staged.transpose(2, 0, 1, 3).reshape(chunks, world.local, -1)
-        return staged.astype(codec.dtype)
-    return pallas_kernels.encode_reordered(
-        flat,
-        codec.fmt,
-        local=world.local,
-        nodes=world.nodes,
-        chunks=chunks,
-        block=codec.block,
-        rounding=codec.rounding,
-        rotation=leaf.rotation,
-        seed=_salt(seed, leaf, _LOCAL_HOP),
-    )
-
-
-def _between_hops(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
-    """Sum over the node's devices and encode for the owners.
-
-    If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
-    """
-    first, second = leaf.grads.local, leaf.grads.node
-    nodes, n = leaf.world.nodes, leaf.shard // chunks
-    salted = _salt(seed, leaf, _NODE_HOP)
-    if not first.raw and not second.raw:
-        return first.decode_sum_encode(rows, second, nodes, n, seed=salted)
-    total = first.decode_sum(rows, nodes * n, rotation=leaf.rotation)
-    return second.encode(total.reshape(nodes, n), seed=salted, rotation=leaf.rotation)
-
-
-def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:
-    """A separate seed for each leaf, hop and device."""
-    return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))
+def _node_scope(*, delta: bool) -> str:
+    return "gather_delta" if delta else "gather_node"

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from zerojax.comm.coalesced import gather_together
-from zerojax.comm.collectives import decoded_weight
+from zerojax.comm.parameter import decoded_weight
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Codes, array_of, with_values
 from zerojax.schedule.sharded import Sharded
@@ -33,7 +33,7 @@ from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.fields import device_bytes
+from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import abstract_in_node, node_layout, node_rows, per_node, stored_in_node
 from zerojax.train.sources import place_group, rows_of
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -109,11 +109,15 @@ class GenerationCopy:
         return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})
 
     def make(self, state: TrainState) -> Stored:
-        """The weights of a state, stored so: the only part of a generation phase that crosses nodes."""
+        """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
         if self.form == "gathered":
             stored = from_tree(state.frozen) | stored_in_node(state)
             return {path: stored[path] for path in self.leaves}
-        return self.spec.once(f"generation copy {self.form} {self.adapters}", lambda: _maker(self))(state)
+
+        def compiled() -> Any:
+            return per_node(self.spec, lambda shards: _whole(self, node_rows(self.spec, shards)), self.specs)
+
+        return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
     def place(self, stored: Stored) -> dict[Path, Any]:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
@@ -158,11 +162,6 @@ def _gathered(leaf: ParamLayout) -> ParamLayout:
 def _keeps_format(leaf: ParamLayout) -> bool:
     """Whether a weight is stored in an 8-bit form as it comes."""
     return leaf.fp8 or (leaf.frozen and not leaf.weights.local.raw)
-
-
-def _maker(copy: GenerationCopy) -> Any:
-    """The compiled function from a state to the whole weights."""
-    return per_node(copy.spec, lambda shards: _whole(copy, node_rows(copy.spec, shards)), copy.specs)
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:

@@ -1,8 +1,7 @@
 """``zerojax.generate``: continue prompts on the mesh, with the sharded weights of a train state."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -25,12 +24,13 @@ from zerojax.generation.checks import (
 )
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Drawn, Engine, Queue
-from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
+from zerojax.generation.memory import GenerationMemory, fitting_form
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
 from zerojax.train.batch import local_rows, place
+from zerojax.train.memory import free_memory
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 from zerojax.train.step import check_adapters
@@ -141,82 +141,71 @@ def generate_rows(
     check_adapters(spec, adapters=adapters)
     ends, random_bits = checked_stop(stop), checked_seed(seed)
     most = spec.once("limits", lambda: checked_limits(abstract_model(spec)))
-    batch = _agree(spec, lambda: _batch(spec, prompts, limits, most, unread))
+    batch = _agree(spec, prompts, limits, most, unread)
     dtype = str(spec.strategy.compute_dtype)
     engine = Engine.of(
-        batch.rows, batch.prompt, batch.new, most.context, dtype=dtype, how=how, stop=ends, slots=slots
+        batch.rows, batch.longest, batch.new, most.context, dtype=dtype, how=how, stop=ends, slots=slots
     )
     copy = _copy(spec, engine, weights, batch.room, adapters=adapters)
     if copy.form == "gathered" and spec.world.local > 1:
         engine = dataclasses.replace(engine, group=LOCAL)
-    rows = range(batch.first, batch.first + batch.count)
-    size = batch.rows * len(spec.mesh.local_devices)
-    given = checked_prompts(prompts, most.vocabulary)
-    queue = place(spec, engine.queue(given, rows, [0] * batch.count, limits, size), 1)
+    count, size = len(prompts), batch.rows * len(spec.mesh.local_devices)
+    rows = range(batch.first, batch.first + count)
+    queue = place(spec, engine.queue(batch.prompts, rows, [0] * count, limits, size), 1)
     drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, random_bits)
-    return Completions(*(local_rows(x)[: len(prompts)] for x in drawn))
+    return Completions(*(local_rows(x)[:count] for x in drawn))
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """What all processes agree on.
+class _Batch(NamedTuple):
+    """What all processes agree on, and this process's part of it.
 
     Attributes:
-        count: prompts of each process.
-        prompt: the length of the longest.
+        prompts: of this process.
+        longest: the length of the longest prompt.
         new: the largest limit.
         room: MiB of a device's memory that the state leaves.
         first: this process's first row among those of all.
         rows: of a device, padded.
     """
 
-    count: int
-    prompt: int
+    prompts: list[Int[np.ndarray, " prompt"]]
+    longest: int
     new: int
     room: int
     first: int
     rows: int
 
 
-def _batch(
+def _agree(
     spec: TrainSpec, prompts: Sequence[Any], limits: Sequence[int], most: Limits, unread: int
-) -> list[int]:
-    """This process's part of the agreement."""
-    rows = checked_prompts(prompts, most.vocabulary)
-    check_limits(rows, limits, most.context + unread)
-    return [len(rows), max(map(len, rows)), max(limits), free_memory(spec)]
-
-
-def _agree(spec: TrainSpec, describe: Callable[[], list[int]]) -> _Batch:
+) -> _Batch:
     """The batch of all processes.
 
     Raises:
         ConfigurationError: a process's prompts are refused, or they are not equally many.
     """
-    devices = spec.mesh.devices.flat
-    processes = sorted({device.process_index for device in devices})
-    here = len(spec.mesh.local_devices)
-    if len(processes) == 1:
-        found = np.asarray([describe()])
-    else:
-        refused: ConfigurationError | None = None
-        try:
-            mine = describe()
-        except ConfigurationError as error:
-            refused, mine = error, [-1] * 4
+    processes = sorted({device.process_index for device in spec.mesh.devices.flat})
+    refused: ConfigurationError | None = None
+    rows: list[np.ndarray] = []
+    try:
+        rows = checked_prompts(prompts, most.vocabulary)
+        check_limits(rows, limits, most.context + unread)
+        mine = [len(rows), max(map(len, rows)), max(limits), free_memory(spec)]
+    except ConfigurationError as error:
+        refused, mine = error, [-1] * 4
+    found = np.asarray([mine])
+    if len(processes) > 1:
         found = np.asarray(multihost_utils.process_allgather(np.asarray(mine, np.int32)))
-        if refused is not None:
-            raise refused
-        if found.min() < 0:
-            raise ConfigurationError("the prompts of another process were refused: see its message.")
-        if len({*found[:, 0].tolist()}) > 1:
-            raise ConfigurationError(
-                f"the processes pass {found[:, 0].tolist()} prompts: each passes equally many."
-            )
-    count = int(found[0, 0])
-    first = processes.index(jax.process_index()) * count if len(processes) > 1 else 0
-    prompt, new, room = int(found[:, 1].max()), int(found[:, 2].max()), int(found[:, 3].min())
-    return _Batch(count, prompt, new, room, first, -(-count // here))
+    if refused is not None:
+        raise refused
+    if found.min() < 0:
+        raise ConfigurationError("the prompts of another process were refused: see its message.")
+    counts = found[:, 0].tolist()
+    if len(set(counts)) > 1:
+        raise ConfigurationError(f"the processes pass {counts} prompts: each passes equally many.")
+    longest, new, room = int(found[:, 1].max()), int(found[:, 2].max()), int(found[:, 3].min())
+    first = processes.index(jax.process_index()) * len(rows)
+    return _Batch(rows, longest, new, room, first, -(-len(rows) // len(spec.mesh.local_devices)))
 
 
 def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters: bool) -> GenerationCopy:

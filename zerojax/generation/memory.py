@@ -4,17 +4,13 @@ import functools
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from zerojax.formatting import size
 from zerojax.generation.checks import abstract_model
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine
-from zerojax.train.fields import abstract_fields, device_bytes
+from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
-
-_SHARE = 0.85
-"""The share of a device's memory that generation plans with; the rest is for a layer's work and fragments."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,3 @@ def fitting_form(spec: TrainSpec, engine: Engine, room: int, *, adapters: bool =
     """The form of the weights that fits into ``room`` MiB of a device: whole if possible."""
     whole = GenerationCopy.of(spec, "compute", adapters=adapters)
     return "compute" if whole.device_bytes + cache_bytes(spec, engine) <= room << 20 else "gathered"
-
-
-def free_memory(spec: TrainSpec) -> int:
-    """MiB of a device's memory beside what it holds, the state at least; unlimited where it is not known."""
-    stats = [device.memory_stats() or {} for device in spec.mesh.local_devices]
-    known = [one for one in stats if "bytes_limit" in one]
-    if not known:
-        return np.iinfo(np.int32).max
-    state = spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
-    free = (int(_SHARE * one["bytes_limit"]) - max(state, one.get("bytes_in_use", 0)) for one in known)
-    return max(0, min(free)) >> 20

@@ -33,7 +33,10 @@ def decoded(
     """
     hidden, after = model.decode(tokens, start, end, cache)
     if jax.tree.structure(after) != jax.tree.structure(cache):
-        raise ConfigurationError("the model's decode returns a cache of another structure than init_cache.")
+        raise ConfigurationError(
+            "the model's decode returns a cache of another structure than init_cache: return the one that it "
+            "was given, with new values."
+        )
     for before, now in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
         if (before.shape, before.dtype) != (now.shape, now.dtype):
             raise ConfigurationError(

@@ -110,8 +110,7 @@ def _backward(dtype: Any, trained: bool, residuals: Any, cotangent: Array) -> tu
         # The maximum takes a pass of its own. In one with what computes the cotangent, XLA would write what
         # that shares with the activations, such as the tanh of a GELU, to memory and read it back.
         arrived = lax.optimization_barrier(arrived)
-    arrived_scale = _scale(arrived, E5M2)
-    if trained:
+        arrived_scale = _scale(arrived, E5M2)
         # The kernel has no derivative; that of what follows is refused below.
         arrived, turned = cast_transpose(*lax.stop_gradient((arrived, arrived_scale)), E5M2)
         # Without the barrier XLA transposes while it casts: three times slower than to transpose bytes.
@@ -119,6 +118,7 @@ def _backward(dtype: Any, trained: bool, residuals: Any, cotangent: Array) -> tu
         precision = lax.Precision.HIGHEST
         of_weight = _dot((own, own_scale), (turned, arrived_scale), (0, 1), dtype, precision=precision)
     else:
+        arrived_scale = _scale(arrived, E5M2)
         arrived = _cast(arrived, arrived_scale, E5M2)
         of_weight = jnp.zeros(codes.shape, like[1].dtype)
     of_x = _dot((arrived, arrived_scale), (weight, scale), (1, 1), dtype)

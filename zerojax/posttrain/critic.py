@@ -18,8 +18,8 @@ from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
 from zerojax.run.data import open_tokenizer
+from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.several_passes import for_several_passes
 from zerojax.run.weights import WeightReader, base_of, first_weights, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics

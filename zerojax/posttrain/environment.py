@@ -1,12 +1,10 @@
-"""What a policy acts in: prompts to complete, and what scores the completions."""
+"""The environment of a policy: prompts to complete, and the scorer of the completions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import jax
 import numpy as np
-from jaxtyping import Float32
 
 import zerojax
 from zerojax.posttrain.processes import of_this_process
@@ -14,11 +12,11 @@ from zerojax.posttrain.prompts import Prompt, Prompts
 from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.scorers import Scorer, open_scorer
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
-from zerojax.run.build import kept_tokenizer
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Tokenizer
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState
@@ -26,7 +24,7 @@ from zerojax.train.state import TrainState
 
 @dataclass
 class Environment:
-    """The prompts of a run, what ends a completion of one, and what scores it."""
+    """The prompts of a run, the end of a completion, and the scorer."""
 
     config: RunConfig
     prompts: Prompts
@@ -80,18 +78,12 @@ class Environment:
         )
         return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
 
-    def score(
-        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
-    ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """As ``Scorer.score``."""
-        return self.scorer.score(rollout, stopping)
-
     def longest_score(self, completions: int) -> float:
-        """Seconds that a function may take for all of some completions (``posttrain.reward_seconds``)."""
+        """Seconds within which a function scores some completions, at ``posttrain.reward_seconds`` each."""
         settings = self.config.posttrain
-        return (
-            settings.reward_seconds * -(-completions // settings.reward_workers) if settings.reward else 0.0
-        )
+        if not settings.reward:
+            return 0.0
+        return settings.reward_seconds * -(-completions // settings.reward_workers)
 
     def describe(self) -> str:
         """The number of prompts."""

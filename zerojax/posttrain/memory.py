@@ -8,7 +8,7 @@ from rich.table import Table
 from zerojax.formatting import size
 from zerojax.generation.copy import GenerationCopy
 from zerojax.generation.engine import Engine
-from zerojax.generation.memory import GenerationMemory, fitting_form, free_memory
+from zerojax.generation.memory import GenerationMemory, fitting_form
 from zerojax.generation.sampling import Sampling
 from zerojax.posttrain.critic import critic_config
 from zerojax.posttrain.methods import PREFERENCES, REFERENCED
@@ -17,7 +17,7 @@ from zerojax.posttrain.scorers import reward_setup
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
-from zerojax.train.fields import abstract_fields, device_bytes
+from zerojax.train.memory import free_memory, state_bytes
 from zerojax.train.spec import TrainSpec
 
 
@@ -51,15 +51,17 @@ class RoleMemory:
             room: MiB of a device for the generator; None asks the devices.
             critic: that of PPO; by default the one that the settings say.
         """
-        settings, held = config.posttrain, None
+        settings, reference = config.posttrain, None
         if settings.method in REFERENCED or settings.kl:
             setup = reference_setup(config, spec)
-            held = 0 if setup is None else _held(setup)
+            reference = 0 if setup is None else _held(setup)
+        if settings.method == "ppo" and critic is None:
+            critic = RunSetup.of(critic_config(config)).abstract_state().spec
         return RoleMemory(
-            policy=device_bytes(abstract_fields(spec)),
+            policy=state_bytes(spec),
             generator=None if settings.method in PREFERENCES else _generator(config, spec, room),
-            reference=held,
-            critic=None if settings.method != "ppo" else _critic(config, critic),
+            reference=reference,
+            critic=None if critic is None else state_bytes(critic),
             reward_model=_held(reward_setup(config)) if settings.reward_model else None,
         )
 
@@ -100,14 +102,8 @@ class RoleMemory:
         return table
 
 
-def _critic(config: RunConfig, spec: TrainSpec | None) -> int:
-    if spec is None:
-        return _held(RunSetup.of(critic_config(config)))
-    return device_bytes(abstract_fields(spec))
-
-
 def _held(setup: RunSetup) -> int:
-    return device_bytes(abstract_fields(setup.abstract_state().spec))
+    return state_bytes(setup.abstract_state().spec)
 
 
 def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> GenerationMemory:

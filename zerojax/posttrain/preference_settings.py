@@ -1,4 +1,4 @@
-"""What follows from the settings of a run that learns from preferences, and which do not fit each other."""
+"""Sizes that follow from the settings of a run on preferences, and the combinations that are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,10 @@ from zerojax.run.config import RunConfig
 
 
 def longest_answer(config: RunConfig) -> int:
-    """Tokens of the longest prompt with its answer; a score is of the last token, which is then read, too."""
+    """The most tokens of a prompt with its answer.
+
+    One less for a model of scores: it also reads the last token, whose score counts.
+    """
     return config.train.sequence_length + (config.posttrain.method in REFERENCED)
 
 

@@ -20,19 +20,14 @@ from zerojax.posttrain.predictions import micro_batches
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
 from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
-from zerojax.run.build import (
-    RunSetup,
-    batches_of,
-    choose_checkpoint,
-    is_first,
-    kept_tokenizer,
-    mean_metrics,
-)
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, TrainBatches
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.evaluation import mean_metrics
 from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.inputs import batches_of, kept_tokenizer
 from zerojax.run.open_run import opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.trainer import BatchTrainer

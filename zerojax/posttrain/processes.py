@@ -1,4 +1,4 @@
-"""What the processes of a run do together: each has its own prompts, and all have the same figures."""
+"""Sharing work among the processes of a run: each has its own prompts, and all get the same figures."""
 
 import jax
 import numpy as np

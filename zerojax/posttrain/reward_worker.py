@@ -29,7 +29,7 @@ def load(file: str, name: str) -> Callable[..., Any]:
 
 
 def answer(find: Callable[[], dict[str, Any]]) -> str:
-    """What ``find`` returns, or the error that it raises, as a line of JSON."""
+    """The result of ``find``, or the error that it raised, as a line of JSON."""
     try:
         found = find()
     except Exception as error:

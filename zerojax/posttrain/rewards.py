@@ -24,10 +24,10 @@ class LostReward(Exception):
 
 
 class RewardProcess:
-    """A process that scores completions; it is started when it is needed, again after it hung or ended.
+    """A process that scores completions, started on first use and again after it hung or ended.
 
-    The function is ``reward(prompt: str, completion: str, **row) -> float``. It runs without accelerators
-    for JAX, and cannot harm the run: neither by an error, nor by hanging, nor by ending its process.
+    The function is ``reward(prompt: str, completion: str, **row) -> float``. JAX sees no accelerator there.
+    An error, a hang or an exit of the function does not harm the run.
 
     On Linux the process ends with the thread that started it.
 
@@ -36,7 +36,7 @@ class RewardProcess:
         seconds: that a reward may take.
 
     Raises:
-        ConfigurationError: this names no function, or no file.
+        ConfigurationError: ``function`` names no function, or the file does not exist.
     """
 
     def __init__(self, function: str, seconds: float) -> None:
@@ -69,7 +69,7 @@ class RewardProcess:
         Args:
             prompt: as text.
             completion: likewise.
-            row: further arguments of the function, by name; what JSON has no type for comes as text.
+            row: further arguments of the function, by name; values that JSON has no type for become text.
 
         Raises:
             LostReward: there is none; says why.

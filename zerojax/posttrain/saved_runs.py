@@ -12,11 +12,11 @@ from zerojax.run.run_dir import Resume, RunFolder
 
 
 def saved_settings(path: str, key: str) -> RunConfig:
-    """The settings of the run whose newest checkpoint, or a certain one, is at a path.
+    """The settings of a saved run.
 
     Args:
-        path: of a run, or of one of its checkpoints.
-        key: that names it, for errors.
+        path: of the run, or of one of its checkpoints.
+        key: the setting that names it, for errors.
 
     Raises:
         ConfigurationError: there is none.
@@ -28,9 +28,9 @@ def saved_settings(path: str, key: str) -> RunConfig:
 
 
 def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume) -> RunConfig:
-    """The settings with a checkpoint in place of the run that ``posttrain.reward_model`` names.
+    """The settings with ``posttrain.reward_model`` fixed to one of its run's checkpoints.
 
-    A run keeps the reward that it began with, also if its reward model is trained on.
+    A run keeps the reward that it began with, even if the reward model is trained further.
 
     Raises:
         ConfigurationError: there is no such checkpoint, or no longer.
@@ -58,7 +58,7 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
 
 
 def check_reward_model(config: RunConfig) -> None:
-    """Refuse a ``posttrain.reward_model`` that is none for the policy.
+    """Refuse a ``posttrain.reward_model`` that cannot score the policy's completions.
 
     Raises:
         ConfigurationError: it is a language model, or its context is too short.
@@ -79,10 +79,10 @@ def check_reward_model(config: RunConfig) -> None:
 
 
 def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
-    """Refuse a run, named as for ``saved_settings``, whose tokens mean something else than the policy's.
+    """Refuse a run, named as for ``saved_settings``, whose tokenizer is not the policy's.
 
     Raises:
-        ConfigurationError: its tokenizer is another, or gone.
+        ConfigurationError: the tokenizers differ, or its own is gone.
     """
     folder = RunFolder(checkpoints.find(Path(path)).parent.parent)
     theirs = open_tokenizer(saved_settings(path, key).data, folder.data)

@@ -112,7 +112,7 @@ class FunctionScorer:
 
 @dataclass
 class ModelScorer:
-    """Scores by a model with one output: what it says at the last token.
+    """Scores by a model with one output: its score at the last token.
 
     Attributes:
         config: the settings of the run.

@@ -1,5 +1,6 @@
-"""What follows from the settings of a run, and which do not fit each other."""
+"""Sizes that follow from the settings of a run with rollouts, and the combinations that are refused."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -51,7 +52,8 @@ def check_settings(config: RunConfig, processes: int) -> None:
     if rows % (settings.completions * processes):
         raise ConfigurationError(
             f"{rows} completions per rollout do not divide into groups of posttrain.group_size "
-            f"{settings.completions} on {processes} processes"
+            f"{settings.completions} on {processes} processes: set posttrain.rollout_rows to a multiple of "
+            f"{math.lcm(settings.completions * processes, train.batch_size)}"
         )
     steps = steps_per_rollout(config)
     if train.steps % steps:
@@ -62,14 +64,15 @@ def check_settings(config: RunConfig, processes: int) -> None:
     if settings.max_new_tokens >= train.sequence_length:
         raise ConfigurationError(
             f"posttrain.max_new_tokens {settings.max_new_tokens} leaves no room for prompts in "
-            f"train.sequence_length {train.sequence_length}"
+            f"train.sequence_length {train.sequence_length}: lower it, or raise that"
         )
     idle = {
         "train.eval_exact_match": train.eval_exact_match,
         "checkpoint.keep_best": config.checkpoint.keep_best,
     }
-    for name in (name for name, value in idle.items() if value):
-        raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
+    for name, value in idle.items():
+        if value:
+            raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
     refuse_dropout(config)
 
 

@@ -30,10 +30,10 @@ from zerojax.posttrain.saved_runs import with_reward_checkpoint
 from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
 from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
+from zerojax.run.evaluation import for_several_passes
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.several_passes import for_several_passes
 from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 
@@ -56,8 +56,8 @@ class Roles(NamedTuple):
 class PostTrainer(OpenRun, ABC):
     """A run that learns from rewards for its own completions; a context manager.
 
-    A method of learning, such as GRPO, is a subclass: it has ``rows``, and perhaps ``take_step`` and more
-    roles.
+    Each method, such as GRPO, is a subclass. It implements ``rows``, and may override ``take_step`` and
+    ``roles``.
 
     Attributes:
         environment: the prompts, and what scores completions.
@@ -185,7 +185,7 @@ class PostTrainer(OpenRun, ABC):
         """
         skipping = any(int(one.skipped_in_row) for one in (self.state, *self.beside().values()))
         self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
-        rewards, why = self.environment.score(rollout, lambda: asked() and not skipping)
+        rewards, why = self.environment.scorer.score(rollout, lambda: asked() and not skipping)
         if any_process(asked() and not skipping)[0]:
             return None
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
@@ -198,9 +198,9 @@ class PostTrainer(OpenRun, ABC):
 
     @abstractmethod
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """What the method learns from each completion; a lost one (NaN) counts nowhere.
+        """What the method learns from each completion; one without a reward (NaN) is masked out.
 
-        "tokens" and "mask" as in ``Rollout``, "old_log_probs", and what else the method's losses read.
+        "tokens" and "mask" as in ``Rollout``, "old_log_probs", and the other columns that its losses read.
         """
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
@@ -219,7 +219,7 @@ class PostTrainer(OpenRun, ABC):
         return rows | {"old_log_probs": own, "reference_log_probs": reference}
 
     def predict(self, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
-        """What a prediction says of this process's rows."""
+        """Predictions for this process's rows; see ``predict_rows``."""
         return predict_rows(self.config, rows, predict)
 
     def update(self, rows: Rows, measured: dict[str, float]) -> None:
@@ -250,7 +250,7 @@ class PostTrainer(OpenRun, ABC):
         if answers is None:
             return {}
         self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
-        rewards, _ = self.environment.score(answers)
+        rewards, _ = self.environment.scorer.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 

@@ -1,6 +1,5 @@
 """The parts of a run, built from its settings."""
 
-import functools
 import platform
 import shlex
 import sys
@@ -25,30 +24,13 @@ from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.optim.shard_check import Optimizer
 from zerojax.run import checkpoints
 from zerojax.run.config import ClusterSection, RunConfig, TrainSection
-from zerojax.run.data import (
-    Batch,
-    ChatTemplate,
-    Dataset,
-    Rows,
-    Tokenizer,
-    TrainBatches,
-    keep_tokenizer,
-    make_rows,
-    open_dataset,
-    open_template,
-    open_tokenizer,
-    prepare,
-    validation_batches,
-)
 from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
-from zerojax.run.several_passes import for_several_passes
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
 from zerojax.versions import installed
 
-_EVALUATIONS_AHEAD = 8
 _TEXTS = ("tokens", "chosen", "rejected")
 
 
@@ -159,50 +141,6 @@ def abstract_model(config: RunConfig) -> zerojax.TrainState:
     return RunSetup.of(config, optax.identity()).abstract_state()
 
 
-def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
-    """Write a run's token files on process zero, unless they are there; open them on all.
-
-    Raises:
-        ConfigurationError: the source, the tokenizer or the folder cannot be used, or the tokenizer's
-            vocabulary is larger than the model's.
-    """
-    run_on_process_zero(lambda: prepare(config.data, folder.data))
-    data = open_dataset(config.data, folder.data)
-    _check_vocabulary(data.tokenizer, config)
-    return data
-
-
-def kept_tokenizer(
-    config: RunConfig, folder: RunFolder, manifest: checkpoints.Manifest | None
-) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer of a run that reads its data without preparing them; and of conversations the template.
-
-    The run keeps both in its folder, and uses them again when it resumes.
-
-    Raises:
-        ConfigurationError: the tokenizer or template cannot be used, or its vocabulary is larger than the
-            model's.
-    """
-    resumes = manifest is not None and manifest.record.position
-
-    def keep() -> None:
-        if not (resumes and folder.data.exists()):
-            keep_tokenizer(config.data, folder.data)
-
-    run_on_process_zero(keep)
-    tokenizer = open_tokenizer(config.data, folder.data)
-    _check_vocabulary(tokenizer, config)
-    return tokenizer, open_template(config.data, folder.data) if config.data.kind == "chat" else None
-
-
-def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigurationError(
-            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, and model.vocab_size is "
-            f"{config.model.vocab_size}: raise it"
-        )
-
-
 def choose_checkpoint(
     config: RunConfig, folder: RunFolder, resume: Resume
 ) -> tuple[checkpoints.Manifest | None, list[str]]:
@@ -226,48 +164,6 @@ def choose_checkpoint(
     if found["step"] is None:
         return None, found["lines"]
     return checkpoints.read_manifest(folder.checkpoints / str(found["step"])), found["lines"]
-
-
-def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
-    """This process's part of the training batches and of the validation batches.
-
-    Raises:
-        DataError: a split is too short.
-    """
-    length, packing, labels = config.train.sequence_length, config.data.packing, config.data.masked
-    rows = functools.partial(make_rows, length=length, packing=packing, labels=labels)
-    held_out = [rows(part.validation) for part in data.parts]
-    return batches_of(config, [rows(part.train) for part in data.parts], held_out, data.weights)
-
-
-def batches_of(
-    config: RunConfig, train: Sequence[Rows], held_out: Sequence[Rows], weights: Sequence[float] = (1.0,)
-) -> tuple[TrainBatches, list[Batch]]:
-    """``make_batches`` of each source's rows, those to train on and those held out.
-
-    Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
-
-    Raises:
-        DataError: the held-out rows do not fill a micro-batch.
-    """
-    size, place = config.train.batch_size, {"process": jax.process_index(), "processes": jax.process_count()}
-    validation = validation_batches(
-        held_out,
-        weights=weights,
-        batch_size=size // config.train.accumulate,
-        batches=config.train.eval_batches,
-        **place,
-    )
-    return TrainBatches(train, weights=weights, batch_size=size, seed=config.train.seed, **place), validation
-
-
-def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a run's global batch."""
-    shape = (config.train.batch_size, config.train.sequence_length + 1)
-    names = ["tokens"]
-    names += ["segments"] if config.data.packing == "documents" else []
-    names += ["labels"] if config.data.masked else []
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 
 class Trained(NamedTuple):
@@ -340,39 +236,6 @@ def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> 
     else:
         peers.record_failures(stacks)
     return Watchdog(limits, peers.stuck)
-
-
-def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
-    """The mean loss over all tokens that count of some batches, in nats per token."""
-    return measure_loss(state, batches)[0]
-
-
-def measure_loss(state: zerojax.TrainState, batches: list[Batch]) -> tuple[jax.Array, jax.Array]:
-    """As ``mean_loss``, and the number of those tokens over all processes."""
-    means = mean_metrics(state, batches)
-    return means["loss"], means["tokens"]
-
-
-def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
-    """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
-
-    The means are over "tokens" if the loss counts them, else over batches. The last batches are dispatched
-    without waiting for them.
-    """
-    measured = []
-    if len(batches) > 1:
-        state = for_several_passes(state)
-    for batch in batches:
-        measured.append(zerojax.eval_step(state, batch))
-        # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
-        jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
-    counts = [metrics.pop("tokens", 1.0) for metrics in measured]
-    total = jnp.asarray(sum(counts))
-    sums = {
-        name: sum(metrics[name] * count for metrics, count in zip(measured, counts, strict=True))
-        for name in measured[0]
-    }
-    return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
 
 
 def is_first() -> bool:

@@ -18,19 +18,13 @@ from zerojax.models import parameter_count
 from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.run.build import (
-    RunSetup,
-    abstract_batch,
-    choose_checkpoint,
-    is_first,
-    make_batches,
-    mean_loss,
-    prepare_data,
-)
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.checkpoints import Checkpoints, step_dirs
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
+from zerojax.run.evaluation import mean_loss
 from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
 from zerojax.run.metrics import draw_loss_curve, read_metrics
 from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
 from zerojax.run.run_dir import Resume, RunFolder

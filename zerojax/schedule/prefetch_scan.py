@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm, Values
@@ -39,9 +38,10 @@ from zerojax.schedule.breadth_first import (
     with_batching_rule,
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
-from zerojax.schedule.partition import inexact, partition, with_float0
+from zerojax.schedule.partition import inexact, with_float0
 from zerojax.schedule.sharded import Sharded, taken
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
+from zerojax.schedule.transforms import TracedOnce, with_derivatives_of
 from zerojax.schedule.unit import Body, as_layer, call_gathered, on_operands, refuse_mapped, take_apart
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.param_tree import Path
@@ -138,8 +138,8 @@ class _Layer:
             return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
 
         self.body = body
-        self.run = _TracedOnce(lambda *args: (*body(*args), None))
-        self.run_keeping = _TracedOnce(keeping)
+        self.run = TracedOnce(lambda *args: (*body(*args), None))
+        self.run_keeping = TracedOnce(keeping)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -169,34 +169,6 @@ def _one_by_one(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, An
     return lax.scan(one, args.x, ((sources, args.frozen), args.sinks, args.seeds, args.state))
 
 
-def _with_derivatives_of(plain: Any, function: Any) -> Any:
-    """``function``, with the derivatives of ``plain(result, *args)``, which computes the same differently."""
-
-    @jax.custom_vjp
-    def run(*args: Any) -> Any:
-        return function(*args)
-
-    def forward(*args: Any) -> tuple[Any, Any]:
-        result = run(*args)  # not `function`: it may be differentiated again
-        return result, (args, result)
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        (args, result), cotangents = _after(residuals, cotangents)
-        return jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
-
-    run.defvjp(forward, backward)
-    return run
-
-
-def _after(values: Any, others: Any) -> Any:
-    """Both pytrees, behind a barrier: nothing uses the values before the others are computed.
-
-    XLA:CPU may otherwise run independent loops at once, and mix up their collectives.
-    """
-    arrays, float0, combine = partition((values, others), lambda x: x.dtype != jax.dtypes.float0)
-    return combine(lax.optimization_barrier(arrays), float0)
-
-
 class _ForwardCarry(NamedTuple):
     """Carried from one layer of the forward pass to the next.
 
@@ -215,7 +187,7 @@ class _ForwardCarry(NamedTuple):
     stacks: tuple[Any, Any, Values | None]
 
 
-def _forward(comm: UnitComm, run: "_TracedOnce", args: _ScanArgs) -> tuple[Any, Any, Values | None, Any, Any]:
+def _forward(comm: UnitComm, run: TracedOnce, args: _ScanArgs) -> tuple[Any, Any, Values | None, Any, Any]:
     """Run every layer in order, gathering each while those before it compute.
 
     Returns:
@@ -260,7 +232,7 @@ def _scan_fwd(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[tuple[Any
         return *_one_by_one(comm, layer, args._replace(copies=fresh)), fresh, *kept
 
     function = functools.partial(_forward, comm, layer.run_keeping)
-    x, states, fresh, *kept = _with_derivatives_of(plain, function)(args)
+    x, states, fresh, *kept = with_derivatives_of(plain, function)(args)
     return (x, states, fresh), (args._replace(copies=fresh), kept)
 
 
@@ -280,7 +252,7 @@ def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) ->
         return sums, of_x, inexact(of_state), inexact(of_shared)
 
     function = functools.partial(_backward, comm, shapes)
-    sums, of_x, *rest = _with_derivatives_of(plain, function)(kept, inexact(given), args)
+    sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args)
     of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
     none: Any = None
     return (_ScanArgs(none, sums, none, none, none, of_x, of_state, of_shared),)
@@ -342,15 +314,22 @@ def _backward(
         grads, before, of_state, of_shared = vjp((cotangent, with_float0(layer_at(after, index), like)))
         return grads, before, inexact(of_state), inexact(of_shared)
 
+    def compute(carry: _BackwardCarry, index: Any) -> _BackwardCarry:
+        """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
+        sent, sums = queue.advance(carry.in_flight, carry.sums, index + 1)
+        grads, cotangent, own, more = run(layer_at(stacked, index), carry.whole, carry.cotangent, index)
+        return carry._replace(
+            cotangent=cotangent,
+            of_state=put_layer(carry.of_state, own, index),
+            of_shared=jax.tree.map(jnp.add, carry.of_shared, more),
+            in_flight=queue.enqueue(grads, index, sent),
+            sums=sums,
+        )
+
     def layer(carry: _BackwardCarry, index: Any, *, crossing: bool) -> _BackwardCarry:
         fetching, secondary = weights.advance(carry.fetching, index, crossing=crossing)
         whole = comm.to_whole(secondary)
-        sent, sums = queue.advance(carry.in_flight, carry.sums, index + 1)
-        grads, cotangent, own, more = run(layer_at(stacked, index), carry.whole, carry.cotangent, index)
-        of_state = put_layer(carry.of_state, own, index)
-        of_shared = jax.tree.map(jnp.add, carry.of_shared, more)
-        in_flight = queue.enqueue(grads, index, sent)
-        return _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, sums)
+        return compute(carry, index)._replace(fetching=fetching, whole=whole)
 
     # Filled in place, layer by layer: joining parts afterwards would hold all gradients twice.
     sums = tuple(lax.empty(sink.shape, sink.dtype) for sink in args.sinks)
@@ -375,35 +354,9 @@ def _backward(
         )
     for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)
-    cotangent, of_state, of_shared, _, whole, in_flight, sums = carry
     if last > 0:
-        sent, sums = queue.advance(in_flight, sums, 1)
-        grads, cotangent, own, more = run(layer_at(stacked, 0), whole, cotangent, 0)
-        of_state = put_layer(of_state, own, 0)
-        of_shared = jax.tree.map(jnp.add, of_shared, more)
-        in_flight = queue.enqueue(grads, 0, sent)
-    return queue.drain(in_flight, sums), cotangent, of_state, of_shared
+        carry = compute(carry, 0)
+    return queue.drain(carry.in_flight, carry.sums), carry.cotangent, carry.of_state, carry.of_shared
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
-
-
-class _TracedOnce:
-    """A pure function that is traced once, for the first arguments it gets."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._traced: tuple[Any, Any] | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        self.shapes(*args)
-        assert self._traced is not None
-        call, shapes = self._traced
-        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
-
-    def shapes(self, *args: Any) -> Any:
-        """The shapes and dtypes that the function returns."""
-        if self._traced is None:
-            closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
-            self._traced = jaxpr_as_fun(closed), shapes
-        return self._traced[1]

@@ -1,6 +1,5 @@
 """The arrays of a train state: their shapes, dtypes and shardings."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,17 +52,6 @@ def state_specs(spec: TrainSpec) -> dict[str, PyTree]:
 def shardings_of(tree: PyTree) -> PyTree:
     """The sharding of each leaf of a tree of arrays or of ShapeDtypeStructs."""
     return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of arrays or ShapeDtypeStructs; of those without a sharding, all."""
-
-    def one(x: Any) -> int:
-        sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * x.dtype.itemsize  # which random keys have, too
-
-    return sum(map(one, jax.tree.leaves(tree)))
 
 
 @jax.jit

@@ -20,7 +20,8 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import flat_blocks
-from zerojax.train.fields import device_bytes, state_specs
+from zerojax.train.fields import state_specs
+from zerojax.train.memory import device_bytes
 from zerojax.train.sources import rows_of, secondary_partitions
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there

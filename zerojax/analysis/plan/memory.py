@@ -29,7 +29,8 @@ from rich.table import Table
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import numeric, size
 from zerojax.sharding.layout import ParamLayout
-from zerojax.train.fields import abstract_fields, device_bytes
+from zerojax.train.fields import abstract_fields
+from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
 
 KINDS = {

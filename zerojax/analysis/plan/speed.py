@@ -97,7 +97,7 @@ def predict_step(
             local[part] += within
             node[part] += between
             compute[part] += hop.codec_bytes / rate
-    optimizer = _optimizer_bytes(spec, memory) / rate
+    optimizer = _optimizer_bytes(memory) / rate
     seconds = optimizer + compute["alone"] + local["alone"] + node["alone"]
     for part in ("forward", "backward"):
         shorter, longer = sorted((compute[part], node[part]))
@@ -137,6 +137,6 @@ def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
     return "forward" if hop.phase == "weights forward" else "backward"
 
 
-def _optimizer_bytes(spec: TrainSpec, memory: PredictedMemory) -> int:
+def _optimizer_bytes(memory: PredictedMemory) -> int:
     parameters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
     return 2 * (parameters + state) + _TIMES_GRADIENTS * parameters

@@ -19,7 +19,7 @@ from orbax.checkpoint._src.serialization.types import DefaultSerializationStatus
 from zerojax.errors import RunError
 from zerojax.run.checkpoints.canonical import abstract_canonical
 from zerojax.sharding.mesh import on_gpus
-from zerojax.train.fields import device_bytes
+from zerojax.train.memory import device_bytes
 from zerojax.train.state import TrainState
 
 PORTION = 2 << 30

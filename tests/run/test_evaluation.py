@@ -8,8 +8,8 @@ import optax
 from core_models import CASES
 
 import zerojax
-from zerojax.run import several_passes
-from zerojax.run.build import mean_loss
+from zerojax.run import evaluation
+from zerojax.run.evaluation import mean_loss
 
 CASE = CASES["gpt-tied"]
 
@@ -41,8 +41,8 @@ def test_an_evaluation_of_several_batches_copies_the_weights_once():
 
 def test_without_room_there_is_no_copy():
     state = create(2, 2)
-    with mock.patch.object(several_passes, "free_memory", return_value=1):
-        assert several_passes.for_several_passes(state).node_copy
-        assert several_passes.for_several_passes(state, beside=1 << 20) is state
+    with mock.patch.object(evaluation, "free_memory", return_value=1):
+        assert evaluation.for_several_passes(state).node_copy
+        assert evaluation.for_several_passes(state, beside=1 << 20) is state
     one = create(1, 4)
-    assert several_passes.for_several_passes(one) is one
+    assert evaluation.for_several_passes(one) is one

@@ -1,0 +1,54 @@
+"""Means over batches, with weights that cross nodes once for all of them."""
+
+import jax
+import jax.numpy as jnp
+
+import zerojax
+from zerojax.multihost.agreement import gather_from_all
+from zerojax.run.data import Batch
+from zerojax.train.memory import free_memory
+from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes
+
+_EVALUATIONS_AHEAD = 8
+
+
+def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
+    """The mean loss over all tokens that count of some batches, in nats per token."""
+    return mean_metrics(state, batches)["loss"]
+
+
+def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
+    """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
+
+    The means are over "tokens" if the loss counts them, else over batches. The last batches are dispatched
+    without waiting for them.
+    """
+    measured = []
+    if len(batches) > 1:
+        state = for_several_passes(state)
+    for batch in batches:
+        measured.append(zerojax.eval_step(state, batch))
+        # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
+        jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
+    counts = [metrics.pop("tokens", 1.0) for metrics in measured]
+    total = jnp.asarray(sum(counts))
+    sums = {
+        name: sum(metrics[name] * count for metrics, count in zip(measured, counts, strict=True))
+        for name in measured[0]
+    }
+    return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
+
+
+def for_several_passes(state: zerojax.TrainState, beside: int = 0) -> zerojax.TrainState:
+    """``zerojax.with_node_copy``, if every device has room for the copy; else the state itself.
+
+    All processes call it together.
+
+    Args:
+        state: whose weights do not change meanwhile.
+        beside: bytes of a device that will be needed beside the copy.
+    """
+    if not lacks_node_copy(state):
+        return state
+    room = (free_memory(state.spec) << 20) - beside - node_copy_bytes(state.spec)
+    return zerojax.with_node_copy(state) if min(gather_from_all(room)) >= 0 else state

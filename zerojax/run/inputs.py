@@ -1,0 +1,114 @@
+"""What a run reads: its tokens and tokenizer, and the batches that it makes of them."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.errors import ConfigurationError
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.run.checkpoints import Manifest
+from zerojax.run.config import RunConfig
+from zerojax.run.data import (
+    Batch,
+    ChatTemplate,
+    Dataset,
+    Rows,
+    Tokenizer,
+    TrainBatches,
+    keep_tokenizer,
+    make_rows,
+    open_dataset,
+    open_template,
+    open_tokenizer,
+    prepare,
+    validation_batches,
+)
+from zerojax.run.run_dir import RunFolder
+
+
+def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
+    """Write a run's token files on process zero, unless they are there; open them on all.
+
+    Raises:
+        ConfigurationError: the source, the tokenizer or the folder cannot be used, or the tokenizer's
+            vocabulary is larger than the model's.
+    """
+    run_on_process_zero(lambda: prepare(config.data, folder.data))
+    data = open_dataset(config.data, folder.data)
+    _check_vocabulary(data.tokenizer, config)
+    return data
+
+
+def kept_tokenizer(
+    config: RunConfig, folder: RunFolder, manifest: Manifest | None
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer of a run that reads its data without preparing them; and of conversations the template.
+
+    The run keeps both in its folder, and uses them again when it resumes.
+
+    Raises:
+        ConfigurationError: the tokenizer or template cannot be used, or its vocabulary is larger than the
+            model's.
+    """
+    resumes = manifest is not None and manifest.record.position
+
+    def keep() -> None:
+        if not (resumes and folder.data.exists()):
+            keep_tokenizer(config.data, folder.data)
+
+    run_on_process_zero(keep)
+    tokenizer = open_tokenizer(config.data, folder.data)
+    _check_vocabulary(tokenizer, config)
+    return tokenizer, open_template(config.data, folder.data) if config.data.kind == "chat" else None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigurationError(
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, and model.vocab_size is "
+            f"{config.model.vocab_size}: raise it"
+        )
+
+
+def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
+    """This process's part of the training batches and of the validation batches.
+
+    Raises:
+        DataError: a split is too short.
+    """
+    length, packing, labels = config.train.sequence_length, config.data.packing, config.data.masked
+    rows = functools.partial(make_rows, length=length, packing=packing, labels=labels)
+    held_out = [rows(part.validation) for part in data.parts]
+    return batches_of(config, [rows(part.train) for part in data.parts], held_out, data.weights)
+
+
+def batches_of(
+    config: RunConfig, train: Sequence[Rows], held_out: Sequence[Rows], weights: Sequence[float] = (1.0,)
+) -> tuple[TrainBatches, list[Batch]]:
+    """``make_batches`` of each source's rows, those to train on and those held out.
+
+    Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
+
+    Raises:
+        DataError: the held-out rows do not fill a micro-batch.
+    """
+    size, place = config.train.batch_size, {"process": jax.process_index(), "processes": jax.process_count()}
+    validation = validation_batches(
+        held_out,
+        weights=weights,
+        batch_size=size // config.train.accumulate,
+        batches=config.train.eval_batches,
+        **place,
+    )
+    return TrainBatches(train, weights=weights, batch_size=size, seed=config.train.seed, **place), validation
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a run's global batch."""
+    shape = (config.train.batch_size, config.train.sequence_length + 1)
+    names = ["tokens"]
+    names += ["segments"] if config.data.packing == "documents" else []
+    names += ["labels"] if config.data.masked else []
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
