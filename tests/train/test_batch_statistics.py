@@ -155,19 +155,23 @@ class Plain:
         The state becomes the mean of theirs; where groups ``follow`` each other, what the last left.
         """
 
-        def mean(weights: Any) -> Any:
-            losses, afters, other = [], [], self.other
-            for group in groups:
-                loss, after = self._apply(weights, other, group)
-                losses, afters = [*losses, loss], [*afters, after]
-                other = {**other, **after} if follow else other
-            states = afters[-1:] if follow else afters
-            return sum(losses) / len(losses), jax.tree.map(lambda *x: sum(x) / len(x), *states)
-
-        (loss, after), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(self.weights)
+        (loss, after), grads = self._gradients(self.weights, self.other, groups, follow)
         self.weights = jax.tree.map(lambda w, g: w - RATE * g, self.weights, grads)
         self.other = {**self.other, **after}
         return float(loss)
+
+    @functools.partial(jax.jit, static_argnums=(0, 4))
+    def _gradients(self, weights: Any, other: Any, groups: Any, follow: bool) -> Any:
+        def mean(weights: Any) -> Any:
+            losses, afters, before = [], [], other
+            for group in groups:
+                loss, after = self._apply(weights, before, group)
+                losses, afters = [*losses, loss], [*afters, after]
+                before = {**before, **after} if follow else before
+            states = afters[-1:] if follow else afters
+            return sum(losses) / len(losses), jax.tree.map(lambda *x: sum(x) / len(x), *states)
+
+        return jax.value_and_grad(mean, has_aux=True)(weights)
 
     def check(self, state: zerojax.TrainState) -> None:
         assert distance(masters(state), self.weights) < 1e-5
