@@ -18,6 +18,7 @@ import zerojax
 AXES = ("node", "local")
 ROWS = 48
 RATE = 0.1
+SGD = optax.sgd(RATE)  # one for all, which is checked once with each model
 
 
 class Normed(nnx.Module):
@@ -100,7 +101,7 @@ def create(style: str, mesh: tuple[int, int], axis: Any = AXES, **zero: Any) -> 
     units = (LinenNormed,) if sample else () if STYLES[style][1] else (Normed,)
     return zerojax.TrainState.create(
         make(style, axis),
-        optax.sgd(RATE),
+        SGD,
         squared_error,
         mesh=zerojax.make_mesh(*mesh),
         zero=zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": units, **zero}),
@@ -284,7 +285,7 @@ def test_a_linen_loss_may_name_the_axes():
     batch = batches(1)[0]
     state = zerojax.TrainState.create(
         linen.Dense(3),
-        optax.sgd(RATE),
+        SGD,
         contrastive,
         mesh=zerojax.make_mesh(2, 2),
         zero=zerojax.ZeroConfig(compute_dtype="float32", units=(linen.Dense,)),
@@ -317,7 +318,7 @@ def test_initial_values_that_depend_on_other_devices_are_refused():
     with pytest.raises(zerojax.ZeroError, match=r"an initial value depends on a collective .* node"):
         zerojax.TrainState.create(
             FromAll(),
-            optax.sgd(RATE),
+            SGD,
             squared_error,
             mesh=zerojax.make_mesh(2, 2),
             zero=zerojax.ZeroConfig(units=(FromAll,)),

@@ -31,10 +31,12 @@ SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:no unit is named")
 
 
+@functools.cache  # an optimizer is checked once with each model
 def momentum() -> optax.GradientTransformation:
     return optax.sgd(0.02, momentum=0.9)
 
 
+@functools.cache
 def adamw() -> optax.GradientTransformation:
     """Clipping by the global norm, a schedule, and weight decay of matrices alone."""
     return optax.chain(
@@ -51,6 +53,7 @@ EXACT = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
 ADAM_WITHIN = {"losses_within": 1e-5, "params_within": 1e-3}
 
 
+@functools.cache
 def momentum_with_decay() -> optax.GradientTransformation:
     """What AdamW can't show exactly: decay by path, and a clip that is in force."""
 

@@ -17,6 +17,7 @@ from zerojax.train import step
 from zerojax.train.fields import device_bytes
 from zerojax.train.node_copy import node_copy_bytes
 
+ADAM = optax.adam(0.1)  # one for all, which is checked once with each model
 CHOICES = {
     "zero3": {},
     "zero++": {"preset": "zero++"},
@@ -32,9 +33,7 @@ def create(
     lora = LoRA(rank=2, targets=("*kernel",)) if "frozen" in zero else None
     options = zerojax.ZeroConfig.preset(preset, compute_dtype="float32", **zero)
     mesh = zerojax.make_mesh(nodes, local, devices=jax.devices()[: nodes * local])
-    return zerojax.TrainState.create(
-        case.model, optax.adam(0.1), case.loss, mesh=mesh, zero=options, lora=lora
-    )
+    return zerojax.TrainState.create(case.model, ADAM, case.loss, mesh=mesh, zero=options, lora=lora)
 
 
 def outputs(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
