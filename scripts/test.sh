@@ -20,23 +20,29 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi
 
-# Types and the site beside the tests, which leave a tenth of two cores idle; their output follows.
+.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
+
+# What is left to compute runs beside the tests that mostly wait, and gives way to them; its output follows.
 output=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
-.venv/bin/pyright >"$output/types" 2>&1 &
-types=$!
-"${site[@]}" >"$output/site" 2>&1 &
-docs=$!
-.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
-failed=()
-wait $types || failed+=(pyright)
-wait $docs || failed+=(mkdocs)
-cat "$output/types" "$output/site"
-if [ ${#failed[@]} -gt 0 ]; then
-    echo "failed: ${failed[*]} (see above)" >&2
-    exit 1
-fi
-.venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow"
+names=() processes=()
+beside() {
+    nice -n 19 "${@:2}" >"$output/$1" 2>&1 &
+    names+=("$1") processes+=($!)
+}
 # The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped above.
 compiler=$(.venv/bin/python -c "from zerojax.analysis import aot; print(aot.compiler_dir())")
-PYTHONPATH="$compiler" .venv/bin/pytest -q tests/pallas_kernels/test_lowering.py
+lowering=(.venv/bin/pytest -q -p no:cacheprovider tests/pallas_kernels/test_lowering.py)
+beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
+beside pyright .venv/bin/pyright
+beside mkdocs "${site[@]}"
+failed=()
+.venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow" || failed+=("tests alone")
+for i in "${!names[@]}"; do
+    wait "${processes[i]}" || failed+=("${names[i]}")
+    cat "$output/${names[i]}"
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    (IFS=,; echo "failed: ${failed[*]} (see above)") >&2
+    exit 1
+fi

@@ -15,6 +15,7 @@ from plain_loop import distance, masters
 import zerojax
 
 RATE = 0.1
+SGD = optax.sgd(RATE)  # one for all, which is checked once with each model
 BATCH = regression_batch(np.random.default_rng(3), 8)
 
 
@@ -111,7 +112,7 @@ def create(
 ) -> zerojax.TrainState:
     return zerojax.TrainState.create(
         Model() if model is None else model,
-        optax.sgd(RATE),
+        SGD,
         loss,
         mesh=zerojax.make_mesh(1, 2),
         zero=zerojax.ZeroConfig(compute_dtype="float32", units=units, **zero),

@@ -9,13 +9,13 @@ from zerojax import cluster
 
 pytestmark = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
 
-STEPS = 20
+STEPS = 10
 
 
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.chdir(request.config.rootpath)
-    # Most of the time goes into steps here: twenty of delta take three times as long without optimization.
+    # Most of the time goes into steps here: delta's take three times as long without optimization.
     optimized = os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1")
     monkeypatch.setenv("XLA_FLAGS", optimized)
 
@@ -31,7 +31,7 @@ def _from_the_root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     ],
 )
 def test_a_node_sends_what_the_report_says(preset, nodes, local, width, settings, share):
-    """20 steps; the counters of every node's interface agree within 5%."""
+    """Of ten steps; the counters of every node's interface agree within 5%."""
     output = io.BytesIO()
     try:
         measured = cluster.measure_bytes(
@@ -43,7 +43,7 @@ def test_a_node_sends_what_the_report_says(preset, nodes, local, width, settings
         raise AssertionError(output.getvalue().decode()) from error
     for node in measured:
         expected = node.result["expected"]
-        assert expected > 50e6
+        assert expected > STEPS * 2.5e6
         assert node.link.sent == pytest.approx(expected, rel=0.05)
         assert node.link.received == pytest.approx(expected, rel=0.05)
         assert share[0] <= expected / node.result["zero3"] <= share[1], "of what ZeRO-3 sends"

@@ -37,12 +37,13 @@ def test_train_and_resume(config: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "zero3 on 2 x 4 cpu devices" in done.stdout
     assert "step 4/4 | loss" in done.stdout
     assert RunFolder(folder).read_summary()["devices"] == 8
-    again = zerojax("train", config, "--run-dir", folder, "--train.steps", 5, "--resume", "must")
-    assert again.returncode == 0, again.stderr
-    assert "resuming from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again.stdout
-    assert "the learning rate follows the schedule of 5 steps: " in again.stdout
-    assert "step 5/5 | loss" in again.stdout
-    assert main(["train", str(config), "--run-dir", str(folder), "--resume", "never"]) == 2
+    arguments = ["train", str(config), "--run-dir", str(folder)]
+    assert main([*arguments, "--train.steps", "5", "--resume", "must"]) == 0
+    again = capfd.readouterr().out
+    assert "resuming from step 4; train.eval_every: 2 -> 4; train.steps: 4 -> 5; the" in again
+    assert "the learning rate follows the schedule of 5 steps: " in again
+    assert "step 5/5 | loss" in again
+    assert main([*arguments, "--resume", "never"]) == 2
     refused = capfd.readouterr().err
     assert "holds a run at step 5" in refused
     assert "Traceback" not in refused

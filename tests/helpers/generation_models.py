@@ -13,6 +13,7 @@ import zerojax
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
 
 VOCAB, CONTEXT = 29, 24
+ADAM = optax.adam(1e-2)  # one for all, which is checked once with each model
 SMALL = GPTConfig(
     vocab_size=VOCAB, layers=2, d_model=8, heads=2, kv_heads=1, max_seq_len=CONTEXT, init_std=0.3,
     biases=False, positions="rope", norm="rms", mlp="swiglu", ffn=24, tied=False,
@@ -117,10 +118,8 @@ def create(
     factory = (lambda rngs: GPT(model, rngs=rngs)) if isinstance(model, GPTConfig) else model
     mesh = zerojax.make_mesh(nodes, local)
     if abstract:
-        return zerojax.TrainState.abstract(factory, optax.adam(1e-2), lm_loss, mesh=mesh, zero=config)
-    return zerojax.TrainState.create(
-        factory, optax.adam(1e-2), lm_loss, mesh=mesh, zero=config, seed=seed, **extra
-    )
+        return zerojax.TrainState.abstract(factory, ADAM, lm_loss, mesh=mesh, zero=config)
+    return zerojax.TrainState.create(factory, ADAM, lm_loss, mesh=mesh, zero=config, seed=seed, **extra)
 
 
 def prompts(count: int = 11, longest: int = 12) -> list[np.ndarray]:

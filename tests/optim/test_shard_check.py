@@ -97,6 +97,14 @@ def test_what_depends_on_a_leafs_shape_is_refused(name):
     assert "Use a transform that works element by element" in str(e.value).replace("\n", " ")
 
 
+def test_what_one_model_allows_is_asked_again_of_another():
+    tx = BAD["factored"]()
+    for _ in range(2):
+        check_shardable(tx, leaves()[:1])  # a vector has no factors
+        with pytest.raises(zerojax.ZeroError, match=r"up/kernel.*depends on the leaf's shape"):
+            check_shardable(tx, leaves()[:2])
+
+
 @pytest.mark.parametrize(
     "chosen", [lambda x: x.shape[-1] != 300, lambda x: x.shape[0] != 200], ids=["last side", "first side"]
 )

@@ -5,6 +5,7 @@ to be the same.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,24 +68,29 @@ def in_nnx_remat(model: Model, x: jax.Array) -> jax.Array:
 RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat]
 
 
-def all_at_once(state: Any) -> dict[Any, np.ndarray]:
-    """The copies as they are after the next step's update, by path."""
-    train_spec = state.spec
+def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
+    """Of a state: its copies as they are after the next step's update, by path."""
     spec = train_spec.by_path(train_spec.secondary_spec)
 
     def update(params: Any, secondary: Any, step: Any) -> Any:
         blocks = flat_blocks(params, train_spec.leaves)
         return next_secondary(train_spec, blocks, secondary, step)
 
-    run = jax.shard_map(
-        update,
-        mesh=train_spec.mesh,
-        in_specs=(train_spec.by_path(train_spec.param_spec), spec, jax.P()),
-        out_specs=spec,
-        check_vma=False,
+    run = jax.jit(
+        jax.shard_map(
+            update,
+            mesh=train_spec.mesh,
+            in_specs=(train_spec.by_path(train_spec.param_spec), spec, jax.P()),
+            out_specs=spec,
+            check_vma=False,
+        )
     )
-    copies = jax.jit(run)(from_tree(state.params), from_tree(state.secondary), state.step)
-    return {path: np.asarray(copy, np.float32) for path, copy in copies.items()}
+
+    def copies(state: Any) -> dict[Any, np.ndarray]:
+        found = run(from_tree(state.params), from_tree(state.secondary), state.step)
+        return {path: np.asarray(copy, np.float32) for path, copy in found.items()}
+
+    return copies
 
 
 BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
@@ -108,8 +114,9 @@ def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, ord
     state = case.create(optax.adamw(1e-2, weight_decay=0.1), nodes=2, local=2, **DELTA, **order)
     names = {group.unit for group in state.spec.updating}
     assert names == {"first/block", "second/block"}
+    copies = all_at_once(state.spec)
     for batch in case.batches(8, 3):
-        expected, loss = all_at_once(state), eval_step(state, batch)["loss"]
+        expected, loss = copies(state), eval_step(state, batch)["loss"]
         state, metrics = train_step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
         for path, copy in from_tree(state.secondary).items():

@@ -14,6 +14,7 @@ import zerojax
 from zerojax.train.step import trace_train_step
 
 X = np.ones((16, WIDTH), np.float32)
+SGD = optax.sgd(0.1)  # one for all, which is checked once with each model
 
 
 class Model(nnx.Module):
@@ -51,7 +52,7 @@ def traced(loss, stage=3, model: Any = Model, units=(Block,), **arguments):
     """Trace a step, as its first call does; nothing is compiled."""
     zero = zerojax.ZeroConfig(stage=stage, units=units)
     mesh = zerojax.make_mesh(2, 4)
-    state = zerojax.TrainState.abstract(model, optax.sgd(0.1), loss, mesh=mesh, zero=zero, **arguments)
+    state = zerojax.TrainState.abstract(model, SGD, loss, mesh=mesh, zero=zero, **arguments)
     return trace_train_step(state, X)
 
 
@@ -120,7 +121,7 @@ def test_evaluation_refuses_too():
 
     zero = zerojax.ZeroConfig(units=(Block,))
     mesh = zerojax.make_mesh(2, 4)
-    state = zerojax.TrainState.create(Model, optax.sgd(0.1), loss, mesh=mesh, zero=zero)
+    state = zerojax.TrainState.create(Model, SGD, loss, mesh=mesh, zero=zero)
     with pytest.raises(zerojax.ZeroError, match="sharded"):
         zerojax.eval_step(state, X)
 

@@ -18,6 +18,7 @@ import zerojax
 AXES = ("node", "local")
 ROWS = 48
 RATE = 0.1
+SGD = optax.sgd(RATE)  # one for all, which is checked once with each model
 
 
 class Normed(nnx.Module):
@@ -100,7 +101,7 @@ def create(style: str, mesh: tuple[int, int], axis: Any = AXES, **zero: Any) -> 
     units = (LinenNormed,) if sample else () if STYLES[style][1] else (Normed,)
     return zerojax.TrainState.create(
         make(style, axis),
-        optax.sgd(RATE),
+        SGD,
         squared_error,
         mesh=zerojax.make_mesh(*mesh),
         zero=zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": units, **zero}),
@@ -155,19 +156,23 @@ class Plain:
         The state becomes the mean of theirs; where groups ``follow`` each other, what the last left.
         """
 
-        def mean(weights: Any) -> Any:
-            losses, afters, other = [], [], self.other
-            for group in groups:
-                loss, after = self._apply(weights, other, group)
-                losses, afters = [*losses, loss], [*afters, after]
-                other = {**other, **after} if follow else other
-            states = afters[-1:] if follow else afters
-            return sum(losses) / len(losses), jax.tree.map(lambda *x: sum(x) / len(x), *states)
-
-        (loss, after), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(self.weights)
+        (loss, after), grads = self._gradients(self.weights, self.other, groups, follow)
         self.weights = jax.tree.map(lambda w, g: w - RATE * g, self.weights, grads)
         self.other = {**self.other, **after}
         return float(loss)
+
+    @functools.partial(jax.jit, static_argnums=(0, 4))
+    def _gradients(self, weights: Any, other: Any, groups: Any, follow: bool) -> Any:
+        def mean(weights: Any) -> Any:
+            losses, afters, before = [], [], other
+            for group in groups:
+                loss, after = self._apply(weights, before, group)
+                losses, afters = [*losses, loss], [*afters, after]
+                before = {**before, **after} if follow else before
+            states = afters[-1:] if follow else afters
+            return sum(losses) / len(losses), jax.tree.map(lambda *x: sum(x) / len(x), *states)
+
+        return jax.value_and_grad(mean, has_aux=True)(weights)
 
     def check(self, state: zerojax.TrainState) -> None:
         assert distance(masters(state), self.weights) < 1e-5
@@ -280,7 +285,7 @@ def test_a_linen_loss_may_name_the_axes():
     batch = batches(1)[0]
     state = zerojax.TrainState.create(
         linen.Dense(3),
-        optax.sgd(RATE),
+        SGD,
         contrastive,
         mesh=zerojax.make_mesh(2, 2),
         zero=zerojax.ZeroConfig(compute_dtype="float32", units=(linen.Dense,)),
@@ -313,7 +318,7 @@ def test_initial_values_that_depend_on_other_devices_are_refused():
     with pytest.raises(zerojax.ZeroError, match=r"an initial value depends on a collective .* node"):
         zerojax.TrainState.create(
             FromAll(),
-            optax.sgd(RATE),
+            SGD,
             squared_error,
             mesh=zerojax.make_mesh(2, 2),
             zero=zerojax.ZeroConfig(units=(FromAll,)),

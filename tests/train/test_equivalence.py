@@ -31,10 +31,12 @@ SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:no unit is named")
 
 
+@functools.cache  # an optimizer is checked once with each model
 def momentum() -> optax.GradientTransformation:
     return optax.sgd(0.02, momentum=0.9)
 
 
+@functools.cache
 def adamw() -> optax.GradientTransformation:
     """Clipping by the global norm, a schedule, and weight decay of matrices alone."""
     return optax.chain(
@@ -51,6 +53,7 @@ EXACT = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
 ADAM_WITHIN = {"losses_within": 1e-5, "params_within": 1e-3}
 
 
+@functools.cache
 def momentum_with_decay() -> optax.GradientTransformation:
     """What AdamW can't show exactly: decay by path, and a clip that is in force."""
 
@@ -133,7 +136,8 @@ def test_half_precision_weights_have_full_precision_masters(stage):
     [
         ("gpt-tied", (2, 4), 3, {"remat": "attention"}),
         pytest.param("nnx", (1, 5), 1, {"accumulate": 2}, marks=SLOW),
-        ("stack", (4, 2), 2, {"accumulate": 2}),
+        # Stages, meshes and accumulation are those of the exact comparison below.
+        pytest.param("stack", (4, 2), 2, {"accumulate": 2}, marks=SLOW),
         ("linen", (8, 1), 3, {"accumulate": 3, "remat": "none"}),
         pytest.param("linen-scan", (1, 8), 0, {"accumulate": 2}, marks=SLOW),
         ("awkward", (2, 4), 3, {"grad_sync": "step", "accumulate": 2}),
@@ -192,7 +196,7 @@ def test_micro_batches_in_breadth(name, mesh, options):
     [
         ((2, 4), 3, {"accumulate": 3}),
         ((1, 5), 0, {"accumulate": 2}),
-        ((3, 2), 1, {}),
+        pytest.param((3, 2), 1, {}, marks=SLOW),
         ((8, 1), 2, {"grad_sync": "step", "accumulate": 2}),
     ],
     ids=str,
@@ -252,11 +256,11 @@ ROUTES = (
 
 @pytest.mark.parametrize(
     ("mesh", "route"),
-    [(mesh, ROUTES[i % len(ROUTES)]) for i, mesh in enumerate(MATH_MESHES)]
-    + [((2, 4), route) for route in ROUTES[3:5]]
+    [(mesh, ROUTES[i % len(ROUTES)]) for i, mesh in enumerate(MATH_MESHES[:-1])]
+    + [((2, 4), ROUTES[4])]
     + [
         pytest.param(mesh, ROUTES[i], marks=SLOW)
-        for mesh, i in (((2, 4), 5), ((4, 3), 4), ((1, 2), 3), ((2, 1), 3))
+        for mesh, i in (((1, 2), 2), ((2, 4), 3), ((2, 4), 5), ((4, 3), 4), ((1, 2), 3), ((2, 1), 3))
     ],
     ids=str,
 )

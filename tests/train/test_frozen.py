@@ -17,6 +17,7 @@ from zerojax.train.frozen import encode_frozen
 
 MESHES = [(1, 1), (2, 4), (3, 2)]
 UP, DENSE = ("*up*", "!*bias"), ("*dense_0*", "!*bias")
+SGD = optax.sgd(0.1)  # one for all, which is checked once with each model
 
 
 def frozen_up(params):
@@ -31,7 +32,7 @@ def frozen_up(params):
 @functools.cache
 def wanted(name: str):
     """Losses and weights of a plain loop whose optimizer does not change the frozen weights."""
-    tx = optax.multi_transform({"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}, frozen_up)
+    tx = optax.multi_transform({"trained": SGD, "frozen": optax.set_to_zero()}, frozen_up)
     return plain_loop(plain_model(name), tx, CASES[name].batches(24, 4))
 
 
@@ -39,7 +40,7 @@ def states(name: str, nodes: int, local: int, steps: int = 4, **zero):
     """The states before and after some steps, and the losses."""
     case = CASES[name]
     options = {"frozen": DENSE if case.linen else UP, **zero}
-    first = state = case.create(optax.sgd(0.1), nodes=nodes, local=local, **options)
+    first = state = case.create(SGD, nodes=nodes, local=local, **options)
     losses = []
     for batch in case.batches(24, steps):
         kept = jax.tree.map(np.asarray, state.frozen)
@@ -83,7 +84,7 @@ def test_the_presets_train_beside_frozen_weights(preset):
 
 def compiled_bytes(**zero):
     case = CASES["stack"]
-    state = case.create(optax.sgd(0.1), nodes=2, local=4, **zero)
+    state = case.create(SGD, nodes=2, local=4, **zero)
     return zerojax.comm_report(state, case.batches(24, 1)[0])
 
 
@@ -100,7 +101,7 @@ def test_frozen_weights_never_cross_nodes():
     "fmt", ["fp8", "nf4", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("bf16", "int8", "int4"))]
 )
 def test_every_format_is_stored_once_per_node_and_decoded_with_its_own_error(fmt):
-    create = functools.partial(CASES["stack"].create, optax.sgd(0.1), nodes=2, local=4, frozen=("*up*",))
+    create = functools.partial(CASES["stack"].create, SGD, nodes=2, local=4, frozen=("*up*",))
     exact, state = create(), create(frozen_weights=fmt, block_size=64, precise=())
     for x in jax.tree.leaves(state.frozen):
         places = {(str(shard.index), shard.device.id // 4) for shard in x.addressable_shards}
@@ -119,7 +120,7 @@ def test_the_fingerprint_is_of_the_values_alone():
     found = [states("stack", *mesh, steps=0, frozen_weights=fmt)[0] for mesh, fmt in
              [((1, 1), None), ((2, 4), "int8"), ((3, 2), None)]]  # fmt: skip
     assert len({int(state.base["fingerprint"]) for state in found}) == 1
-    other = CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, seed=1, frozen=UP)
+    other = CASES["stack"].create(SGD, nodes=1, local=1, seed=1, frozen=UP)
     assert int(other.base["fingerprint"]) != int(found[0].base["fingerprint"])
     spec, leaf = found[0].spec, found[0].spec.frozen[0]
     values = jnp.arange(leaf.count, dtype=jnp.float32).reshape(leaf.unsharded_shape)
@@ -139,7 +140,7 @@ def test_the_fingerprint_is_of_the_values_alone():
 )
 def test_what_cannot_be_is_refused_in_words(options, words):
     with pytest.raises(ZeroError, match=words.replace("*", r"\*")):
-        CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1, **options)
+        CASES["stack"].create(SGD, nodes=1, local=1, **options)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,7 @@ def test_what_weights_spread_over_the_world_send_and_take_is_as_planned():
     options = {"frozen": UP, "frozen_weights": "int8", "block_size": 64, "precise": ()}
     case = CASES["stack"]
     near, far = (
-        case.create(optax.sgd(0.1), nodes=2, local=4, frozen_spread=spread, **options)
-        for spread in ("node", "world")
+        case.create(SGD, nodes=2, local=4, frozen_spread=spread, **options) for spread in ("node", "world")
     )
     sent = [zerojax.comm_report(state, case.batches(24, 1)[0]) for state in (near, far)]
     planned = [zerojax.plan.plan_state(state) for state in (near, far)]

@@ -6,6 +6,7 @@ stays zero. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's m
 check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
 # Adafactor factors a matrix from 128 rows on: a smaller probe would not see it.
@@ -102,20 +103,40 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
     Raises:
         ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
+    _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
+    if _operations(tx, leaves, stored=False) != _operations(tx, leaves, stored=True):
+        raise ConfigurationError(
+            "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
+            "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _compare_updates(
+    tx: optax.GradientTransformation, leaves: tuple[tuple[Path, tuple[int, ...], int], ...]
+) -> None:
+    """Compare updates of a small copy of the tree; once per optimizer and model, on whichever mesh.
+
+    Args:
+        tx: the optimizer.
+        leaves: path, unsharded shape and number of stacked axes of each.
+
+    Raises:
+        ConfigurationError: as ``check_shardable``.
+    """
     rng = np.random.default_rng(0)
     whole: dict[Any, Any] = {}
     seen: set[tuple[int, ...]] = set()
-    for leaf in leaves:
+    for path, unsharded, keep in leaves:
         # One leaf of each shape is large enough to be factored; the others only need the right rank.
-        side = 3 if leaf.unsharded_shape in seen else _PROBE_SIDE
-        seen.add(leaf.unsharded_shape)
-        keep = len(leaf.stack)
-        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(leaf.unsharded_shape))
-        whole[leaf.path] = rng.standard_normal(shape).astype(np.float32)
+        side = 3 if unsharded in seen else _PROBE_SIDE
+        seen.add(unsharded)
+        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(unsharded))
+        whole[path] = rng.standard_normal(shape).astype(np.float32)
     grads = [
         {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in whole.items()} for _ in "12"
     ]
-    stacked = {leaf.path: bool(leaf.stack) for leaf in leaves}
+    stacked = {path: keep > 0 for path, _, keep in leaves}
 
     def flat(values: Any) -> dict[Any, np.ndarray]:
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
@@ -143,11 +164,6 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
                 "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do), or it "
                 "moves a weight whose gradients are all zero, such as padding (Yogi does). " + _WAY_OUT
             )
-    if _operations(tx, leaves, stored=False) != _operations(tx, leaves, stored=True):
-        raise ConfigurationError(
-            "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
-            "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
-        )
 
 
 def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
@@ -172,7 +188,7 @@ def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]
         changes = jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(one)]))
         return jax.tree.map(jnp.add, total, one), state, changes
 
-    total, state = jax.tree.map(jnp.zeros_like, given), jax.jit(tx.init)(given)
+    total, state = jax.tree.map(np.zeros_like, given), jax.jit(tx.init)(given)
     changed = 0
     for number in range(_MOST_UPDATES):
         total, state, changes = update(total, state, gradients[number % len(gradients)])

@@ -32,6 +32,7 @@ from zerojax.run.checkpoints.canonical import abstract_canonical, from_canonical
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
 
+ADAMW = optax.adamw(1e-2)  # one for all, which is checked once with each model
 BATCH = np.linspace(-1, 1, 8 * 13, dtype=np.float32).reshape(8, 13)
 
 
@@ -60,7 +61,7 @@ def make(
 ) -> Any:
     mesh, settings = zerojax.make_mesh(nodes, local), ZeroConfig(compute_dtype="float32", **zero)
     create = TrainState.abstract if abstract else TrainState.create
-    return create(model, tx or optax.adamw(1e-2), loss, mesh=mesh, zero=settings)
+    return create(model, tx or ADAMW, loss, mesh=mesh, zero=settings)
 
 
 def host(tree: Any) -> dict[str, np.ndarray]:

@@ -113,11 +113,11 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
 
 def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> None:
     """Unverified files give an error that names the checkpoint, or the right arrays."""
-    expected = jax.tree.map(np.asarray, to_canonical(state()))
+    expected, abstract = jax.tree.map(np.asarray, to_canonical(state())), state(abstract=True)
     refused: list[str] = []
     for copy in damages(checkpoint, tmp_path, 30):
         try:
-            found = to_canonical(restore(copy, state(abstract=True)))
+            found = to_canonical(restore(copy, abstract))
         except ZeroError as error:
             refused.append(str(error))
         else:

@@ -28,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Enough: the other kinds take the same path.
 COVERED = ("stage 1", "zero3, accumulated", "zero++", "delta")
+ADAMW = optax.adamw(1e-2)  # one for all, which is checked once
 OTHERS = [(4, 2), (1, 8), (3, 2)]
 
 
@@ -52,7 +53,7 @@ def create(
 ) -> TrainState:
     make = TrainState.abstract if abstract else TrainState.create
     settings = ZeroConfig.preset(preset, compute_dtype="float32", units=(nnx.Linear,), **zero)
-    return make(Model, optax.adamw(1e-2), loss, mesh=zerojax.make_mesh(nodes, local), zero=settings)
+    return make(Model, ADAMW, loss, mesh=zerojax.make_mesh(nodes, local), zero=settings)
 
 
 def steps(state: TrainState, first: int, last: int) -> tuple[TrainState, list[float]]:
