@@ -21,7 +21,7 @@ all-to-all count by their target.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,10 @@ from jax.extend import core
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import numeric, plain_text, size
-from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.train.batch import NUMBER
 from zerojax.train.state import TrainState
 from zerojax.train.step import trace_train_step
@@ -41,7 +42,6 @@ from zerojax.train.step import trace_train_step
 _ALL_REDUCES = frozenset({"psum", "psum_invariant", "pmax", "pmin"})
 _GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 _KNOWN = _ALL_REDUCES | _GATHERS | {"all_to_all", "reduce_scatter"}
-_SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
 
 PHASES = {
     "weights forward": "gathers before the forward pass or within it",
@@ -234,8 +234,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
     """Every collective of a jaxpr and of its sub-jaxprs, with ``count`` set and no bytes yet."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        axes = _mesh_axes(equation.params)
-        if axes and name not in _SILENT:
+        if axes := collective_axes(equation):
             yield from _read(equation, axes, place.inside(equation))
         elif name == "cond":
             yield from _walk_branches(equation, place)
@@ -278,13 +277,6 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
         yield JaxprCollective(
             name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
         )
-
-
-def _mesh_axes(params: dict[str, Any]) -> tuple[str, ...]:
-    """The mesh axes that an equation names, in the mesh's order."""
-    named = params.get("axis_name", params.get("axes", ()))
-    named = named if isinstance(named, Sequence) and not isinstance(named, str) else (named,)
-    return tuple(axis for axis in AXES if axis in named)
 
 
 def _phase(place: _Place) -> str:

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import (
@@ -252,11 +253,10 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
         with translated_errors():
             return engine.run(bind, queue, jax.random.key(seed))
 
-    run = jax.shard_map(
+    run = on_mesh(
         local,
-        mesh=spec.mesh,
+        spec.mesh,
         in_specs=(copy.specs, PartitionSpec(), spec.batch_spec, PartitionSpec()),
         out_specs=spec.batch_spec,
-        check_vma=False,
     )
     return jax.jit(run, compiler_options=compiler_options(spec.mesh, separate_products=True))

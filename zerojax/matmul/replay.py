@@ -41,7 +41,9 @@ def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
             return body(weights, *args)
         arrays = tuple(weight.aval if isinstance(weight, Operand) else weight for weight in weights)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(arrays, *args)
-        results = _as_arrays(_evaluate(traced.jaxpr, traced.consts, [*weights, *jax.tree.leaves(args)]))
+        results = _as_arrays(
+            evaluate(traced.jaxpr, traced.consts, [*weights, *jax.tree.leaves(args)], _results)
+        )
         for result in results:
             if isinstance(result, Operand):
                 raise ConfigurationError(_read_elsewhere(result, "is returned by its unit"))
@@ -50,7 +52,13 @@ def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def evaluate(
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    run: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Evaluate a jaxpr by ``run(equation, its operands)``, under the names that its equations have."""
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(var: Any) -> Any:
@@ -60,19 +68,25 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
         info = equation.source_info
         stack = source_info_util.current_name_stack() + info.name_stack
         with source_info_util.user_context(info.traceback, name_stack=stack):
-            results = _results(equation, [read(var) for var in equation.invars])
+            results = run(equation, [read(var) for var in equation.invars])
         values |= dict(zip(equation.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
+def as_it_is(equation: core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
+    """Evaluate one equation as the jaxpr says."""
+    primitive = equation.primitive
+    with equation.ctx.manager:
+        results = primitive.bind(*given, **primitive.get_bind_params(equation.params))
+    return results if primitive.multiple_results else [results]
+
+
 def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
-    """Evaluate one equation."""
+    """Evaluate one equation, whose operands may be weights."""
     primitive, params = equation.primitive, equation.params
     weights = [value for value in given if isinstance(value, Operand)]
     if not weights:
-        with equation.ctx.manager:
-            results = primitive.bind(*given, **primitive.get_bind_params(params))
-        return results if primitive.multiple_results else [results]
+        return as_it_is(equation, given)
     match primitive.name:
         case "dot_general" if len(weights) == 1 and not any(params["dimension_numbers"][1]):
             if (out := _product(equation, *given)) is not None:
@@ -84,10 +98,10 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
                 return moved
         case name if name in _CALLS:
             inner = params[_CALLS[name]]
-            return _evaluate(inner.jaxpr, inner.consts, given)
+            return evaluate(inner.jaxpr, inner.consts, given, _results)
         case "remat2" | "checkpoint" | "remat":
             run = jax.checkpoint(
-                lambda *args: _evaluate(params["jaxpr"], (), args),
+                lambda *args: evaluate(params["jaxpr"], (), args, _results),
                 policy=params["policy"], prevent_cse=params["prevent_cse"],
             )  # fmt: skip
             return run(*given)

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, PyTree, Shaped
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.optim.shard_check import OnLayout
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
@@ -118,7 +119,7 @@ def _orthogonalised(
                 result[leaf.path] = part.reshape(blocks[leaf.path].shape)
         return result
 
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    run = on_mesh(on_device, mesh, in_specs=(specs,), out_specs=specs)
 
     def update(updates: Any, params: Any = None) -> Any:
         del params

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import NODE
@@ -74,12 +75,11 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
         return {leaf.name: _loss(leaf, masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
 
     given = ("params", "secondary", "step")
-    run = jax.shard_map(
+    run = on_mesh(
         local,
-        mesh=spec.mesh,
+        spec.mesh,
         in_specs=tuple(specs[name] for name in given),
         out_specs=PartitionSpec(),
-        check_vma=False,
     )
     return run(*(getattr(state, name) for name in given))
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Num, PyTree, UInt32
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
@@ -126,12 +127,11 @@ def _encode_stored(
         return values if scale is None else Scaled(values, scale.reshape(leaf.stack)), hashed
 
     out = spec.frozen_spec(leaf)
-    run = jax.shard_map(
+    run = on_mesh(
         encode,
-        mesh=spec.mesh,
+        spec.mesh,
         in_specs=(leaf.spec(OWNED), PartitionSpec()),
         out_specs=(Scaled(out, PartitionSpec()) if leaf.fp8 else out, PartitionSpec()),
-        check_vma=False,
     )
     return run(stored, jnp.asarray(salt))
 

@@ -1,6 +1,5 @@
 """The first values of a train state, each computed where it is stored."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from zerojax.adapters import ModelState
+from zerojax.comm.in_order import on_mesh
 from zerojax.sharding.layout import to_stored
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import Blocks, flat_blocks
@@ -85,14 +85,14 @@ def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: Mode
 
 def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
     """Delta's secondary copies, computed from the master weights: for a new state or a new mesh."""
-    shard_map = functools.partial(jax.shard_map, mesh=spec.mesh, check_vma=False)
 
     def copies(blocks: Blocks) -> dict[Path, Any]:
         scaled, _ = with_scales(spec, flat_blocks(blocks, spec.leaves), {})
         return stored_secondary(scaled, first_secondary(spec, scaled))
 
-    make = shard_map(
+    make = on_mesh(
         copies,
+        spec.mesh,
         in_specs=(spec.by_path(spec.param_spec),),
         out_specs=spec.by_path(spec.secondary_spec),
     )

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.matmul.operand import array_of, with_values
 from zerojax.sharding.layout import ParamLayout
@@ -77,7 +78,7 @@ def per_node(spec: TrainSpec, local: Any, out: Any) -> Any:
     def run(given: dict[str, Any]) -> Any:
         specs = read_specs(spec, copied=bool(given["node_copy"]))
         own = ({name: specs[name] for name in given},)
-        return jax.shard_map(local, mesh=spec.mesh, in_specs=own, out_specs=out, check_vma=False)(given)
+        return on_mesh(local, spec.mesh, in_specs=own, out_specs=out)(given)
 
     program = jax.jit(run, compiler_options=compiler_options(spec.mesh))
     return lambda state: program({name: getattr(state, name) for name in READ})
@@ -137,9 +138,7 @@ def node_rows(spec: TrainSpec, shards: dict[str, Any]) -> Stored:
         rows = secondary_partitions(spec, masters, from_tree(shards["secondary"]), shards["step"])
     for leaf in spec.frozen:
         if leaf.path not in rows:
-            # One after the other: XLA:CPU may mix up collectives that do not depend on each other.
-            own, rows = lax.optimization_barrier((frozen[leaf.path], rows))
-            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), own)
+            rows[leaf.path] = jax.tree.map(functools.partial(_frozen_rows, spec, leaf), frozen[leaf.path])
     return rows
 
 

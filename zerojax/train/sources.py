@@ -110,12 +110,7 @@ def secondary_partitions(
         rows = next_secondary(spec, params, copies, step)
     else:
         own = params if spec.zero.stage > 0 else _masters(spec, params)
-        rows = {}
-        for group in (group for group in spec.groups if group.leaves):
-            # One after the other: XLA:CPU may mix up collectives that do not depend on each other.
-            own, _ = lax.optimization_barrier((own, rows))
-            others = [other for other in spec.groups if other is not group]
-            rows |= by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own, skip=others)
+        rows = by_group(spec, lambda comm, _, shards: comm.gather_node(shards), own)
     return {leaf.path: with_values(params[leaf.path], rows_of(rows[leaf.path], leaf)) for leaf in spec.leaves}
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from zerojax.adapters import LossFn
+from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
@@ -350,14 +351,13 @@ def _on_devices(
     """
     spec, specs = state.spec, read_specs(state.spec, copied=bool(state.node_copy))
     given = ("params", "secondary", "residual", "model_state", "step", "seed", "frozen", "node_copy")
-    run = jax.shard_map(
+    run = on_mesh(
         local,
-        mesh=spec.mesh,
+        spec.mesh,
         in_specs=(
             {name: specs[name] for name in given},
             jax.tree.map(functools.partial(batch_spec, spec), batch),
         ),
         out_specs=({name: specs[name] for name in out}, rest),
-        check_vma=False,
     )
     return run({name: getattr(state, name) for name in given}, batch)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
@@ -240,10 +241,7 @@ def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.Shape
     on_device = cut(leaf, source, target, like)
 
     def make() -> Callable[[Array], Array]:
-        run = jax.shard_map(
-            on_device, mesh=train_spec.mesh, in_specs=source, out_specs=target, check_vma=False
-        )
-        return jax.jit(run)
+        return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
 
     layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard}"
     key = f"canonical {layout} {x.shape} {source} {like.shape} {target}"
