@@ -165,18 +165,12 @@ def _keeps_format(leaf: ParamLayout) -> bool:
 
 
 def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
-    """Gather secondary partitions over ``local`` and store whole weights, layer by layer.
-
-    One group after the other, and all after the hops between nodes: XLA:CPU may mix up the collectives of
-    loops that do not depend on each other.
-    """
+    """Gather secondary partitions over ``local`` and store whole weights, layer by layer."""
     stored: Stored = {}
-    rows = lax.optimization_barrier(rows)
     for group in copy.spec.groups:
         leaves = tuple(leaf for leaf in group.every if leaf.path in copy.leaves)
         layer = functools.partial(_whole_layer, copy, leaves)
         values = tuple(rows[leaf.path] for leaf in leaves)
-        values, _ = lax.optimization_barrier((values, stored))
         results = lax.map(layer, values) if group.stack else layer(values)
         stored |= {leaf.path: x for leaf, x in zip(leaves, results, strict=True)}
     return stored
@@ -187,7 +181,6 @@ def _whole_layer(
 ) -> tuple[Any, ...]:
     arrived = [array_of(x).reshape(-1) for x in values]
     if copy.spec.world.local > 1:
-        # One collective: XLA:CPU may mix up several that do not depend on each other.
         arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]
     return tuple(
         _stored_whole(copy, leaf, value, gathered)

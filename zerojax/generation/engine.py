@@ -162,8 +162,6 @@ class Engine:
         refill = (most > 0) & ((most >= self.prefill) | (most == left))
         flags = jnp.stack([refill, (left > 0) | (free < self.slots)])
         if self.group is not None:
-            # After the model has run: XLA:CPU may otherwise mix up its collectives with this one.
-            flags, _ = lax.optimization_barrier((flags, loop.out.tokens))
             flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
         return loop._replace(refill=flags[0], busy=flags[1])
 

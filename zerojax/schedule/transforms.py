@@ -4,10 +4,7 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import jaxpr_as_fun
-
-from zerojax.schedule.partition import partition
 
 
 class TracedOnce:
@@ -44,17 +41,8 @@ def with_derivatives_of(plain: Any, function: Any) -> Any:
         return result, (args, result)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (args, result), cotangents = _after(residuals, cotangents)
+        args, result = residuals
         return jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
 
     run.defvjp(forward, backward)
     return run
-
-
-def _after(values: Any, others: Any) -> Any:
-    """Both pytrees, behind a barrier: nothing uses the values before the others are computed.
-
-    XLA:CPU may otherwise run independent loops at once, and mix up their collectives.
-    """
-    arrays, float0, combine = partition((values, others), lambda x: x.dtype != jax.dtypes.float0)
-    return combine(lax.optimization_barrier(arrays), float0)
