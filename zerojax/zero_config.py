@@ -373,10 +373,10 @@ class ZeroConfig:
             )
 
     def _check_no_op(self) -> None:
-        quantized = set(QUANTIZED)
-        if self.rotation and not quantized & set(self.grad_formats):
+        quantized = set(QUANTIZED) & set(self.grad_formats)
+        if self.rotation and not quantized:
             raise ConfigurationError("rotation helps quantized gradients only: set grads, or rotation=0.")
-        if self.rounding == "stochastic" and not quantized & set(self.grad_formats):
+        if self.rounding == "stochastic" and not quantized:
             raise ConfigurationError(
                 'rounding="stochastic" rounds gradients: set a quantized format in grads.'
             )

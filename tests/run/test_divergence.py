@@ -13,6 +13,7 @@ from micro_run import Stop, die_at, losses, micro_config, poison, train
 import zerojax
 from zerojax.cli import main
 from zerojax.errors import EXIT_DIVERGED, DivergedError, Stopped, ZeroError
+from zerojax.run import open_run
 from zerojax.run import trainer as trainer_module
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, dump_config
@@ -149,7 +150,7 @@ class Asked:
 def test_a_stop_waits_for_a_step_that_is_not_skipped(
     bad: range, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "StopRequest", Asked)
+    monkeypatch.setattr(open_run, "StopRequest", Asked)
     poison(monkeypatch, set(bad))
     with pytest.raises(Stopped if len(bad) == 2 else DivergedError):
         train(config(text), tmp_path / "run")

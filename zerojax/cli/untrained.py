@@ -8,7 +8,7 @@ from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ConfigurationError
 from zerojax.posttrain.methods import PREFERENCES
 from zerojax.posttrain.preference_loss import preference_loss
-from zerojax.posttrain.preference_settings import abstract_pairs
+from zerojax.posttrain.settings import abstract_pairs
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
 from zerojax.run.inputs import abstract_batch

@@ -1,4 +1,4 @@
-"""A run that learns from preferences: ``PreferenceTrainer.open`` prepares it, ``train`` is the loop."""
+"""A run on preferences: ``PreferenceTrainer.open`` prepares it, ``BatchTrainer.loop`` trains."""
 
 import functools
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from zerojax.posttrain.methods import REFERENCED, check_first_weights
 from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
 from zerojax.posttrain.predictions import micro_batches
 from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
-from zerojax.posttrain.preference_settings import abstract_pairs, check_preferences, longest_answer
 from zerojax.posttrain.reference import Reference
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first
+from zerojax.posttrain.settings import abstract_pairs, check_preferences, longest_answer
+from zerojax.run.build import RunSetup, choose_checkpoint
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, TrainBatches
@@ -93,11 +93,9 @@ class PreferenceTrainer(BatchTrainer):
             return trainer
 
     def begin(self) -> None:
-        """Say what the first weights reach, and record it in run.json."""
+        """Evaluate the first weights."""
         values = {name: float(value) for name, value in self.evaluation().items()}
-        self.log.say(f"before the first step: {self.describe(values)}")
-        if is_first():
-            self.folder.update_summary(**{f"first_{name}": value for name, value in values.items()})
+        self.note_first(values, self.describe(values))
         self.log.restart_clock()
 
     def take_step(self, batch: Batch) -> Metrics:

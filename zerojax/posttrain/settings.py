@@ -1,4 +1,4 @@
-"""Sizes that follow from the settings of a run with rollouts, and the combinations that are refused."""
+"""Sizes that follow from the settings of a run, and the combinations of settings that are refused."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.methods import check_method
+from zerojax.posttrain.methods import REFERENCED, check_method
 from zerojax.posttrain.saved_runs import check_reward_model
 from zerojax.run.config import RunConfig
 
@@ -28,8 +28,16 @@ def longest_prompt(config: RunConfig) -> int:
     return room - config.posttrain.max_new_tokens
 
 
+def longest_answer(config: RunConfig) -> int:
+    """The most tokens of a prompt with its answer.
+
+    One less for a model of scores: it also reads the last token, whose score counts.
+    """
+    return config.train.sequence_length + (config.posttrain.method in REFERENCED)
+
+
 def check_settings(config: RunConfig, processes: int) -> None:
-    """Refuse settings that do not fit each other.
+    """Refuse settings of a run with rollouts that do not fit each other.
 
     Raises:
         ConfigurationError: names the setting and a value that works.
@@ -73,15 +81,30 @@ def check_settings(config: RunConfig, processes: int) -> None:
     for name, value in idle.items():
         if value:
             raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
-    refuse_dropout(config)
+    _refuse_dropout(config)
 
 
-def refuse_dropout(config: RunConfig) -> None:
-    """Refuse dropout.
+def check_preferences(config: RunConfig) -> None:
+    """Refuse settings of a run on preferences that do not fit each other.
 
     Raises:
-        ConfigurationError: names the setting.
+        ConfigurationError: names the setting and a value that works.
     """
+    method = config.posttrain.method
+    check_method(config)
+    _refuse_dropout(config)
+    if method in REFERENCED:
+        config.model.check_language_model(f'posttrain.method = "{method}"')
+    elif config.model.outputs != 1:
+        raise ConfigurationError(
+            f'posttrain.method = "{method}" trains a model of scores: set model.outputs = 1 and model.tied = '
+            "false"
+        )
+    elif config.train.eval_exact_match:
+        raise ConfigurationError("train.eval_exact_match: a reward model gives no answers: set it to 0")
+
+
+def _refuse_dropout(config: RunConfig) -> None:
     for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
         if rate:
             raise ConfigurationError(
@@ -102,3 +125,15 @@ def abstract_columns(config: RunConfig, names: Sequence[str]) -> dict[str, jax.S
     rows, time = config.train.batch_size, config.train.sequence_length
     columns = {name: jax.ShapeDtypeStruct((rows, time), jnp.float32) for name in names}
     return columns | {"tokens": jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)}
+
+
+def abstract_pairs(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a global batch of ``preference_loss``."""
+    pairs, time = config.train.batch_size, config.train.sequence_length
+    batch: dict[str, jax.ShapeDtypeStruct] = {}
+    for name in ("chosen", "rejected"):
+        batch[name] = jax.ShapeDtypeStruct((pairs, time + 1), jnp.int32)
+        batch[f"{name}_mask"] = jax.ShapeDtypeStruct((pairs, time), jnp.float32)
+        if config.posttrain.method in REFERENCED:
+            batch[f"reference_{name}"] = jax.ShapeDtypeStruct((pairs,), jnp.float32)
+    return batch

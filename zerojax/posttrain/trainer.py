@@ -1,6 +1,6 @@
-"""A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.train`` is the loop."""
+"""A run of rollouts and rewards: ``PostTrainer.open`` prepares it, ``PostTrainer.loop`` trains."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +32,8 @@ from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.metrics import MetricsFile
-from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
+from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.trainer import divergence_explained
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
 
 
@@ -53,7 +52,7 @@ class Roles(NamedTuple):
 
 
 @dataclass
-class PostTrainer(OpenRun, ABC):
+class PostTrainer(OpenRun):
     """A run that learns from rewards for its own completions; a context manager.
 
     Each method, such as GRPO, is a subclass. It implements ``rows``, and may override ``take_step`` and
@@ -140,33 +139,30 @@ class PostTrainer(OpenRun, ABC):
         if self.samples is not None:
             self.samples.close()
 
-    def train(self) -> None:
-        """Train from the current step to the last.
+    def begin(self) -> None:
+        """Evaluate the first weights, if there are held-out prompts."""
+        values = {name: float(value) for name, value in self.evaluation().items()}
+        if values:
+            self.note_first(values, f"held out {values['validation_reward']:.3f}")
+        self.log.restart_clock()
+
+    def loop(self, signalled: StopRequest) -> None:
+        """Make rollouts, score them and train on them.
 
         Raises:
-            DivergedError: the loss or gradient was not finite too many times in a row.
-            RunError: the disk is full, or the reward gives no number for any completion.
-            Stopped: a process of the run was asked to stop by a signal; the run has saved.
+            RunError: the reward gives no number for any completion.
         """
-        with (
-            StopRequest() as signalled,
-            disk_errors_explained(self.folder),
-            divergence_explained(self.folder, self.checkpoints),
-        ):
-            if self.step == 0:
-                self.evaluate_first()
-            while self.step < self.config.train.steps:
-                rollout = self.rollout()
-                rewards = self.score(rollout, lambda: signalled.received)
-                if rewards is None:
-                    # From these weights and its own seed the rollout comes out the same after a resume.
-                    self.save(at_end=False)
-                    self.stop()
-                rows = self.rows(rollout, rewards)
-                self.write_samples(rollout, rewards)
-                self.update(rows, self.measure(rollout, rewards, rows))
-                self.save_if_due(stop=signalled.received)
-            self.finish()
+        while self.step < self.config.train.steps:
+            rollout = self.rollout()
+            rewards = self.score(rollout, lambda: signalled.received)
+            if rewards is None:
+                # From these weights and its own seed the rollout comes out the same after a resume.
+                self.save(at_end=False)
+                self.stop()
+            rows = self.rows(rollout, rewards)
+            self.write_samples(rollout, rewards)
+            self.update(rows, self.measure(rollout, rewards, rows))
+            self.save_if_due(stop=signalled.received)
 
     def rollout(self) -> Rollout:
         """Complete this process's prompts of the next rollout."""
@@ -254,14 +250,6 @@ class PostTrainer(OpenRun, ABC):
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 
-    def evaluate_first(self) -> None:
-        """Say what the first weights reach, and record it in run.json."""
-        for name, value in self.evaluation().items():
-            self.log.say(f"before the first step: held out {float(value):.3f}")
-            if is_first():
-                self.folder.update_summary(**{f"first_{name}": float(value)})
-        self.log.restart_clock()
-
     def save_if_due(self, *, stop: bool) -> None:
         """Save between rollouts, if it is due or a process shall stop.
 
@@ -285,10 +273,7 @@ class PostTrainer(OpenRun, ABC):
         return self.save_checkpoint(position, ("loss", "reward"), despite_skips=at_end)
 
     def finish(self) -> None:
-        """Wait for the last step and checkpoint, print and record the result."""
-        self.log.drain()
-        self.watchdog.phase("the end of the run")
-        self.checkpoints.wait()
+        """Print and record the result."""
         names = ("reward", "validation_reward")
         measured = {name: self.log.last[name] for name in names if name in self.log.last}
         if is_first():

@@ -1,6 +1,8 @@
 """An open run: its folder, its state and its services, which training and post-training share."""
 
-from collections.abc import Generator, Sequence
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Self
@@ -9,9 +11,10 @@ import jax
 
 import zerojax
 from zerojax.analysis.plan import describe_plan
-from zerojax.errors import Stopped, disk_errors
+from zerojax.errors import DivergedError, RunError, Stopped, disk_errors
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
+from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
@@ -20,6 +23,7 @@ from zerojax.run.checkpoints import (
     Retention,
     TrainingClock,
     reserve_host_memory,
+    step_dirs,
 )
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics import RunLog
@@ -31,7 +35,7 @@ from zerojax.train.step import Metrics
 
 
 @dataclass
-class OpenRun:
+class OpenRun(ABC):
     """A run with what every loop needs; a context manager.
 
     Attributes:
@@ -80,10 +84,47 @@ class OpenRun:
             if not self.log.hangs:
                 self.lock.close()
 
+    def train(self) -> None:
+        """Train from the current step to the last.
+
+        Raises:
+            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
+            RunError: the disk is full, or the loop cannot go on.
+            Stopped: a process of the run was asked to stop by a signal; the run has saved.
+        """
+        with (
+            StopRequest() as signalled,
+            disk_errors_explained(self.folder),
+            divergence_explained(self.folder, self.checkpoints),
+        ):
+            if self.step == 0:
+                self.begin()
+            self.loop(signalled)
+            self.log.drain()
+            self.watchdog.phase("the end of the run")
+            self.checkpoints.wait()
+            self.finish()
+
+    def begin(self) -> None:  # noqa: B027  (a hook)
+        """What a new run does before its first step; nothing, unless a subclass says."""
+
+    @abstractmethod
+    def loop(self, signalled: StopRequest) -> None:
+        """Take the steps that are left, log them, and save.
+
+        Args:
+            signalled: whether a signal has asked this process to stop.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Print and record the result, after the last step and checkpoint."""
+
+    @abstractmethod
     def close_inputs(self) -> None:
         """Close what the loop reads from."""
 
-    def close_files(self) -> None:
+    def close_files(self) -> None:  # noqa: B027  (a hook)
         """Close what the loop writes beside the log and checkpoints; not called if the disk hangs."""
 
     def take_step(self, batch: Any) -> Metrics:
@@ -130,6 +171,12 @@ class OpenRun:
             base=self.base,
             metrics={name: x for name, x in self.log.last.items() if name in metrics},
         )
+
+    def note_first(self, values: Mapping[str, float], words: str) -> None:
+        """Say what the first weights reach, and record it in run.json."""
+        self.log.say(f"before the first step: {words}")
+        if is_first():
+            self.folder.update_summary(**{f"first_{name}": value for name, value in values.items()})
 
     def note_end(self, error: BaseException) -> None:
         """Record in run.json why the run did not finish, unless the disk is full."""
@@ -239,3 +286,36 @@ def opening(config: RunConfig, folder: RunFolder) -> Generator[Opening]:
 def disk_errors_explained(folder: RunFolder) -> AbstractContextManager[None]:
     """Report in one line, as a ``RunError``, that the disk of a run is full or no longer there."""
     return disk_errors(folder.path, "; checkpoints are intact")
+
+
+@contextmanager
+def divergence_explained(folder: RunFolder, saved: Checkpoints) -> Generator[None]:
+    """Add to the error of a diverged run which checkpoint to go back to, and how.
+
+    Raises:
+        DivergedError: with that message.
+    """
+    try:
+        yield
+    except DivergedError as error:
+        with suppress(RunError):
+            saved.wait()
+        raise DivergedError(
+            f"{error}. {_way_back(folder, error.good)}. Lower optimizer.learning_rate or "
+            "optimizer.clip_norm, set train.spike_deviations, look at the data, or raise train.max_skips: "
+            "the same command without a change would fail here again",
+            error.good,
+        ) from None
+
+
+def _way_back(folder: RunFolder, good: int) -> str:
+    if good < 0:
+        return "No step made an update"
+    broken = f"The update of step {good + 1} may have broken the weights"
+    steps = step_dirs.steps(folder.checkpoints)
+    if not (before := [step for step in steps if step <= good]):
+        return f"{broken}, and there is no earlier checkpoint: start again in another folder"
+    if before == steps:
+        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is earlier"
+    command = f"zerojax checkpoints {shlex.quote(str(folder.path))} --rewind {before[-1]}"
+    return f"{broken}: `{command}` goes back to the newest earlier checkpoint"

@@ -1,11 +1,9 @@
-"""A training run: ``Trainer.open`` prepares it, ``BatchTrainer.train`` is the loop."""
+"""A training run: ``Trainer.open`` prepares it, ``BatchTrainer.loop`` trains."""
 
 import functools
 import math
-import shlex
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,20 +11,19 @@ from typing import Any, Self
 import jax.numpy as jnp
 
 from zerojax.analysis.profile import StepProfile
-from zerojax.errors import DivergedError, RunError
+from zerojax.errors import DivergedError
 from zerojax.models import parameter_count
 from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.run.build import RunSetup, choose_checkpoint, is_first
-from zerojax.run.checkpoints import Checkpoints, step_dirs
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
 from zerojax.run.metrics import draw_loss_curve, read_metrics
-from zerojax.run.open_run import OpenRun, disk_errors_explained, opening
+from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.fp8_report import fp8_metrics
@@ -34,7 +31,7 @@ from zerojax.train.step import Metrics
 
 
 @dataclass
-class BatchTrainer(OpenRun, ABC):
+class BatchTrainer(OpenRun):
     """The loop of a run whose batches are known beforehand; a context manager.
 
     Attributes:
@@ -49,43 +46,23 @@ class BatchTrainer(OpenRun, ABC):
         """Close the data."""
         self.batches.close()
 
-    def train(self) -> None:
-        """Train from the current step to the last.
-
-        Raises:
-            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
-            RunError: the disk is full.
-            Stopped: a process of the run was asked to stop by a signal; the run has saved.
-        """
+    def loop(self, signalled: StopRequest) -> None:
+        """Take a step on each batch."""
         agreement, requests = Agreement(self.state.spec.mesh), Requests()
-        with (
-            StopRequest() as signalled,
-            disk_errors_explained(self.folder),
-            divergence_explained(self.folder, self.checkpoints),
-        ):
-            if self.step == 0:
-                self.begin()
-            while self.step < self.config.train.steps:
-                self.watchdog.step(self.step + 1)
-                agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
-                metrics = self.take_step(next(self.batches))
-                self.step += 1
-                self.log.step(self.step, metrics, self.evaluation_if_due())
-                self.checkpoints.check()
-                requests |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
-                if (requests.save or requests.stop) and self.save():
-                    agreement.forget()
-                    if requests.stop and self.step < self.config.train.steps:
-                        self.stop()
-                    requests = Requests()
-            self.finish()
-
-    def begin(self) -> None:
-        """What a new run does before its first step."""
-
-    def evaluation_if_due(self) -> Callable[[], Metrics] | None:
-        """``evaluation`` at steps where it is due and at the last; None at others."""
-        return self.evaluation if self.is_due(self.config.train.eval_every) else None
+        while self.step < self.config.train.steps:
+            self.watchdog.step(self.step + 1)
+            agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
+            metrics = self.take_step(next(self.batches))
+            self.step += 1
+            due = self.is_due(self.config.train.eval_every)
+            self.log.step(self.step, metrics, self.evaluation if due else None)
+            self.checkpoints.check()
+            requests |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
+            if (requests.save or requests.stop) and self.save():
+                agreement.forget()
+                if requests.stop and self.step < self.config.train.steps:
+                    self.stop()
+                requests = Requests()
 
     @abstractmethod
     def evaluation(self) -> Metrics:
@@ -109,10 +86,7 @@ class BatchTrainer(OpenRun, ABC):
         return self.save_checkpoint(self.batches.get_state(), ("loss", "validation_loss"), despite_skips=good)
 
     def finish(self) -> None:
-        """Wait for the last step and checkpoint, draw the loss curve, print and record the result."""
-        self.log.drain()
-        self.watchdog.phase("the end of the run")
-        self.checkpoints.wait()
+        """Draw the loss curve, print and record the result."""
         last = self.log.last
         if "validation_loss" not in last:  # the run had already finished
             last = {name: float(value) for name, value in self.evaluation().items()}
@@ -218,36 +192,3 @@ class Trainer(BatchTrainer):
             measured["exact_match"] = last["exact_match"]
         words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
         return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words
-
-
-@contextmanager
-def divergence_explained(folder: RunFolder, saved: Checkpoints) -> Generator[None]:
-    """Add to the error of a diverged run which checkpoint to go back to, and how.
-
-    Raises:
-        DivergedError: with that message.
-    """
-    try:
-        yield
-    except DivergedError as error:
-        with suppress(RunError):
-            saved.wait()
-        raise DivergedError(
-            f"{error}. {_way_back(folder, error.good)}. Lower optimizer.learning_rate or "
-            "optimizer.clip_norm, set train.spike_deviations, look at the data, or raise train.max_skips: "
-            "the same command without a change would fail here again",
-            error.good,
-        ) from None
-
-
-def _way_back(folder: RunFolder, good: int) -> str:
-    if good < 0:
-        return "No step made an update"
-    broken = f"The update of step {good + 1} may have broken the weights"
-    steps = step_dirs.steps(folder.checkpoints)
-    if not (before := [step for step in steps if step <= good]):
-        return f"{broken}, and there is no earlier checkpoint: start again in another folder"
-    if before == steps:
-        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is earlier"
-    command = f"zerojax checkpoints {shlex.quote(str(folder.path))} --rewind {before[-1]}"
-    return f"{broken}: `{command}` goes back to the newest earlier checkpoint"

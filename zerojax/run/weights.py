@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
@@ -16,24 +16,35 @@ from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
 from zerojax.train.state import TrainState, initial_base
 
 
-class WeightReader(Protocol):
-    """Reads the weights of a model from a path, in one or more formats."""
+class WeightReader:
+    """Reads the weights of a model from checkpoints; a subclass may read other formats as well."""
 
     def find(self, path: Path) -> Path:
-        """Where the weights are that a user means by a path.
+        """Where the weights are that a user means by a path: at a checkpoint, or the newest one of a run.
 
         Raises:
             ConfigurationError: there are none.
         """
-        ...
+        return checkpoints.find(path)
 
     def outputs(self, path: Path) -> int | None:
-        """``GPTConfig.outputs`` of the model whose weights are at a path that ``find`` returned."""
-        ...
+        """``GPTConfig.outputs`` of the model at a path that ``find`` returned.
+
+        None also stands for a checkpoint of a custom loop.
+        """
+        return checkpoints.read_manifest(path).record.config.get("model", {}).get("outputs")
 
     def tokenizer(self, path: Path) -> Tokenizer | None:
-        """That of the model whose weights are at a path that ``find`` returned; None if it is not known."""
-        ...
+        """That of the model at a path that ``find`` returned.
+
+        None for a checkpoint of a custom loop, or if the file is gone.
+        """
+        if not (config := checkpoints.read_manifest(path).record.config):
+            return None
+        try:
+            return open_tokenizer(config_from_dict(config).data, RunFolder(path.parent.parent).data)
+        except DataError:
+            return None
 
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """A filled state with the model's weights, trained and frozen.
@@ -46,7 +57,7 @@ class WeightReader(Protocol):
         Raises:
             ConfigurationError: they are of another model.
         """
-        ...
+        return checkpoints.restore_weights(path, state, new=new)
 
     def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """A state, filled or abstract, with the model's frozen weights; arguments as for ``weights``.
@@ -54,39 +65,10 @@ class WeightReader(Protocol):
         Raises:
             ConfigurationError: they are of another model.
         """
-        ...
-
-
-class CheckpointReader:
-    """Reads weights from checkpoints."""
-
-    def find(self, path: Path) -> Path:
-        """A checkpoint, or the newest one of a run."""
-        return checkpoints.find(path)
-
-    def outputs(self, path: Path) -> int | None:
-        """As the run's settings say; None for a checkpoint of a custom loop."""
-        return checkpoints.read_manifest(path).record.config.get("model", {}).get("outputs")
-
-    def tokenizer(self, path: Path) -> Tokenizer | None:
-        """As the run's settings say; None for a checkpoint of a custom loop, or if its file is gone."""
-        if not (config := checkpoints.read_manifest(path).record.config):
-            return None
-        try:
-            return open_tokenizer(config_from_dict(config).data, RunFolder(path.parent.parent).data)
-        except DataError:
-            return None
-
-    def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
-        """As ``checkpoints.restore_weights``."""
-        return checkpoints.restore_weights(path, state, new=new)
-
-    def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
-        """As ``checkpoints.restore_base``."""
         return checkpoints.restore_base(path, state, new=new)
 
 
-CHECKPOINTS = CheckpointReader()
+CHECKPOINTS = WeightReader()
 
 
 class Start(NamedTuple):

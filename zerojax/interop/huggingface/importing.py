@@ -18,14 +18,14 @@ from zerojax.run.data import Tokenizer
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
-from zerojax.run.weights import CheckpointReader
+from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState, begin_with
 
 TENSORS = "tensors.json"
 """In RUN/huggingface: the dtype of each tensor of the files, by name."""
 
 
-class ModelReader(CheckpointReader):
+class ModelReader(WeightReader):
     """Reads weights from Hugging Face folders and from checkpoints."""
 
     def find(self, path: Path) -> Path:
