@@ -5,7 +5,7 @@ cannot work or have no effect, before anything is compiled.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -16,7 +16,7 @@ from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.dtypes import dtype_name
-from zerojax.validation.patterns import MATMUL_WEIGHTS, matches, refuse_idle, why_not
+from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, matches, refuse_idle, why_not
 
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64
@@ -262,9 +262,9 @@ class ZeroConfig:
             "weights": _format_name(self.weights),
             "local_weights": _format_name(self.local_weights),
             "grads": tuple(map(_format_name, self.grads)),
-            "precise": tuple((pattern, _format_name(floor)) for pattern, floor in self.precise),
-            "fp8": tuple(self.fp8),
-            "frozen": tuple(self.frozen),
+            "precise": _floors(self.precise),
+            "fp8": as_patterns("ZeroConfig.fp8", self.fp8),
+            "frozen": as_patterns("ZeroConfig.frozen", self.frozen),
             "frozen_weights": _format_name(self.frozen_weights),
         }
         for field, value in names.items():
@@ -419,6 +419,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "block_size": 128,
     },
 }
+
+
+def _floors(given: Iterable[Any]) -> tuple[tuple[str, str | None], ...]:
+    """The pairs of ``precise``, their formats by canonical names."""
+    pairs = list(given)
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ConfigurationError(
+            f"ZeroConfig.precise={given!r}: give pairs of a pattern and a format, such as "
+            '(("*embed*", "int8"),).'
+        )
+    return tuple((pattern, _format_name(floor)) for pattern, floor in pairs)
 
 
 def _format_name(given: Any) -> Any:

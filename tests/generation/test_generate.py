@@ -191,6 +191,7 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
         ("too long", r"prompt 1 has 20 tokens, and with 5 new ones exceeds the model's context of 24"),
         ("empty", r"prompt 2 has shape \(0,\)"),
         ("scalar", r"prompt 0 has shape \(\)"),
+        ("ragged", r"prompt 0 has shape \(\) and dtype object"),
         ("negative", "prompt 1 has the token id -1: ids are from 0 to 28"),
         ("unknown", "prompt 2 has the token id 29: ids are from 0 to 28"),
         ("wide", "prompt 2 has the token id 4294967299: ids are from 0 to 28"),
@@ -220,6 +221,8 @@ def test_what_cannot_be_generated_is_refused_in_words(kind, message):
             given[2] = np.zeros(0, np.int32)
         case "scalar":
             given[0] = np.int32(3)
+        case "ragged":
+            given[0] = [[1, 2], [3]]
         case "negative":
             given[1] = np.array([3, -1])
         case "unknown":

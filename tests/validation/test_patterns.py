@@ -1,7 +1,10 @@
 """Shell patterns that choose parameters."""
 
+from typing import Any
+
 import pytest
 
+import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.validation.patterns import MATMUL_WEIGHTS, matches, refuse_idle, why_not
 
@@ -33,3 +36,20 @@ def test_patterns_that_match_nothing_are_refused_unless_they_are_defaults() -> N
         ConfigurationError, match=r"ZeroConfig.fp8: '\*upp\*' matches no parameter; paths are"
     ):
         refuse_idle("ZeroConfig.fp8", ("*upp*", "*kernel"), ["up/kernel"], default=MATMUL_WEIGHTS)
+
+
+def test_one_string_is_not_read_letter_by_letter() -> None:
+    one: Any = "*/mlp/*"
+    for refused, setting in (
+        (lambda: zerojax.ZeroConfig(frozen=one), "ZeroConfig.frozen"),
+        (lambda: zerojax.ZeroConfig(matmul_dtype="fp8", fp8=one), "ZeroConfig.fp8"),
+        (lambda: zerojax.LoRA(targets=one), "LoRA.targets"),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"{setting}='\*/mlp/\*' is one string: give a tuple"):
+            refused()
+
+
+@pytest.mark.parametrize("given", ["*embed*", ("*embed*", "int8"), (("*embed*",),)])
+def test_precise_takes_pairs(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"ZeroConfig.precise=.*: give pairs"):
+        zerojax.ZeroConfig(precise=given)

@@ -70,7 +70,7 @@ def checked_prompts(prompts: Sequence[Any], vocabulary: int) -> list[Int[np.ndar
     Raises:
         ConfigurationError: there is none, or one is empty, no vector, or of other numbers than ids.
     """
-    rows = [np.asarray(prompt) for prompt in prompts]
+    rows = list(map(_as_array, prompts))
     if not rows:
         raise ConfigurationError("there is no prompt: give one or more vectors of token ids.")
     for number, row in enumerate(rows):
@@ -84,6 +84,14 @@ def checked_prompts(prompts: Sequence[Any], vocabulary: int) -> list[Int[np.ndar
                 f"prompt {number} has the token id {other[0]}: ids are from 0 to {vocabulary - 1:,}."
             )
     return [row.astype(np.int32) for row in rows]
+
+
+def _as_array(prompt: Any) -> np.ndarray:
+    """A prompt as an array; of objects, and no vector, if its rows are not equally long."""
+    try:
+        return np.asarray(prompt)
+    except ValueError:
+        return np.empty((), object)
 
 
 def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:

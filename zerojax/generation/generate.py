@@ -213,10 +213,7 @@ def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters:
     """The copy in the form asked for; "auto" takes the one that fits into ``room`` MiB of a device."""
     form: Any = weights
     if weights == "auto":
-        form = spec.once(
-            f"form of {engine} in {room} {adapters}",
-            lambda: fitting_form(spec, engine, room, adapters=adapters),
-        )
+        form = fitting_form(spec, engine, room, adapters=adapters)
     return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )

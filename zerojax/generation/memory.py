@@ -52,5 +52,10 @@ def cache_bytes(spec: TrainSpec, engine: Engine) -> int:
 
 def fitting_form(spec: TrainSpec, engine: Engine, room: int, *, adapters: bool = True) -> Form:
     """The form of the weights that fits into ``room`` MiB of a device: whole if possible."""
-    whole = GenerationCopy.of(spec, "compute", adapters=adapters)
-    return "compute" if whole.device_bytes + cache_bytes(spec, engine) <= room << 20 else "gathered"
+
+    def whole() -> int:
+        copy = GenerationCopy.of(spec, "compute", adapters=adapters)
+        return copy.device_bytes + cache_bytes(spec, engine)
+
+    needed = spec.once(f"bytes of generating with {engine} {adapters}", whole)
+    return "compute" if needed <= room << 20 else "gathered"

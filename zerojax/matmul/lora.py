@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import array_product
-from zerojax.validation.patterns import MATMUL_WEIGHTS, why_not
+from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, why_not
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""
@@ -60,7 +60,7 @@ class LoRA:
         Raises:
             ConfigurationError: naming the field and its value.
         """
-        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "targets", as_patterns("LoRA.targets", self.targets))
         if self.rank < 1:
             raise ConfigurationError(f"LoRA.rank={self.rank} must be at least 1.")
         if not (math.isfinite(self.alpha) and self.alpha > 0):

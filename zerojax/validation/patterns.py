@@ -1,12 +1,25 @@
 """Shell patterns that choose parameters by path: the last that matches decides, "!" leaves out."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zerojax.errors import ConfigurationError
 
 MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
 """The kernels of a model's blocks, which fp8 products and adapters are for unless patterns are given."""
+
+
+def as_patterns(setting: str, given: Iterable[str]) -> tuple[str, ...]:
+    """The patterns of a setting as a tuple.
+
+    Raises:
+        ConfigurationError: they are one string, which would be read letter by letter.
+    """
+    if isinstance(given, str):
+        raise ConfigurationError(
+            f"{setting}={given!r} is one string: give a tuple of patterns, ({given!r},)."
+        )
+    return tuple(given)
 
 
 def matches(pattern: str, path: str) -> bool:
