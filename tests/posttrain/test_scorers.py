@@ -1,6 +1,7 @@
 """A reward model scores as its unsharded weights do, and only with the policy's tokenizer."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ def test_a_run_keeps_the_reward_model_that_it_began_with(text: Path, tmp_path: P
     with Checkpoints(steps) as checkpoints:
         checkpoints.save(2, state, Record(config=config_to_dict(config)))
     assert reward() == str(steps / "1")
+    for spelled in (steps.parent, steps / "1"):
+        assert reward(reward_model=os.path.relpath(spelled)) == str(steps / "1")
     assert reward(resume="never") == str(steps / "2")
     assert reward(reward_model=str(steps / "2")) == str(steps / "2")
     shutil.rmtree(steps / "1")

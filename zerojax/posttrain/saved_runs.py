@@ -40,11 +40,14 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
         return config
 
     def choose() -> str:
-        if not (named / "checkpoints").is_dir():
-            return str(named)
         begun = resume != "never" and folder.config.is_file()
         before = Path(folder.read_config().posttrain.reward_model if begun else "")
-        if before.parent != named / "checkpoints":
+        there = before.resolve()  # it may be spelled in another way now
+        if begun and there == named.resolve():
+            return str(before)
+        if not (named / "checkpoints").is_dir():
+            return str(named)
+        if there.parent != (named / "checkpoints").resolve():
             return str(checkpoints.find(named))
         if not before.is_dir():
             raise ConfigurationError(
