@@ -180,7 +180,7 @@ def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list
         if name not in _FREE_KEYS and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
             raise ConfigurationError(
                 f"{folder.path} was begun with {name} = {old!r} and cannot resume with {new!r}: "
-                "choose another --run-dir"
+                "set it back, or choose another --run-dir"
             )
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
 
