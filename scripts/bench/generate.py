@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Time `zerojax.generate` on a decoder of LLaMA's shape, frozen and drawn at random.
+"""Time `zerojax.generate` on a decoder of LLaMA's shape or GPT's, frozen and drawn at random.
 
     scripts/bench/generate.py --layers 32 --d-model 4096 --rows 64 --prompt 128 --new 256
+    scripts/bench/generate.py --gpt --layers 24 --d-model 2048 --ffn 8192 --vocab 50304
 
 Rows of equal length decode greedily. A token's time is the difference of a long and a short generation,
 over the difference of their lengths: the copy of the weights and the prompts' prefill cancel out. The least
@@ -34,13 +35,14 @@ def main() -> None:
     )
     add_options(parser)
     parser.add_argument("--forms", nargs="+", default=["compute"], help="of the weights: compute int8 fp8")
+    parser.add_argument("--gpt", action="store_true", help="blocks of GPT: biases, GELU, learned positions")
     parser.add_argument("--profile", type=Path, help="write a trace of one generation here")
     options = parser.parse_args()
     shape = Shape.of(options)
+    family: Any = {} if shape.gpt else {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False}
     config = GPTConfig(
         vocab_size=shape.vocab, layers=shape.layers, d_model=shape.d_model, heads=shape.heads,
-        kv_heads=shape.kv_heads, ffn=shape.ffn, norm="rms", positions="rope", mlp="swiglu", tied=False,
-        biases=False, max_seq_len=shape.prompt + shape.new,
+        kv_heads=shape.kv_heads, ffn=shape.ffn, tied=False, max_seq_len=shape.prompt + shape.new, **family,
     )  # fmt: skip
     zero = zerojax.ZeroConfig.preset("zero3", frozen=("*", "!norm/*"))
     state = zerojax.TrainState.create(

@@ -15,9 +15,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of LLaMA's shape in bf16, and what it generates.
+    """A decoder in bf16, and what it generates.
 
     Attributes:
+        gpt: whether its blocks are GPT's, with biases and an MLP of two matrices, or LLaMA's with three.
         rows: prompts, decoded together.
         prompt: tokens of each.
         new: tokens of each answer in a long generation.
@@ -34,6 +35,7 @@ class Shape:
     prompt: int
     new: int
     short: int
+    gpt: bool
 
     @staticmethod
     def of(options: argparse.Namespace) -> "Shape":
@@ -41,14 +43,15 @@ class Shape:
         heads = options.d_model // 128 or 1
         return Shape(
             options.layers, options.d_model, heads, options.kv_heads or heads, options.ffn, options.vocab,
-            options.rows, options.prompt, options.new, options.short,
+            options.rows, options.prompt, options.new, options.short, options.gpt,
         )  # fmt: skip
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that each token reads: all but the embedding."""
+        """Bytes of the matrices that each token reads: all but the embedding."""
         d, kv = self.d_model, self.d_model // self.heads * self.kv_heads
-        return 2 * (self.layers * (2 * d * d + 2 * d * kv + 3 * d * self.ffn) + self.vocab * d)
+        mlp = (2 if self.gpt else 3) * d * self.ffn
+        return 2 * (self.layers * (2 * d * d + 2 * d * kv + mlp) + self.vocab * d)
 
     @property
     def cache_bytes(self) -> float:
@@ -66,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--kv-heads", type=int, help="by default as many as heads")
+    parser.set_defaults(gpt=False)
     parser.add_argument("--json", type=Path, help="write the rows here")
 
 

@@ -11,16 +11,20 @@ import numpy as np
 import optax
 import pytest
 import reference_codec
+from flax import nnx
 from generation_models import SMALL, assert_same, create, greedy, prompts
+from jax.sharding import SingleDeviceSharding
 from mesh_axes import axes_used
 from plain_loop import by_path
 
 import zerojax
 from zerojax import aot, hlo
+from zerojax.adapters.stack import split_for_decoding
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine, Queue
 from zerojax.generation.generate import _copy, generation_program
 from zerojax.generation.sampling import Sampling
+from zerojax.generation.text import _compiled, _continue
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
@@ -142,13 +146,26 @@ def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
     assert (got.lengths == 4).all()
 
 
+def text_program(model: GPT, engine: Engine, device: Any) -> Any:
+    """The program by which an unsharded model continues 16 texts."""
+    graph, weights = split_for_decoding(model)
+    where = SingleDeviceSharding(device)
+    arrays: Any = [jax.ShapeDtypeStruct((16, *shape), np.int32) for shape in ((16,), (), (), (), ())]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), (weights, Queue(*arrays), key)
+    )
+    return _compiled(_continue, device).trace(graph, *given, engine=engine)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["state", "unsharded"])
 @pytest.mark.parametrize(
     "family",
     [{"kv_heads": 2, "ffn": 1024}, {"biases": True, "norm": "layer", "mlp": "gelu"}],
     ids=["llama", "gpt"],
 )
-def test_neither_weights_nor_cache_are_copied_for_a_token(family):
+def test_neither_weights_nor_cache_are_copied_for_a_token(family, whole):
     """Compiled for H100s: matmuls read a layer's weights, and attention its cache, where they lie."""
     try:
         devices = aot.topology(2, 4, gpu="h100")
@@ -156,12 +173,6 @@ def test_neither_weights_nor_cache_are_copied_for_a_token(family):
         pytest.skip(str(error))
     sizes = {"layers": 4, "d_model": 512, "heads": 4, "kv_heads": 4, "ffn": None, "max_seq_len": 256}
     config = dataclasses.replace(SMALL, **sizes | family)
-    state = zerojax.TrainState.abstract(
-        lambda rngs: GPT(config, rngs=rngs),
-        optax.sgd(0.1),
-        lm_loss,
-        mesh=zerojax.make_mesh(2, 4, devices=devices),
-    )
     engine = Engine(64, 1, 16, 200, 216, "bfloat16", Sampling(), ((2,),))
 
     def attend(query, keys, values, layer, start, stop, **_):
@@ -172,7 +183,17 @@ def test_neither_weights_nor_cache_are_copied_for_a_token(family):
         return query + jnp.repeat(both, query.shape[1] // both.shape[1], axis=1)
 
     with mock.patch("zerojax.models.kv_cache.attend_cache", attend):
-        program = traced(state, "compute", engine)
+        if whole:
+            model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+            params = nnx.state(model, nnx.Param)
+            nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params))
+            program = text_program(model, engine, devices[0])
+        else:
+            mesh = zerojax.make_mesh(2, 4, devices=devices)
+            state = zerojax.TrainState.abstract(
+                lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.1), lm_loss, mesh=mesh
+            )
+            program = traced(state, "compute", engine)
     text = program.lower().compile(dict(aot.COMPILER_OPTIONS)).as_text()
     # A layer's smallest weight has 512 KB, its keys have 7 MB.
     moved = [one for one in hlo.movements(text, 400_000) if not one.source.endswith("broadcast_in_dim")]

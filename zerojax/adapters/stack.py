@@ -1,7 +1,7 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.operand import LayerOperand
+from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.sharded import is_gathered
@@ -82,42 +84,53 @@ class Stack(nnx.Module):
                     "the block, or call it outside the Stack."
                 )
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
-        weights = [variable.get_raw_value() for _, variable in nnx.to_flat_state(params)]
+        flat = nnx.to_flat_state(params)
+        weights = [variable.get_raw_value() for _, variable in flat]
+        empty = [(path, variable.replace(None)) for path, variable in flat]
+        arrays, join = split_arrays((args, kwargs))
+
+        def body(whole: Any, x: Any, own: Any, arrays: Any) -> tuple[Any, Any]:
+            (state, differing), (args, kwargs) = own, join(arrays)
+            block = nnx.merge(graph, _filled(empty, whole), state)
+            x = getattr(block, method)(x, *args, **kwargs | differing)
+            return x, changed_state(block)
+
+        own = (state, by_layer or {})
         if weights and all(is_gathered(weight) for weight in weights):
-            arrays, join = split_arrays((args, kwargs))
-            empty = [(path, variable.replace(None)) for path, variable in nnx.to_flat_state(params)]
-
-            def body(whole: Any, x: Any, own: Any, arrays: Any) -> tuple[Any, Any]:
-                (state, differing), (args, kwargs) = own, join(arrays)
-                values = [(path, var.replace(w)) for (path, var), w in zip(empty, whole, strict=True)]
-                block = nnx.merge(graph, nnx.from_flat_state(values), state)
-                return _run(block, method, x, args, kwargs | differing)
-
-            x, state, copies = scan_units(body, weights, x, (state, by_layer or {}), arrays)
+            x, state, copies = scan_units(body, weights, x, own, arrays)
             if copies is not None:
-                fresh = [weight.updated(copies) for weight in weights]
-                self._keep([(path, var.replace(w)) for (path, var), w in zip(empty, fresh, strict=True)])
+                self._keep(_filled(empty, [weight.updated(copies) for weight in weights]))
         else:
-
-            def layer(x: Any, values: Any) -> tuple[Any, Any]:
-                *states, differing = values
-                return _run(nnx.merge(graph, *states), method, x, args, kwargs | differing)
-
-            x, state = jax.lax.scan(layer, x, (params, state, by_layer or {}))
+            run = at_matmuls(body)
+            x, state = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1], arrays), x, (weights, own))
         nnx.update(self.block, state)
         return x
 
-    def _keep(self, weights: list[tuple[Any, nnx.Variable]]) -> None:
+    def _keep(self, weights: nnx.State) -> None:
         """Keep the updated copies for the next call."""
         # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: then the next call,
         # or the step itself, updates the copies again.
         with contextlib.suppress(TraceContextError):
-            nnx.update(self.block, nnx.from_flat_state(weights))
+            nnx.update(self.block, weights)
 
 
-def _run(block: Any, method: str, x: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    x = getattr(block, method)(x, *args, **kwargs)
-    return x, changed_state(block)
+def _filled(empty: Sequence[tuple[Any, nnx.Variable]], values: Sequence[Any]) -> nnx.State:
+    """The parameters of a block, with values."""
+    return nnx.from_flat_state([(path, var.replace(x)) for (path, var), x in zip(empty, values, strict=True)])
+
+
+def split_for_decoding(model: nnx.Module) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """``nnx.split``, with the parameters of stacks as ``LayerOperand``: products of a merged model read each
+    layer's weights where they lie."""
+    graph, state = nnx.split(model)
+    stacks = [(*path, "block") for path, each in nnx.iter_modules(model) if isinstance(each, Stack)]
+
+    def marked(path: tuple[Any, ...], variable: Any) -> Any:
+        if isinstance(variable, nnx.Param) and any(path[: len(stack)] == stack for stack in stacks):
+            return variable.replace(LayerOperand(variable.get_raw_value()))
+        return variable
+
+    return graph, nnx.from_flat_state([(path, marked(path, var)) for path, var in nnx.to_flat_state(state)])
 
 
 def modules_in(arguments: Any) -> list[nnx.Module]:

@@ -1,7 +1,7 @@
 """Continues texts with an unsharded model on one device: all tokens at once, or one by one."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from numbers import Integral
 from typing import Any
 
@@ -12,11 +12,14 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Int, Key
 
+from zerojax.adapters.stack import split_for_decoding
+from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import checked_limits, checked_prompts, checked_stop
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
 from zerojax.generation.protocol import decoded
 from zerojax.generation.sampling import Sampling, sample
+from zerojax.sharding.mesh import make_mesh
 
 
 def continue_text(
@@ -50,7 +53,7 @@ def continue_text(
             none; new_tokens is below 1; stop is several tokens; or the model cannot generate.
     """
     texts, context = _checked(model, prompts, new_tokens, stop)
-    graph, weights = nnx.split(model)
+    graph, weights = split_for_decoding(model)
     answers: list[list[int]] = [[] for _ in texts]
     unfinished = list(range(len(texts)))
     while unfinished:
@@ -60,7 +63,8 @@ def continue_text(
         engine = _engine(model, len(texts), max(map(len, windows)), max(limits), context, how, stop)
         first = [len(answers[i]) for i in unfinished]
         queue = engine.queue(windows, unfinished, first, limits, len(texts))
-        drawn = jax.tree.map(np.asarray, _continue(graph, weights, queue, key, engine=engine))
+        made = _compiled(_continue, _device(weights))(graph, weights, queue, key, engine=engine)
+        drawn = jax.tree.map(np.asarray, made)
         for number, i in enumerate(unfinished):
             answers[i] += drawn.tokens[number, : drawn.lengths[number]].tolist()
         unfinished = [
@@ -84,14 +88,15 @@ def stream(
     Arguments and errors are those of ``continue_text``. ``stop`` itself is not among the tokens.
     """
     [text], context = _checked(model, [prompt], new_tokens, stop)
-    graph, weights = nnx.split(model)
+    graph, weights = split_for_decoding(model)
+    first, following = _compiled(_first, _device(weights)), _compiled(_next, _device(weights))
     answer: list[int] = []
     while len(answer) < new_tokens:
         window = _window(text, answer, context)
         limit = _limit(window, new_tokens - len(answer), context)
         engine = _engine(model, 1, len(window), limit, context, how, stop)
         queue = engine.queue([window], [0], [len(answer)], [limit], 1)
-        token, cache = _first(graph, weights, queue, key, engine=engine)
+        token, cache = first(graph, weights, queue, key, engine=engine)
         for made in range(1, limit + 1):
             drawn = int(token[0])
             if drawn == stop:
@@ -99,7 +104,7 @@ def stream(
             yield drawn
             answer.append(drawn)
             if made < limit:
-                token, cache = _next(graph, weights, queue, token, made, cache, key, engine=engine)
+                token, cache = following(graph, weights, queue, token, made, cache, key, engine=engine)
 
 
 def _checked(model: Any, prompts: Any, new_tokens: int, stop: Any) -> tuple[list[np.ndarray], float]:
@@ -134,14 +139,27 @@ def _engine(
     )
 
 
-@partial(jax.jit, static_argnames=("graph", "engine"))
+def _device(weights: nnx.State) -> Any:
+    """A device that has the weights."""
+    placed = next((x for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)), jnp.zeros(()))
+    return min(placed.devices(), key=lambda device: device.id)
+
+
+@cache
+def _compiled(run: Callable[..., Any], device: Any) -> Any:
+    """A function of this module as one program, compiled like ``zerojax.generate``."""
+    options = compiler_options(make_mesh(1, 1, devices=[device]), separate_products=True)
+    donated = "cache" if run is _next else ()
+    static = ("graph", "engine")
+    return jax.jit(run, static_argnames=static, donate_argnames=donated, compiler_options=options)
+
+
 def _continue(
     graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
 ) -> Drawn:
     return engine.run(lambda *_: nnx.merge(graph, weights), queue, key)
 
 
-@partial(jax.jit, static_argnames=("graph", "engine"))
 def _first(
     graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
 ) -> tuple[Int[Array, " 1"], Any]:
@@ -153,7 +171,6 @@ def _first(
     return _drawn(model, last, queue, 0, key, engine), cache
 
 
-@partial(jax.jit, static_argnames=("graph", "engine"), donate_argnames=("cache",))
 def _next(
     graph: nnx.GraphDef[Any],
     weights: nnx.State,
