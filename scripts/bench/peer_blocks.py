@@ -199,6 +199,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if options.warm_up < 1:
         parser.error("--warm-up must be at least 1: the first step compiles")
+    if options.kv_heads is not None:
+        parser.error("--kv-heads: these blocks have as many as heads")
     if options.ffn is None:
         options.ffn = -(-8 * options.d_model // 768) * 256 if options.llama else 4 * options.d_model
     return options

@@ -78,6 +78,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--d-model", type=int, default=2048)
     parser.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
     parser.add_argument("--ffn", type=int, help="hidden width of the MLP; by default the family's own")
+    parser.add_argument("--kv-heads", type=int, help="by default as many as heads; not in PyTorch's peers")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")

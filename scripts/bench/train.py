@@ -178,6 +178,7 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
         layers=options.layers,
         d_model=options.d_model,
         heads=options.d_model // 128,
+        kv_heads=options.kv_heads,
         ffn=options.ffn,
         max_seq_len=options.seq,
         biases=False,
@@ -188,7 +189,8 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
 def flops_per_token(config: GPTConfig, frozen: bool) -> int:
     """FLOPs of a forward and a backward pass: 6 per weight, 4 if it is frozen; and causal attention's."""
     matrices = 3 if config.mlp == "swiglu" else 2
-    weights = 4 * config.d_model**2 + matrices * config.d_model * config.ffn_width
+    heads = 2 * (config.heads + config.key_value_heads) * config.head_dim
+    weights = config.d_model * (heads + matrices * config.ffn_width)
     return config.layers * ((4 if frozen else 6) * weights + 6 * config.d_model * config.max_seq_len)
 
 
