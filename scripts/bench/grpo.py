@@ -5,9 +5,10 @@
         scripts/bench/grpo.py --nodes 2 --local 1 --presets zero3 zero++ delta
 
 The phases are those of `zerojax posttrain`: copy (of the weights, into every node), generate (the prefill and
-all tokens), log-probabilities under the weights that made the tokens, and one update on them. Each device has
---rows rows of equal length. "a token" is the difference between a long and a short generation, in which the
-prefill cancels out; bytes are those that a node put on its link (None without zerojax emulate).
+all tokens), log-probabilities under the weights that made the tokens, and one update on them, from the copy.
+Each device has --rows rows of equal length. "a token" is the difference between a long and a short
+generation, in which the prefill cancels out; bytes are those that a node put on its link (None without
+zerojax emulate).
 """
 
 import argparse
@@ -112,9 +113,9 @@ def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
 
     def update() -> None:
         nonlocal state
-        state, _ = jax.block_until_ready(zerojax.train_step(state, batch))
+        state, _ = jax.block_until_ready(zerojax.train_step(copied, batch))
 
-    # The update comes first: it makes the copies that delta begins with.
+    # The first update makes the copies that delta begins with.
     calls = {
         "update": update,
         "copy": copy,
@@ -122,19 +123,31 @@ def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
         "generate": partial(generate, options.new),
         "generate, short": partial(generate, options.short),
     }
-    found = {name: _timed(preset, name, call, options.repeats) for name, call in calls.items()}
+    found = {
+        name: _timed(preset, name, call, options.repeats, copy if name == "update" else None)
+        for name, call in calls.items()
+    }
     short = found.pop("generate, short")
     return [*found.values(), _of_a_token(found["generate"], short, options), _whole(found)]
 
 
-def _timed(preset: str, name: str, call: Callable[[], Any], repeats: int) -> Phase:
-    """The figures of a call that waits for its devices, after one that compiles."""
-    call()
+def _timed(
+    preset: str,
+    name: str,
+    call: Callable[[], Any],
+    repeats: int,
+    prepare: Callable[[], Any] | None = None,
+) -> Phase:
+    """The figures of a call that waits for its devices, each time after another; the first compiles."""
     seconds: list[float] = []
     sent: list[int] = []
-    for _ in range(repeats):
+    for number in range(1 + repeats):
+        if prepare is not None:
+            prepare()
         before, begun = sent_so_far(), time.perf_counter()
         call()
+        if not number:
+            continue
         seconds.append(1e3 * (time.perf_counter() - begun))
         if before is not None:
             sent.append((sent_so_far() or 0) - before)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from core_models import CASES, Case
+from fp8_models import fp8_case
 from mesh_axes import axes_used
 
 import zerojax
@@ -31,7 +32,7 @@ def create(
     nodes: int, local: int, preset: str = "zero3", case: Case = CASES["stack"], **zero
 ) -> zerojax.TrainState:
     lora = LoRA(rank=2, targets=("*kernel",)) if "frozen" in zero else None
-    options = zerojax.ZeroConfig.preset(preset, compute_dtype="float32", **zero)
+    options = zerojax.ZeroConfig.preset(preset, **{"compute_dtype": "float32"} | zero)
     mesh = zerojax.make_mesh(nodes, local, devices=jax.devices()[: nodes * local])
     return zerojax.TrainState.create(case.model, ADAM, case.loss, mesh=mesh, zero=options, lora=lora)
 
@@ -62,11 +63,36 @@ def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     np.testing.assert_array_equal(one, other)
     one, other = (zerojax.predict_step(x, later, outputs) for x in (state, copied))
     np.testing.assert_array_equal(one, other)
-    # The next step reads and updates the weights themselves.
-    expected, _ = zerojax.train_step(jax.tree.map(jax.numpy.copy, state), later)
-    after, _ = zerojax.train_step(copied, later)
-    assert after.node_copy == {}
-    jax.tree.map(np.testing.assert_array_equal, after.params, expected.params)
+
+
+STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
+    "delta, one micro-batch": {"preset": "delta"},
+    "delta, breadth": {"preset": "delta", "accumulate": 2, "accumulate_order": "breadth"},
+    "delta, fp8": {"preset": "delta", "matmul_dtype": "fp8"},
+    "zero++, fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
+}
+FAST = ("zero3", "adapters", "delta, one micro-batch")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
+)
+def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
+    """Delta's copies afterwards are those of the node's copy."""
+    case = fp8_case("stack") if "fp8" in name else CASES["gpt-tied" if name == "zero3" else "stack"]
+    state = create(2, 2, case=case, **STEPS[name])
+    first, second, third = case.batches(8, 3)
+    state, _ = zerojax.train_step(state, first)
+    copied = zerojax.with_node_copy(jax.tree.map(jax.numpy.copy, state))
+    sent, less = (zerojax.comm_report(one, second).phases() for one in (state, copied))
+    crossing = {phase for phase, (_, between) in less.items() if between}
+    assert sum(between for _, between in sent.values()) > sum(between for _, between in less.values())
+    assert crossing <= {"gradients", "metrics", "scales"}
+    for batch in (second, third):
+        state, expected = zerojax.train_step(state, batch)
+        copied, metrics = zerojax.train_step(copied, batch)
+        assert copied.node_copy == {}
+        jax.tree.map(np.testing.assert_array_equal, (copied, metrics), (state, expected))
 
 
 def test_changed_weights_have_no_copy():

@@ -167,7 +167,7 @@ class PostTrainer(OpenRun):
     def rollout(self) -> Rollout:
         """Complete this process's prompts of the next rollout."""
         self.watchdog.phase(f"rollout {self.rollouts + 1}")
-        # The step after it drops the copy.
+        # The first step after it begins from the copy, and drops it.
         self.state = for_several_passes(self.state, beside=self.generator)
         return self.environment.rollout(self.state, self.rollouts)
 

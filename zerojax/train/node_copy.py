@@ -36,9 +36,9 @@ READ = ("params", "secondary", "step", "frozen", "node_copy")
 def with_node_copy(state: TrainState) -> TrainState:
     """The state with a copy of its weights in every node: the passes that follow send none between nodes.
 
-    For several calls of ``eval_step``, ``predict_step`` or ``generate`` between two updates. They compute
-    with the same weights as without it; in bf16 the compiler may round what comes of them elsewhere.
-    ``train_step`` and ``TrainState.replace`` of weights drop the copy.
+    For several calls of ``eval_step``, ``predict_step`` or ``generate`` between two updates, and at stage 3
+    the ``train_step`` after them. They compute with the same weights as without it; in bf16 the compiler may
+    round what comes of them elsewhere. The step, and ``TrainState.replace`` of weights, drop the copy.
 
     Args:
         state: any; it is not donated.

@@ -89,13 +89,15 @@ def next_secondary(
     return lax.cond(due, lambda: first_secondary(spec, params), update)
 
 
-def last_secondary(spec: TrainSpec, params: Blocks, secondary: Blocks, updated: Blocks) -> Blocks:
-    """Delta's secondary copies after a step; ``updated`` are those that units have updated.
+def last_secondary(
+    spec: TrainSpec, params: Blocks, secondary: Blocks, updated: Blocks, updating: Sequence[ParamGroup]
+) -> Blocks:
+    """Delta's secondary copies after a step, where units in ``updating`` had to update theirs: ``updated``.
 
     A unit that the model did not call, or whose result was lost in a JAX transformation, has not: its copy is
     updated now.
     """
-    missing = [g for g in spec.updating if not all(leaf.path in updated for leaf in g.leaves)]
+    missing = [g for g in updating if not all(leaf.path in updated for leaf in g.leaves)]
     done = [group for group in spec.groups if group not in missing]
     late = by_group(spec, _delta, params, secondary, skip=done)
     flat = {path: copy.reshape(secondary[path].shape) for path, copy in updated.items()}

@@ -21,6 +21,7 @@ from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
+from zerojax.matmul.operand import array_of
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
@@ -144,13 +145,13 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     step = spec.once(
         "gradients",
         lambda: jax.jit(
-            lambda state, batch: _gradients(spec, state, batch)[0]["params"],
+            lambda state, read, batch: _gradients(spec, state.replace(**read), batch)[0]["params"],
             compiler_options=_compiler_options(spec),
         ),
     )
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    return step(state, placed)
+    return step(*_apart(state), placed)
 
 
 def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -174,9 +175,11 @@ def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
     return _compiled(state.spec).trace(*_apart(state), abstract_batch(state.spec, batch))
 
 
-def _apart(state: TrainState) -> tuple[TrainState, Any]:
-    """What a step changes, and is donated to it; and what it does not."""
-    return state.replace(frozen={}), state.frozen
+def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """What a step changes, and is donated to it; and what it only reads."""
+    # At other stages every device has whole weights, which the node's copy is not made of.
+    copied = state.node_copy if state.spec.zero.stage == 3 else {}
+    return state.replace(frozen={}), {"frozen": state.frozen, "node_copy": copied}
 
 
 @functools.cache
@@ -218,9 +221,9 @@ def _compiled_eval(spec: TrainSpec) -> Any:
     )
 
 
-def _train(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, Metrics]:
+def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
-    after, metrics = _gradients(spec, state.replace(frozen=frozen), batch)
+    after, metrics = _gradients(spec, state.replace(**read), batch)
     grads = after["params"]
     grad_norm = optax.tree.norm(grads)
     ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
@@ -254,6 +257,10 @@ def _train(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, Metr
 
 def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
     """Mean gradients at their owners under "params", with the other fields that changed; and the metrics."""
+    updating = spec.updating
+    if state.node_copy:
+        strategy = dataclasses.replace(spec.strategy.in_node(), remat=spec.strategy.remat)
+        spec, updating = dataclasses.replace(spec, strategy=strategy), ()
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         blocks, secondary, residual = (
@@ -261,15 +268,19 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         )
         step, seed = shards["step"], _seed(shards)
         masters, secondary = with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
-        if secondary:
-            secondary = next_secondary(spec, masters, secondary, step, later=spec.updating)
-        frozen = from_tree(shards["frozen"])
-        weights = sources(spec, masters, secondary, frozen, spec.updating)
+        if shards["node_copy"]:
+            rows = node_rows(spec, shards)
+            secondary = {path: array_of(rows[path]).reshape(copy.shape) for path, copy in secondary.items()}
+            weights = in_node(spec, masters, rows)
+        else:
+            if secondary:
+                secondary = next_secondary(spec, masters, secondary, step, later=updating)
+            weights = sources(spec, masters, secondary, from_tree(shards["frozen"]), updating)
         grads, model_state, sums, updated = per_device.accumulate(
             spec, weights, shards["model_state"], batch, seed
         )
         if secondary:
-            secondary = last_secondary(spec, masters, secondary, updated)
+            secondary = last_secondary(spec, masters, secondary, updated, updating)
             secondary = stored_secondary(masters, secondary)
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
