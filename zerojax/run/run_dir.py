@@ -19,6 +19,7 @@ RUN/stacks/          stacks of each process of a hung run
 """
 
 import json
+import os
 import tempfile
 import time
 from dataclasses import replace
@@ -217,7 +218,10 @@ def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file atomically."""
+    """Write a small file that a crash, also of the machine, leaves as it was or as it is now."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
