@@ -16,7 +16,7 @@ from zerojax.cli.sampling import SamplingOptions
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ZeroError
 from zerojax.run.build import RunSetup
-from zerojax.run.checkpoints import read_manifest, restore
+from zerojax.run.checkpoints import read_manifest, restore, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
@@ -40,7 +40,11 @@ def params_bytes(folder: Path, step: int) -> int:
 
 
 def test_adapters_of_a_trained_run(
-    finished: RunFolder, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: RunFolder,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(finished.path, base)
@@ -70,6 +74,13 @@ def test_adapters_of_a_trained_run(
     found = from_tree(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     for path, weight in from_tree(theirs).items():
         np.testing.assert_array_equal(found[path], weight)
+
+    # The base's run goes on, and keeps only its newest checkpoints and the one that is needed.
+    longer = dataclasses.replace(RunFolder(base).read_config().train, steps=16)
+    train(dataclasses.replace(RunFolder(base).read_config(), train=longer), base)
+    assert {8, 16} <= {*step_dirs.steps(base / "checkpoints")}
+    assert main(["checkpoints", str(base), "--delete", "8"]) == 2
+    assert f"other runs need: {whole.folder.path}" in capsys.readouterr().err
 
     base.rename(tmp_path / "moved")
     with pytest.raises(ZeroError, match="is gone: put it back"):

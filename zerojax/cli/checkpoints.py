@@ -130,6 +130,10 @@ def _delete(folder: Path, name: str) -> None:
             f"checkpoint {folder / name} holds weights that those of steps {_listed(users)} need: delete "
             "these first"
         )
+    if runs := step_dirs.needed_by(folder / name):
+        raise ConfigurationError(
+            f"checkpoint {folder / name} holds weights that other runs need: {_listed(runs)}"
+        )
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
 

@@ -34,7 +34,7 @@ from zerojax.run.evaluation import for_several_passes
 from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, start_run
+from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, keep_for, start_run
 
 
 class Roles(NamedTuple):
@@ -120,6 +120,7 @@ class PostTrainer(OpenRun):
                     *environment.notes(),
                     *start.notes,
                     *roles.notes,
+                    *(keep_for(folder, Path(settings.reward_model)) if settings.reward_model else ()),
                 ],
             )
             return trainer

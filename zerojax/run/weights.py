@@ -8,7 +8,9 @@ from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
-from zerojax.run.build import RunSetup
+from zerojax.run.build import RunSetup, is_first
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.checkpoints.manifest import MANIFEST
 from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.run.data import DataError, Tokenizer, names_kept_tokenizer, open_tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
@@ -131,7 +133,10 @@ def start_run(
     if source is None:
         return Start(setup.initial_state(), "", [])
     state, notes = first_weights(setup, source, reader)
-    base = base_of(folder, source) if state.spec.frozen or reference else ""
+    base = ""
+    if state.spec.frozen or reference:
+        base = base_of(folder, source)
+        notes += keep_for(folder, source)
     theirs = reader.tokenizer(source)
     if theirs is not None and not same_tokenizer(theirs, open_tokenizer(setup.config.data, folder.data)):
         notes.append(
@@ -147,6 +152,20 @@ def base_of(folder: RunFolder, source: Path) -> str:
         return f"{folder.checkpoints.name}/{source.name}"
     path, own = source.resolve(), folder.path.resolve()
     return str(path.relative_to(own) if path.is_relative_to(own) else path)
+
+
+def keep_for(folder: RunFolder, source: Path) -> list[str]:
+    """Have a checkpoint of another run kept for this one; returns a line if that is impossible.
+
+    Args:
+        folder: of this run.
+        source: the checkpoint; anything else stays where it is anyway.
+    """
+    others = source.parent.resolve() != folder.checkpoints.resolve()
+    if not (others and is_first() and (source / MANIFEST).exists()):
+        return []
+    line = step_dirs.note_need(source.resolve(), folder.path)
+    return [] if line is None else [line]
 
 
 def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[TrainState, list[str]]:

@@ -6,6 +6,7 @@
 400.removed         being deleted, or what a failed deletion left
 400.damaged         found damaged when a run resumed from an older one; kept for inspection
 400.undone          newer than the one that a user went back to; kept likewise
+400.needed-by       a file: the runs, one a line, that begin with the weights of checkpoint 400
 ```
 """
 
@@ -77,6 +78,35 @@ def free(path: Path) -> Path:
         number += 1
         tried = path.with_name(f"{path.name}-{number}")
     return tried
+
+
+def note_need(path: Path, run: Path) -> str | None:
+    """Note beside a checkpoint that another run needs it: its own run then keeps it.
+
+    Returns:
+        A line if that cannot be written; None if it is.
+    """
+    try:
+        if str(run.resolve()) not in needed_by(path):
+            with _needs(path).open("a", encoding="utf-8") as file:
+                file.write(f"{run.resolve()}\n")
+    except OSError as error:
+        return (
+            f"it cannot be noted beside {path} that this run needs it ({error.strerror or error}): if its "
+            "own run goes on, it may delete it"
+        )
+    return None
+
+
+def needed_by(path: Path) -> list[str]:
+    """The runs that need a checkpoint, of those that are still there; raises OSError."""
+    file = _needs(path)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [line for line in lines if Path(line).exists()]
+
+
+def _needs(path: Path) -> Path:
+    return path.with_name(f"{path.name}.needed-by")
 
 
 def remove(path: Path) -> str | None:

@@ -159,8 +159,8 @@ class Checkpoints:
         draft.rename(self._folder / str(step))
         # Those of later steps are of another run, which this one does not go on from.
         there = [manifest for manifest in read_manifests(self._folder) if manifest.step <= step]
-        for surplus in self._retention.surplus(there):
-            if (line := step_dirs.remove(self._folder / str(surplus))) is not None:
+        for surplus in (self._folder / str(step) for step in self._retention.surplus(there)):
+            if not step_dirs.needed_by(surplus) and (line := step_dirs.remove(surplus)) is not None:
                 self._say(line)
 
     def _failure(self, step: int, error: Exception) -> RunError:
