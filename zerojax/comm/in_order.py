@@ -7,6 +7,8 @@ gone when XLA:CPU looks for what is independent. So every collective reads a val
 run collectives in the order of the program, and need none of this.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,9 +79,9 @@ class _Order:
         if not self._last or not others:
             return list(values)
         firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in self._last]
-        token = sum(x.astype(jnp.int32) for x in firsts)
-        # Compilers do not know that n (n + 1) is never odd.
-        never = (token * (token + 1)) % 2 != 0
+        token = functools.reduce(operator.add, [x.astype(jnp.int32) for x in firsts])
+        # Compilers do not know that 2 is no square, modulo powers of two either.
+        never = token * token == 2
         return [
             lax.select(never, jnp.zeros_like(x), jnp.asarray(x)) if id(x) in others else x for x in values
         ]
