@@ -66,7 +66,7 @@ def gathers(x, y):
 
 
 def sums(x, y):
-    return lax.psum((x, y), AXES)
+    return lax.psum((x, 1j * x, y), AXES)
 
 
 def beside_a_loop(x, y):

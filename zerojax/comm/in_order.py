@@ -79,7 +79,7 @@ class _Order:
         if not self._last or not others:
             return list(values)
         firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in self._last]
-        token = functools.reduce(operator.add, [x.astype(jnp.int32) for x in firsts])
+        token = functools.reduce(operator.add, [jnp.real(x).astype(jnp.int32) for x in firsts])
         # Compilers do not know that 2 is no square, modulo powers of two either.
         never = token * token == 2
         return [
