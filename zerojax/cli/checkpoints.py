@@ -132,7 +132,8 @@ def _delete(folder: Path, name: str) -> None:
         )
     if runs := step_dirs.needed_by(folder / name):
         raise ConfigurationError(
-            f"checkpoint {folder / name} holds weights that other runs need: {_listed(runs)}"
+            f"checkpoint {folder / name} holds weights that other runs need: {_listed(runs)}. If they no "
+            f"longer do, delete {name}.needed-by beside it"
         )
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
