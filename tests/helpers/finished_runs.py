@@ -68,7 +68,8 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture
 def finished_copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
     """A copy of the finished run, to resume or change."""
-    shutil.copytree(finished.path, tmp_path / "copy")
+    # Not which tests' runs began with it.
+    shutil.copytree(finished.path, tmp_path / "copy", ignore=shutil.ignore_patterns("*.needed-by"))
     return RunFolder(tmp_path / "copy")
 
 

@@ -71,7 +71,7 @@ STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
     "delta, fp8": {"preset": "delta", "matmul_dtype": "fp8"},
     "zero++, fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
 }
-FAST = ("zero3", "adapters", "delta, one micro-batch")
+FAST = (*CHOICES, "delta, one micro-batch")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def continue_text(
     """
     texts, context = _checked(model, prompts, new_tokens, stop)
     graph, weights = split_for_decoding(model)
+    run = _compiled(_continue, _device(weights))
     answers: list[list[int]] = [[] for _ in texts]
     unfinished = list(range(len(texts)))
     while unfinished:
@@ -63,8 +64,7 @@ def continue_text(
         engine = _engine(model, len(texts), max(map(len, windows)), max(limits), context, how, stop)
         first = [len(answers[i]) for i in unfinished]
         queue = engine.queue(windows, unfinished, first, limits, len(texts))
-        made = _compiled(_continue, _device(weights))(graph, weights, queue, key, engine=engine)
-        drawn = jax.tree.map(np.asarray, made)
+        drawn = jax.tree.map(np.asarray, run(graph, weights, queue, key, engine=engine))
         for number, i in enumerate(unfinished):
             answers[i] += drawn.tokens[number, : drawn.lengths[number]].tolist()
         unfinished = [

@@ -20,7 +20,7 @@ from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_
 from zerojax.run.data import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.weights import WeightReader, base_of, first_weights, keep_for, with_base
+from zerojax.run.weights import WeightReader, first_weights, needed_base, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics
 
@@ -61,11 +61,8 @@ class Critic:
             )
         source = first if named is None else Path(run_on_process_zero(lambda: str(reader.find(Path(named)))))
         state, notes = first_weights(RunSetup.of(own, loss_fn=value_loss(own.posttrain)), source, reader)
-        base = ""
-        if state.spec.frozen:
-            base = base_of(folder, source)
-            notes += keep_for(folder, source)
-        return cls(own, state, base), [f"critic: {note}" for note in notes]
+        base, kept = needed_base(folder, source) if state.spec.frozen else ("", [])
+        return cls(own, state, base), [f"critic: {note}" for note in (*notes, *kept)]
 
     @classmethod
     def resume(

@@ -133,10 +133,8 @@ def start_run(
     if source is None:
         return Start(setup.initial_state(), "", [])
     state, notes = first_weights(setup, source, reader)
-    base = ""
-    if state.spec.frozen or reference:
-        base = base_of(folder, source)
-        notes += keep_for(folder, source)
+    base, kept = needed_base(folder, source) if state.spec.frozen or reference else ("", [])
+    notes += kept
     theirs = reader.tokenizer(source)
     if theirs is not None and not same_tokenizer(theirs, open_tokenizer(setup.config.data, folder.data)):
         notes.append(
@@ -152,6 +150,11 @@ def base_of(folder: RunFolder, source: Path) -> str:
         return f"{folder.checkpoints.name}/{source.name}"
     path, own = source.resolve(), folder.path.resolve()
     return str(path.relative_to(own) if path.is_relative_to(own) else path)
+
+
+def needed_base(folder: RunFolder, source: Path) -> tuple[str, list[str]]:
+    """The ``Record.base`` of weights that a run needs again, and lines about it for the user."""
+    return base_of(folder, source), keep_for(folder, source)
 
 
 def keep_for(folder: RunFolder, source: Path) -> list[str]:

@@ -1,9 +1,9 @@
 """A copy of the weights in every node, for passes that read the same weights more than once.
 
 Each forward pass brings a state's weights across nodes. Evaluations, log-probabilities and generation make
-many between two updates: with a copy the first exchange is the only one. The copy is what frozen weights are
-(``zerojax.train.frozen``): the secondary partitions of ZeRO++ (section 3.2), stored once per node, with the
-very values that each pass would compute with.
+many between two updates, and the step after them another: with a copy the first exchange is the only one. It
+is what frozen weights are (``zerojax.train.frozen``): the secondary partitions of ZeRO++ (section 3.2),
+stored once per node, with the very values that each pass would compute with.
 """
 
 import dataclasses

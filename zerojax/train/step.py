@@ -33,6 +33,7 @@ from zerojax.train.secondary import last_secondary, next_secondary, stored_secon
 from zerojax.train.sources import in_node, sources
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
+from zerojax.zero_config import Remat
 
 Metrics = dict[str, Array]
 _REPLICATED = PartitionSpec()
@@ -257,10 +258,8 @@ def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainSt
 
 def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
     """Mean gradients at their owners under "params", with the other fields that changed; and the metrics."""
-    updating = spec.updating
-    if state.node_copy:
-        strategy = dataclasses.replace(spec.strategy.in_node(), remat=spec.strategy.remat)
-        spec, updating = dataclasses.replace(spec, strategy=strategy), ()
+    updating = () if state.node_copy else spec.updating
+    spec = _reading(state, remat=spec.strategy.remat)
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         blocks, secondary, residual = (
@@ -318,11 +317,12 @@ def _predict(state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], adapt
     return _on_devices(local, state, batch, out=(), rest=spec.batch_spec)[1]
 
 
-def _reading(state: TrainState) -> TrainSpec:
-    """The spec of a forward pass alone: by the node's copy of the weights, if there is one."""
+def _reading(state: TrainState, remat: Remat = "none") -> TrainSpec:
+    """The spec of passes by the node's copy of the weights, if there is one, which recompute as ``remat``."""
     if not state.node_copy:
         return state.spec
-    return dataclasses.replace(state.spec, strategy=state.spec.strategy.in_node())
+    strategy = dataclasses.replace(state.spec.strategy.in_node(), remat=remat)
+    return dataclasses.replace(state.spec, strategy=strategy)
 
 
 def _seed(shards: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import dacite
 
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.run.run_dir import write_whole
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 MANIFEST = "seal.json"
@@ -120,10 +121,8 @@ def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Ma
     names = sorted(_files(path))
     files = dict(zip(names, _map(lambda name: _size_and_checksum(path / name), names), strict=True))
     manifest = Manifest(step, saved_at, record, files)
-    with (path / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(dump_checked(asdict(manifest)))
-        file.flush()
-        os.fsync(file.fileno())  # before the rename, as Orbax does with the arrays
+    # It is on the disk before the folder gets its name, as Orbax's arrays are.
+    write_whole(path / MANIFEST, dump_checked(asdict(manifest)))
     return manifest
 
 
