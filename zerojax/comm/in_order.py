@@ -1,4 +1,4 @@
-"""Programs for the devices of a mesh, in which emulated devices run their collectives one after another.
+"""Programs for the devices of a mesh, which emulated devices run one at a time, a collective after another.
 
 XLA:CPU runs independent operations at once, also a collective beside another collective or a loop. JAX gives
 all collectives one channel: a gather may then be joined with another gather, and devices that reach two
@@ -31,6 +31,17 @@ def on_mesh(run: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: An
     """``jax.shard_map`` without its check of replication, whose collectives run in one order on CPUs too."""
     run = in_order(run) if on_cpus(mesh.devices.flat) else run
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def one_at_a_time[T](mesh: Mesh, results: T) -> T:
+    """The results of a program, which emulated devices have finished.
+
+    XLA:CPU accepts 32 programs of a device. At the next one a thread waits for room, and when all threads
+    wait, none is left for a device that others wait for: a loop that reads no result would hang after tens of
+    steps.
+    """
+    emulated = mesh.devices.size > 1 and on_cpus(mesh.devices.flat)
+    return jax.block_until_ready(results) if emulated else results
 
 
 def in_order(run: Callable[..., Any]) -> Callable[..., Any]:

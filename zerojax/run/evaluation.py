@@ -9,8 +9,6 @@ from zerojax.run.data import Batch
 from zerojax.train.memory import free_memory
 from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes
 
-_EVALUATIONS_AHEAD = 8
-
 
 def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
     """The mean loss over all tokens that count of some batches, in nats per token."""
@@ -20,16 +18,11 @@ def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
 def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
     """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
 
-    The means are over "tokens" if the loss counts them, else over batches. The last batches are dispatched
-    without waiting for them.
+    The means are over "tokens" if the loss counts them, else over batches. GPUs are still computing them.
     """
-    measured = []
     if len(batches) > 1:
         state = for_several_passes(state)
-    for batch in batches:
-        measured.append(zerojax.eval_step(state, batch))
-        # XLA:CPU runs 32 programs at a time: two processes hang if each fills its queue with different ones.
-        jax.block_until_ready(measured[:-_EVALUATIONS_AHEAD][-1:])
+    measured = [zerojax.eval_step(state, batch) for batch in batches]
     counts = [metrics.pop("tokens", 1.0) for metrics in measured]
     total = jnp.asarray(sum(counts))
     sums = {

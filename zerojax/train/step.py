@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from zerojax.adapters import LossFn
-from zerojax.comm.in_order import on_mesh
+from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
@@ -59,7 +59,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             unchanged to every device and micro-batch; all processes pass the same ones.
 
     Returns:
-        The next state, and the metrics as scalar arrays that are still being computed: "loss" and the loss
+        The next state, and the metrics as scalar arrays that GPUs are still computing: "loss" and the loss
         function's aux (means over the world), "grad_norm", "skipped" (0 or 1), "skipped_in_row"; with a
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
 
@@ -69,7 +69,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    following, metrics = _compiled(spec)(*_apart(state), placed)
+    following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_apart(state), placed))
     return following.replace(frozen=state.frozen), metrics
 
 
@@ -89,7 +89,7 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
     spec = state.spec
     placed = place(spec, batch, 1)
     check_there(state)
-    return _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn)
+    return one_at_a_time(spec.mesh, _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn))
 
 
 def predict_step(
@@ -121,7 +121,7 @@ def predict_step(
         "predict",
         lambda: jax.jit(_predict, static_argnums=(2, 3), compiler_options=_compiler_options(spec)),
     )
-    return compiled(state, placed, fn, adapters)
+    return one_at_a_time(spec.mesh, compiled(state, placed, fn, adapters))
 
 
 def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
@@ -152,7 +152,7 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     )
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    return step(*_apart(state), placed)
+    return one_at_a_time(spec.mesh, step(*_apart(state), placed))
 
 
 def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
