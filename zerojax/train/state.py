@@ -149,11 +149,16 @@ def check_there(state: TrainState) -> None:
             "the state has no frozen weights yet: load them by checkpoints.restore_base then the checkpoint "
             "of what was trained."
         )
-    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
+    # Not the step alone: CPUs leave a state an array that was read before, as by int(state.step).
+    if any(_is_gone(x) for x in jax.tree.leaves((state.step, state.params))):
         raise ConfigurationError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
             "use the state that train_step returned."
         )
+
+
+def _is_gone(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
