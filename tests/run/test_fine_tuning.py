@@ -61,7 +61,9 @@ def test_adapters_of_a_trained_run(
         die_at(patch, 3)
         with pytest.raises(Stop):
             train(config, tmp_path / "again", init_from=base)
-    resumed = train(config, tmp_path / "again")
+    (tmp_path / "again").rename(tmp_path / "moved")
+    resumed = train(config, tmp_path / "moved")
+    assert step_dirs.needed_by(base / "checkpoints/8") == [str(whole.folder.path), str(resumed.folder.path)]
     assert losses(resumed.folder.path) == losses(whole.folder.path)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.frozen, whole.state.frozen)
@@ -84,7 +86,7 @@ def test_adapters_of_a_trained_run(
     assert "other runs need: " in refused
     assert str(whole.folder.path) in refused
 
-    base.rename(tmp_path / "moved")
+    base.rename(tmp_path / "moved-base")
     with pytest.raises(ZeroError, match="is gone: put it back"):
         open_trained(whole.folder, config, MeshSection(1, 2))
 
