@@ -108,6 +108,20 @@ def test_the_base_stays_where_checkpoints_are_a_link(
     assert "holds weights that those of steps 8 need" in capsys.readouterr().err
 
 
+def test_a_needed_checkpoint_stays_needed_when_its_run_is_rewound(
+    finished_copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = str(finished_copy.path), finished_copy.checkpoints
+    step_dirs.note_need(path / "8", tmp_path)
+    assert main(["checkpoints", run, "--rewind", "6"]) == 0
+    assert f"8.undone holds weights that other runs need and no longer find: {tmp_path}" in (
+        capsys.readouterr().out
+    )
+    assert main(["checkpoints", run, "--delete", "8.undone"]) == 2
+    assert "delete 8.undone.needed-by beside it" in capsys.readouterr().err
+    assert step_dirs.needed_by(path / "8") == []  # of the step that is saved again
+
+
 def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path) -> None:
     config = micro_config(text, **LORA)
     run = train(config, tmp_path / "run")
