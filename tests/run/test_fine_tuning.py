@@ -77,6 +77,11 @@ def test_adapters_of_a_trained_run(
     for path, weight in from_tree(theirs).items():
         np.testing.assert_array_equal(found[path], weight)
 
+    with pytest.raises(
+        ZeroError, match="holds only what its run trained beside frozen weights: `zerojax export`"
+    ):
+        train(config, tmp_path / "on-adapters", init_from=whole.folder.path)
+
     # The base's run goes on, and keeps only its newest checkpoints and the one that is needed.
     longer = dataclasses.replace(RunFolder(base).read_config().train, steps=16)
     train(dataclasses.replace(RunFolder(base).read_config(), train=longer), base)
