@@ -61,7 +61,9 @@ def test_adapters_of_a_trained_run(
         die_at(patch, 3)
         with pytest.raises(Stop):
             train(config, tmp_path / "again", init_from=base)
-    resumed = train(config, tmp_path / "again")
+    (tmp_path / "again").rename(tmp_path / "moved")
+    resumed = train(config, tmp_path / "moved")
+    assert step_dirs.needed_by(base / "checkpoints/8") == [str(whole.folder.path), str(resumed.folder.path)]
     assert losses(resumed.folder.path) == losses(whole.folder.path)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.frozen, whole.state.frozen)
@@ -75,6 +77,11 @@ def test_adapters_of_a_trained_run(
     for path, weight in from_tree(theirs).items():
         np.testing.assert_array_equal(found[path], weight)
 
+    with pytest.raises(
+        ZeroError, match="holds only what its run trained beside frozen weights: `zerojax export`"
+    ):
+        train(config, tmp_path / "on-adapters", init_from=whole.folder.path)
+
     # The base's run goes on, and keeps only its newest checkpoints and the one that is needed.
     longer = dataclasses.replace(RunFolder(base).read_config().train, steps=16)
     train(dataclasses.replace(RunFolder(base).read_config(), train=longer), base)
@@ -84,7 +91,7 @@ def test_adapters_of_a_trained_run(
     assert "other runs need: " in refused
     assert str(whole.folder.path) in refused
 
-    base.rename(tmp_path / "moved")
+    base.rename(tmp_path / "moved-base")
     with pytest.raises(ZeroError, match="is gone: put it back"):
         open_trained(whole.folder, config, MeshSection(1, 2))
 
@@ -104,6 +111,20 @@ def test_the_base_stays_where_checkpoints_are_a_link(
     write_manifest(tmp_path / "disk/8", 8, 0.0, record)
     assert main(["checkpoints", str(folder.path), "--delete", "6"]) == 2
     assert "holds weights that those of steps 8 need" in capsys.readouterr().err
+
+
+def test_a_needed_checkpoint_stays_needed_when_its_run_is_rewound(
+    finished_copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = str(finished_copy.path), finished_copy.checkpoints
+    step_dirs.note_need(path / "8", tmp_path)
+    assert main(["checkpoints", run, "--rewind", "6"]) == 0
+    assert f"8.undone holds weights that other runs need and no longer find: {tmp_path}" in (
+        capsys.readouterr().out
+    )
+    assert main(["checkpoints", run, "--delete", "8.undone"]) == 2
+    assert "delete 8.undone.needed-by beside it" in capsys.readouterr().err
+    assert step_dirs.needed_by(path / "8") == []  # of the step that is saved again
 
 
 def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path) -> None:

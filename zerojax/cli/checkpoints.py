@@ -117,6 +117,9 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
     print(f"{folder.path} will resume from step {step}")
     if undone:
         print(f"later checkpoints are kept as {_listed(path.name for path in reversed(undone))}")
+    for path in undone:
+        if runs := step_dirs.needed_by(path):
+            print(f"{path.name} holds weights that other runs need and no longer find: {_listed(runs)}")
     if metrics is not None:
         print(f"the metrics of later steps are kept in {metrics.name}")
 

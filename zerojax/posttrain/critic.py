@@ -20,7 +20,7 @@ from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_
 from zerojax.run.data import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.weights import WeightReader, first_weights, needed_base, with_base
+from zerojax.run.weights import WeightReader, first_weights, keep_base, needed_base, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics
 
@@ -68,7 +68,7 @@ class Critic:
     def resume(
         cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """The critic that was saved in the valid checkpoint of a step, and a line about it for the user.
+        """The critic that was saved in the valid checkpoint of a step, and lines about it for the user.
 
         Raises:
             ConfigurationError: the checkpoint has no critic.
@@ -80,7 +80,8 @@ class Critic:
         setup = RunSetup.of(own, loss_fn=value_loss(own.posttrain))
         state = with_base(setup.abstract_state(), folder, record.base, own, reader)
         critic = cls(own, restore(path, state, name=NAME), record.base)
-        return critic, [f"critic: resuming from step {step}"]
+        notes = [f"resuming from step {step}", *keep_base(folder, record.base)]
+        return critic, [f"critic: {note}" for note in notes]
 
     def reader(self) -> Callable[[Rows], jax.Array]:
         """A function that gives the value of the state before each token of a completion."""

@@ -157,6 +157,11 @@ def needed_base(folder: RunFolder, source: Path) -> tuple[str, list[str]]:
     return base_of(folder, source), keep_for(folder, source)
 
 
+def keep_base(folder: RunFolder, base: str) -> list[str]:
+    """``keep_for`` the weights at ``Record.base`` of a run that resumes: its folder may have moved since."""
+    return keep_for(folder, folder.path / base) if base else []
+
+
 def keep_for(folder: RunFolder, source: Path) -> list[str]:
     """Have a checkpoint of another run kept for this one; returns a line if that is impossible.
 
@@ -211,7 +216,7 @@ def _resumed(
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
     state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
-    notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]
+    notes = ["; ".join([f"resuming from step {manifest.step}", *changes]), *keep_base(folder, record.base)]
     return Start(state, record.base, notes, manifest)
 
 

@@ -149,11 +149,23 @@ def check_there(state: TrainState) -> None:
             "the state has no frozen weights yet: load them by checkpoints.restore_base then the checkpoint "
             "of what was trained."
         )
-    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
+    if _is_gone(state):
         raise ConfigurationError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
             "use the state that train_step returned."
         )
+
+
+def _is_gone(state: TrainState) -> bool:
+    """Whether a state was donated.
+
+    On CPUs an array that was read before, as by ``int(state.step)``, stays on the first device, the only
+    one that JAX asks.
+    """
+    if not isinstance(state.step, jax.Array) or isinstance(state.step, Tracer):
+        return False
+    arrays = [x for x in (state.step, *jax.tree.leaves(state.params)) if isinstance(x, jax.Array)]
+    return any(x.is_deleted() for x in arrays) or state.step.addressable_shards[-1].data.is_deleted()
 
 
 def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:

@@ -152,7 +152,8 @@ def test_a_row_is_a_document(tmp_path: Path, name: str, monkeypatch: pytest.Monk
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
     with pytest.raises(
-        DataError, match=rf"{name}.*no column 'content' among \['id', 'text'\]: set data.column"
+        DataError,
+        match=rf"{name}.*no column 'content' among \['id', 'text'\]: set data.column \(data.prompt_column",
     ):
         texts(tmp_path, column="content")
 

@@ -139,6 +139,11 @@ def _saved_model(path: Path, state: TrainState, new: str | None) -> dict[str, An
     if new is not None and params is not None:
         wanted, params = ({k: v for k, v in tree.items() if k != new} for tree in (wanted, params))
     if differences := _differences(wanted, params):
+        if "base" in saved:
+            raise ConfigurationError(
+                f"{path} holds only what its run trained beside frozen weights: `zerojax export` that run, "
+                "and begin with the exported folder"
+            )
         raise ConfigurationError(f"{path} does not fit this run: params: {'; '.join(differences[:3])}")
     return saved
 

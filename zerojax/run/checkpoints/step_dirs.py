@@ -6,7 +6,8 @@
 400.removed         being deleted, or what a failed deletion left
 400.damaged         found damaged when a run resumed from an older one; kept for inspection
 400.undone          newer than the one that a user went back to; kept likewise
-400.needed-by       a file: the runs, one a line, that begin with the weights of checkpoint 400
+400.needed-by       a file: the runs, one a line, that begin with the weights of checkpoint 400; or of
+                    400.undone, beside which it is 400.undone.needed-by
 ```
 """
 
@@ -67,8 +68,12 @@ def clear_failed(folder: Path, step: int) -> None:
 
 
 def move_aside(folder: Path, step: int, why: Literal["damaged", "undone"] = "damaged") -> Path:
-    """Rename a checkpoint so that its step can be saved again; returns the new path."""
-    return (folder / str(step)).rename(free(folder / f"{step}.{why}"))
+    """Rename a checkpoint so that its step can be saved again, and who needs it; returns the new path."""
+    path = folder / str(step)
+    moved = path.rename(free(folder / f"{step}.{why}"))
+    if _needs(path).exists():
+        _needs(path).rename(_needs(moved))
+    return moved
 
 
 def free(path: Path) -> Path:

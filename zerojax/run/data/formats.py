@@ -287,7 +287,8 @@ def _validate(values: Any, path: Path, first_row: int, what: str = "a value") ->
 
 def _no_column(place: str, column: str, columns: list[str]) -> DataError:
     return DataError(
-        f"{place}: no column {column!r} among {short(columns)}: set data.column, or data.pattern"
+        f"{place}: no column {column!r} among {short(columns)}: set data.column (data.prompt_column and the "
+        "like, if data.kind is not text), or data.pattern"
     )
 
 
