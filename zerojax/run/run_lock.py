@@ -19,6 +19,7 @@ from typing import Self, TextIO
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.log import logger
 from zerojax.run.run_dir import RunFolder
+from zerojax.validation.untrusted import printable
 
 # Error numbers of flock on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -59,7 +60,8 @@ class RunLock:
                 raise
             note = f"{path}: this file system has no locks: let no second run use the folder"
         file.truncate(0)
-        file.write(json.dumps(_own()))
+        own = {"host": platform.node(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        file.write(json.dumps(own | {"command": shlex.join(sys.argv)}))
         file.flush()
         self._file = file
         return note
@@ -79,21 +81,13 @@ class RunLock:
         self.close()
 
 
-def _own() -> dict[str, object]:
-    return {
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        "command": shlex.join(sys.argv),
-    }
-
-
 def _holder(file: TextIO) -> str:
     """The process that holds a lock, from its file, which is written after the lock is taken."""
     file.seek(0)
     try:
         found = json.loads(file.read())
-        line = f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
-        return "".join(x if x.isprintable() else "?" for x in line)
+        return printable(
+            f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return "another process"
