@@ -19,7 +19,6 @@ from typing import Self, TextIO
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.log import logger
 from zerojax.run.run_dir import RunFolder
-from zerojax.validation.untrusted import printable
 
 # Error numbers of flock on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -86,8 +85,7 @@ def _holder(file: TextIO) -> str:
     file.seek(0)
     try:
         found = json.loads(file.read())
-        return printable(
-            f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
-        )
+        line = f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
+        return "".join(x if x.isprintable() else "?" for x in line)
     except (ValueError, TypeError, KeyError, RecursionError):
         return "another process"
