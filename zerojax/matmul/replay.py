@@ -23,7 +23,8 @@ from zerojax.matmul.operand import Fp8Operand, LayerOperand
 
 _MOVES = frozenset(("copy", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
 Operand = Fp8Operand | LowRankOperand | LayerOperand
-_CALLED_JAXPR = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}  # whose name JAX 0.11.2 changed
+# By the primitive of a call, the parameter that has the called program. JAX 0.11.2 renamed closed_call.
+_CALLED = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}
 
 
 def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,8 +98,8 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
         case name if name in _MOVES and len(given) == 1:
             if (moved := weights[0].moved(primitive, params)) is not None:
                 return moved
-        case name if name in _CALLED_JAXPR:
-            inner = params[_CALLED_JAXPR[name]]
+        case name if name in _CALLED:
+            inner = params[_CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, _results)
         case "remat2":
             run = jax.checkpoint(
