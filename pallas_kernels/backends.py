@@ -38,7 +38,7 @@ def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
     """The CUDA implementation of the public function ``name``; None if XLA compiles the reference."""
     triton, mosaic = _triton_module(), _pallas_module()
     if triton is None:
-        return None if mosaic is None else getattr(mosaic, name, None)  # Pallas has no kernels for nf4
+        return getattr(mosaic, name, None)  # Pallas has no kernels for decode_add and nf4
     if mosaic is None or name not in PALLAS_FIRST:
         return getattr(triton, name)
     return partial(getattr(mosaic, name), otherwise=getattr(triton, name))

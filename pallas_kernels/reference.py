@@ -358,11 +358,7 @@ def _split(payload: jax.Array, fmt: str, n: int, block: int | None) -> tuple[jax
 
 def _fold_rows(term: Callable[[Any], jax.Array], rows: int) -> jax.Array:
     """The sum of term(row) over the rows, in order, one row at a time to bound memory."""
-
-    def add(row: Any, total: jax.Array) -> jax.Array:
-        return total + term(row)
-
-    return lax.fori_loop(1, rows, add, term(0))
+    return lax.fori_loop(1, rows, lambda row, total: total + term(row), term(0))
 
 
 def _sum_rows(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:

@@ -192,11 +192,6 @@ def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jn
     return _launch(decode_kernel, out, rows, source.blocks, tile, *views).reshape(rows, n)
 
 
-def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
-    """See ``pallas_kernels.decode_add``."""
-    return reference.decode_add(payload, base, fmt=fmt, block=block)
-
-
 def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
     """The tile for sums over ``peers`` rows of words of ``lanes`` codes; None if no kernel supports them."""
     if peers > _MOST_PEERS:

@@ -19,12 +19,11 @@ from plain_loop import by_path
 
 import zerojax
 from zerojax import aot, hlo
-from zerojax.adapters.stack import split_for_decoding
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine, Queue
 from zerojax.generation.generate import _copy, generation_program
 from zerojax.generation.sampling import Sampling
-from zerojax.generation.text import _compiled, _continue
+from zerojax.generation.text import _compiled, _continue, _split
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
@@ -148,7 +147,7 @@ def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
 
 def text_program(model: GPT, engine: Engine, device: Any) -> Any:
     """The program by which an unsharded model continues 16 texts."""
-    graph, weights = split_for_decoding(model)
+    graph, weights = _split(model)
     where = SingleDeviceSharding(device)
     arrays: Any = [jax.ShapeDtypeStruct((16, *shape), np.int32) for shape in ((16,), (), (), (), ())]
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import CASES, case, has_gpu, nf4_edges
+from kernel_cases import CASES, case, has_gpu, nf4_edges, same
 
 import pallas_kernels as pk
 from pallas_kernels import backends
@@ -31,19 +31,6 @@ def both(call, *arrays):
     return got, want
 
 
-def same_bytes(got, want):
-    np.testing.assert_array_equal(got, want)
-
-
-def same_numbers(got, want):
-    """Equal bits, but for the payload of a NaN, which chips choose."""
-    assert got.dtype == want.dtype
-    got, want = got.astype(np.float32), want.astype(np.float32)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    live = ~np.isnan(want)
-    np.testing.assert_array_equal(got[live].view(np.uint32), want[live].view(np.uint32))
-
-
 def seed():
     return np.uint32(SEED)
 
@@ -64,10 +51,10 @@ def test_encode_and_decode(fmt, shape, rounding, rotation):
 
     for name in CASES:
         got, want = both(encode, case(name, rows, n), seed())
-        same_bytes(got, want)
+        same(got, want)
         if rotation == 0 and rounding == "nearest":
             for dtype in (jnp.bfloat16, jnp.float32):
-                same_numbers(*both(lambda p, d=dtype: pk.decode(p, fmt, n, block=block, dtype=d), want))
+                same(*both(lambda p, d=dtype: pk.decode(p, fmt, n, block=block, dtype=d), want))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -92,7 +79,7 @@ def test_encode_reordered(fmt, rounding, chunks):
                 case(name, 1, local * nodes * chunks * q)[0],
                 seed(),
             )
-            same_bytes(got, want)
+            same(got, want)
 
 
 @pytest.mark.parametrize("peers", [1, 2, 5, 8])
@@ -102,7 +89,7 @@ def test_decode_sum(fmt, peers):
         for name in ("normal", "ladder", "broken", "threshold"):
             payload = np.asarray(pk.encode(case(name, peers, n), fmt, block=block))
             for rotation in (0, 32):
-                same_numbers(
+                same(
                     *both(
                         lambda p, r=rotation, n=n, b=block: pk.decode_sum(
                             p, fmt, n, block=b, rotation=r, scale=1 / 3
@@ -127,10 +114,10 @@ def test_decode_sum_encode(fmt_in, fmt_out, rounding):
             seed(),
         )
         if fmt_out in pk.QUANTIZED:
-            same_bytes(got, want)
+            same(got, want)
         else:
             dtype = np.float32 if fmt_out == "fp32" else jnp.bfloat16
-            same_numbers(got.view(dtype), want.view(dtype))
+            same(got.view(dtype), want.view(dtype))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -149,8 +136,8 @@ def test_difference(fmt, rounding, dtype):
                 base,
                 seed(),
             )
-            same_bytes(payload, want)
-            same_numbers(*both(lambda p, b, block=block: pk.decode_add(p, b, fmt, block=block), want, base))
+            same(payload, want)
+            same(*both(lambda p, b, block=block: pk.decode_add(p, b, fmt, block=block), want, base))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 2, 64 * 257)], ids=str)
@@ -158,13 +145,13 @@ def test_nf4(shape):
     block, rows, n = shape
     for name in CASES:
         got, want = both(lambda x: pk.encode_nf4(x, block=block), case(name, rows, n))
-        same_bytes(got, want)
+        same(got, want)
         for dtype in (jnp.bfloat16, jnp.float32):
-            same_numbers(*both(lambda p, d=dtype: pk.decode_nf4(p, n, block=block, dtype=d), want))
+            same(*both(lambda p, d=dtype: pk.decode_nf4(p, n, block=block, dtype=d), want))
 
 
 def test_every_nf4_scale_and_midpoint():
-    same_bytes(*both(pk.encode_nf4, nf4_edges()))
+    same(*both(pk.encode_nf4, nf4_edges()))
 
 
 @pytest.mark.parametrize("fmt", pk.QUANTIZED)
@@ -175,4 +162,4 @@ def test_every_scale(fmt):
     ).astype(np.float32)
     x = peaks.reshape(-1, 1) * np.linspace(-1, 1, 64, dtype=np.float32)[None]
     for rounding in ROUNDINGS:
-        same_bytes(*both(lambda v, s, r=rounding: pk.encode(v, fmt, block=64, rounding=r, seed=s), x, seed()))
+        same(*both(lambda v, s, r=rounding: pk.encode(v, fmt, block=64, rounding=r, seed=s), x, seed()))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import CASES, case, has_gpu
-from mosaic_cases import FORMATS, call, calls_of, same
+from kernel_cases import CASES, case, has_gpu, same
+from mosaic_cases import FORMATS, call, calls_of
 
 from pallas_kernels import reference
 from pallas_kernels.mosaic import calls

@@ -6,7 +6,7 @@ import ml_dtypes
 import nf4_codec as ref
 import numpy as np
 import pytest
-from kernel_cases import CASES, case, nf4_edges
+from kernel_cases import CASES, case, nf4_edges, same
 from scipy.stats import norm
 
 import pallas_kernels as pk
@@ -15,12 +15,6 @@ from pallas_kernels.nf4_reference import LEVELS, MIDPOINTS
 
 def decoded(payload, n, block=64):
     return np.asarray(pk.decode_nf4(payload, n, block=block, dtype=jnp.float32))
-
-
-def same_numbers(got, want):
-    """Equal bits, or NaN in both."""
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    np.testing.assert_array_equal(got.view(np.uint32)[~np.isnan(want)], want.view(np.uint32)[~np.isnan(want)])
 
 
 def test_levels_are_the_published_ones_and_follow_from_the_normal_distribution():
@@ -44,10 +38,10 @@ def test_payload_equals_independent_codec(shape):
         got = np.asarray(pk.encode_nf4(x, block=block))
         want = ref.encode(x, block)
         np.testing.assert_array_equal(got, want)
-        same_numbers(decoded(got, n, block), ref.decode(want, n, block))
+        same(decoded(got, n, block), ref.decode(want, n, block))
         narrow = pk.decode_nf4(got, n, block=block)
         assert narrow.dtype == jnp.bfloat16
-        same_numbers(
+        same(
             np.asarray(narrow).astype(np.float32),
             ref.decode(want, n, block).astype(ml_dtypes.bfloat16).astype(np.float32),
         )

@@ -117,9 +117,7 @@ def test_exact_match_is_the_share_of_right_answers_as_text(
     assert items.measure(state) == 4 / 6
     # Each of two processes answers three, of which its first one right.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        exact_match_module.multihost_utils, "process_allgather", lambda x: np.asarray([x] * 2)
-    )
+    monkeypatch.setattr(exact_match_module, "gather_from_all", lambda x: [x] * 2)
     for process in range(2):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         assert items.measure(state) == 2 / 6

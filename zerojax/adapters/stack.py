@@ -10,7 +10,6 @@ from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import LayerOperand
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
@@ -99,38 +98,20 @@ class Stack(nnx.Module):
         if weights and all(is_gathered(weight) for weight in weights):
             x, state, copies = scan_units(body, weights, x, own, arrays)
             if copies is not None:
-                self._keep(_filled(empty, [weight.updated(copies) for weight in weights]))
+                # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: then the
+                # next call, or the step itself, updates the copies again.
+                with contextlib.suppress(TraceContextError):
+                    nnx.update(self.block, _filled(empty, [weight.updated(copies) for weight in weights]))
         else:
             run = at_matmuls(body)
             x, state = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1], arrays), x, (weights, own))
         nnx.update(self.block, state)
         return x
 
-    def _keep(self, weights: nnx.State) -> None:
-        """Keep the updated copies for the next call."""
-        # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: then the next call,
-        # or the step itself, updates the copies again.
-        with contextlib.suppress(TraceContextError):
-            nnx.update(self.block, weights)
-
 
 def _filled(empty: Sequence[tuple[Any, nnx.Variable]], values: Sequence[Any]) -> nnx.State:
     """The parameters of a block, with values."""
     return nnx.from_flat_state([(path, var.replace(x)) for (path, var), x in zip(empty, values, strict=True)])
-
-
-def split_for_decoding(model: nnx.Module) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    """``nnx.split``, with the parameters of stacks as ``LayerOperand``: products of a merged model read each
-    layer's weights where they lie."""
-    graph, state = nnx.split(model)
-    stacks = [(*path, "block") for path, each in nnx.iter_modules(model) if isinstance(each, Stack)]
-
-    def marked(path: tuple[Any, ...], variable: Any) -> Any:
-        if isinstance(variable, nnx.Param) and any(path[: len(stack)] == stack for stack in stacks):
-            return variable.replace(LayerOperand(variable.get_raw_value()))
-        return variable
-
-    return graph, nnx.from_flat_state([(path, marked(path, var)) for path, var in nnx.to_flat_state(state)])
 
 
 def modules_in(arguments: Any) -> list[nnx.Module]:

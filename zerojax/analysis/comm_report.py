@@ -21,6 +21,7 @@ all-to-all count by their target.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -202,17 +203,14 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     """
     program = state.spec
     traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
-    found: dict[JaxprCollective, None] = {}
-    counts: dict[JaxprCollective, int] = {}
+    counts = Counter[JaxprCollective]()
     for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
-        key = dataclasses.replace(one, count=0, local_bytes=0.0, node_bytes=0.0)
-        found[key] = None
-        counts[key] = counts.get(key, 0) + one.count
+        counts[dataclasses.replace(one, count=0)] += one.count
     return CommReport(
         nodes=program.world.nodes,
         local=program.world.local,
         parameters=sum(leaf.count for leaf in (*program.leaves, *program.frozen)),
-        collectives=tuple(_counted(key, counts[key], program.world) for key in found),
+        collectives=tuple(_counted(key, count, program.world) for key, count in counts.items()),
     )
 
 

@@ -158,8 +158,8 @@ def _mesh_reason(settings: MeshSection) -> str:
 
 
 def _host(runs: Path) -> Rows:
-    memory, place = psutil.virtual_memory(), _existing(runs)
-    disk = shutil.disk_usage(place)
+    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.is_dir())
+    memory, disk = psutil.virtual_memory(), shutil.disk_usage(place)
     rows = [
         ("processors", str(psutil.cpu_count())),
         ("memory", f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"),
@@ -173,8 +173,3 @@ def _host(runs: Path) -> Rows:
     except OSError as error:
         rows.append(("permissions", f"{runs} cannot be written to ({place}: {error.strerror})"))
     return rows
-
-
-def _existing(path: Path) -> Path:
-    """The nearest existing folder above a path."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.core import primitives
 from jax.sharding import Mesh
 
 from zerojax.matmul.replay import as_it_is, evaluate
 from zerojax.sharding.mesh import AXES, on_cpus
 
 # XLA takes what these call into the program around them.
-_CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit"})
+_INLINED = frozenset({primitives.closed_call_p.name, "custom_jvp_call", "custom_vjp_call", "jit"})
 _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
 
 
@@ -99,7 +100,7 @@ class _Order:
 
     def _run(self, equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
         inner = [jaxpr for jaxpr in core.jaxprs_in_params(equation.params) if _communicates(jaxpr)]
-        if inner and equation.primitive.name in _CALLS:
+        if inner and equation.primitive.name in _INLINED:
             return self.evaluate(inner[0], given)
         if inner:
             params = {name: _ordered(value) for name, value in equation.params.items()}

@@ -12,13 +12,14 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Int, Key
 
-from zerojax.adapters.stack import split_for_decoding
+from zerojax.adapters.stack import Stack
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import checked_limits, checked_prompts, checked_stop
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
 from zerojax.generation.protocol import decoded
 from zerojax.generation.sampling import Sampling, sample
+from zerojax.matmul.operand import LayerOperand
 from zerojax.sharding.mesh import make_mesh
 
 
@@ -53,7 +54,7 @@ def continue_text(
             none; new_tokens is below 1; stop is several tokens; or the model cannot generate.
     """
     texts, context = _checked(model, prompts, new_tokens, stop)
-    graph, weights = split_for_decoding(model)
+    graph, weights = _split(model)
     run = _compiled(_continue, _device(weights))
     answers: list[list[int]] = [[] for _ in texts]
     unfinished = list(range(len(texts)))
@@ -88,7 +89,7 @@ def stream(
     Arguments and errors are those of ``continue_text``. ``stop`` itself is not among the tokens.
     """
     [text], context = _checked(model, [prompt], new_tokens, stop)
-    graph, weights = split_for_decoding(model)
+    graph, weights = _split(model)
     first, following = _compiled(_first, _device(weights)), _compiled(_next, _device(weights))
     answer: list[int] = []
     while len(answer) < new_tokens:
@@ -105,6 +106,20 @@ def stream(
             answer.append(drawn)
             if made < limit:
                 token, cache = following(graph, weights, queue, token, made, cache, key, engine=engine)
+
+
+def _split(model: nnx.Module) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """``nnx.split``, with the parameters of stacks as ``LayerOperand``: products of a merged model read each
+    layer's weights where they lie."""
+    graph, state = nnx.split(model)
+    stacks = [(*path, "block") for path, each in nnx.iter_modules(model) if isinstance(each, Stack)]
+
+    def marked(path: tuple[Any, ...], variable: Any) -> Any:
+        if isinstance(variable, nnx.Param) and any(path[: len(stack)] == stack for stack in stacks):
+            return variable.replace(LayerOperand(variable.get_raw_value()))
+        return variable
+
+    return graph, nnx.from_flat_state([(path, marked(path, var)) for path, var in nnx.to_flat_state(state)])
 
 
 def _checked(model: Any, prompts: Any, new_tokens: int, stop: Any) -> tuple[list[np.ndarray], float]:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import array_product
+from zerojax.matmul.operand import array_moved, array_product
 from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, why_not
 
 A, B = "lora_a", "lora_b"
@@ -210,7 +210,7 @@ class LowRankOperand:
                 bases = self._base(primitive, params)
                 a, b = self._each(functools.partial(_parts, primitive, params))
                 return [self._with(*parts, factors) for parts in zip(bases, a, b, strict=True)]
-            case "copy" | "copy_p" | "name":
+            case "copy" | "name":
                 a, b, after = self.a, self.b, factors
             case _:
                 return None
@@ -249,8 +249,7 @@ class LowRankOperand:
     def _base(self, primitive: Any, params: Mapping[str, Any]) -> list[Any]:
         if hasattr(self.base, "moved"):
             return self.base.moved(primitive, params)
-        made = primitive.bind(self.base, **params)
-        return list(made) if primitive.multiple_results else [made]
+        return array_moved(self.base, primitive, params)
 
     def _each(self, change: Callable[[Array, dict[int, int]], Any]) -> tuple[Any, Any]:
         """``change(factor, own)`` of A and of B; ``own`` gives, for an axis of the weight, the factor's."""

@@ -76,11 +76,8 @@ class Fp8Operand:
 
     def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[Fp8Operand]":
         """The operands that a primitive makes, which only moves elements."""
-        codes, gradient = (primitive.bind(x, **params) for x in (self.codes, self.gradient))
-        if not primitive.multiple_results:
-            codes, gradient = [codes], [gradient]
-        pairs = zip(codes, gradient, strict=True)
-        return [replace(self, codes=code, gradient=own) for code, own in pairs]
+        parts = (array_moved(x, primitive, params) for x in (self.codes, self.gradient))
+        return [replace(self, codes=codes, gradient=own) for codes, own in zip(*parts, strict=True)]
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
@@ -131,8 +128,7 @@ class LayerOperand:
 
     def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[LayerOperand]":
         """The operands that a primitive makes, which only moves elements."""
-        made = primitive.bind(self.weight, **params)
-        return [LayerOperand(x) for x in (made if primitive.multiple_results else [made])]
+        return [LayerOperand(x) for x in array_moved(self.weight, primitive, params)]
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
         """``x`` times the weight; see ``Fp8Operand.product``."""
@@ -144,6 +140,12 @@ class LayerOperand:
 
 
 jax.tree_util.register_dataclass(LayerOperand, ["weight"], [])
+
+
+def array_moved(weight: Array, primitive: Any, params: Mapping[str, Any]) -> list[Array]:
+    """The arrays that a primitive makes, which only moves elements."""
+    made = primitive.bind(weight, **params)
+    return made if primitive.multiple_results else [made]
 
 
 def array_product(

@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
+from jax.extend.core import primitives
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
 
-_MOVES = frozenset(("copy", "copy_p", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
+_MOVES = frozenset(("copy", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
 Operand = Fp8Operand | LowRankOperand | LayerOperand
-_CALLS = {"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
+# By the primitive of a call, the parameter that has the called program. JAX 0.11.2 renamed closed_call.
+_CALLED = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}
 
 
 def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,10 +98,10 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
         case name if name in _MOVES and len(given) == 1:
             if (moved := weights[0].moved(primitive, params)) is not None:
                 return moved
-        case name if name in _CALLS:
-            inner = params[_CALLS[name]]
+        case name if name in _CALLED:
+            inner = params[_CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, _results)
-        case "remat2" | "checkpoint" | "remat":
+        case "remat2":
             run = jax.checkpoint(
                 lambda *args: evaluate(params["jaxpr"], (), args, _results),
                 policy=params["policy"], prevent_cse=params["prevent_cse"],

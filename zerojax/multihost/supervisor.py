@@ -155,7 +155,7 @@ class _Job:
 
     def _wait(self) -> list[str]:
         """Handle events until all have ended; return the names of those that timed out."""
-        running = set(range(len(self.tasks)))
+        running = set(self._all())
         late: list[str] = []
         limit = time.monotonic() + self.timeout if self.timeout is not None else None
         while running:

@@ -28,7 +28,6 @@ from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
-IsMatrix = Callable[[ParamLayout], bool]
 # Updates get the root mean square of AdamW's (Liu et al., "Muon is Scalable for LLM Training", section 2.2),
 # so that one learning rate and one weight decay fit both.
 _CONSISTENT_RMS = 0.2
@@ -45,7 +44,7 @@ def scale_by_muon(
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
-    is_matrix: IsMatrix = is_hidden_matrix,
+    is_matrix: Callable[[ParamLayout], bool] = is_hidden_matrix,
 ) -> OnLayout:
     """Muon for matrices and Adam for the rest, like optax's ``muon(consistent_rms=0.2)`` on whole leaves.
 

@@ -1,4 +1,4 @@
-"""Checks that an optimizer is correct on shards, and shards its state.
+"""Checks that an optimizer is correct on shards.
 
 An optimizer sees the model's own tree as global arrays, each leaf flat and padded but of its unsharded rank
 (``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
@@ -62,36 +62,6 @@ def chain(*parts: Optimizer) -> Optimizer:
         return optax.chain(*made)
 
     return OnLayout(make)
-
-
-def optimizer_specs(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], specs: Any) -> Any:
-    """The sharding of the optimizer's state: moments like their parameters, the rest replicated.
-
-    Args:
-        tx: the optimizer.
-        leaves: the layouts.
-        specs: per path, the PartitionSpec of the stored parameter.
-
-    Returns:
-        A tree of PartitionSpecs with the structure of ``tx.init``'s result.
-    """
-    params = to_tree({leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32) for leaf in leaves})
-    state = jax.eval_shape(tx.init, params)
-
-    def place(value: Any, param: Any, spec: PartitionSpec) -> Any:
-        if isinstance(value, optax.MaskedNode):
-            return value
-        return spec if value.shape == param.shape else PartitionSpec()
-
-    return optax.tree_utils.tree_map_params(
-        tx,
-        place,
-        state,
-        params,
-        to_tree(specs),
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
 
 
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:

@@ -12,6 +12,7 @@ import zerojax
 from zerojax.models import parameter_count
 from zerojax.posttrain.advantages import gae, token_rewards
 from zerojax.posttrain.critic import COLUMNS, NAME, Critic
+from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.processes import mean_over_processes, moments_over_processes
 from zerojax.posttrain.rollout import Rollout, Rows
 from zerojax.posttrain.settings import abstract_batch, abstract_columns
@@ -52,7 +53,7 @@ class PPOTrainer(PostTrainer):
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """What ``policy_loss`` and ``value_loss`` read; see ``PostTrainer.rows``."""
         settings, rows = self.config.posttrain, self.scored(rollout, rewards)
-        old_values = self.predict(rows, self.critic.reader())
+        old_values = predict_rows(self.config, rows, self.critic.reader())
         per_token = token_rewards(rewards, rows, settings.kl)
         advantages, returns = _gae(
             *(jnp.asarray(x) for x in (per_token, old_values, rows["mask"])),

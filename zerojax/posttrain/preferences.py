@@ -1,4 +1,4 @@
-"""A run on preferences: ``PreferenceTrainer.open`` prepares it, ``BatchTrainer.loop`` trains."""
+"""A run on preferences: ``PreferenceTrainer.open`` prepares it, ``PreferenceTrainer.loop`` trains."""
 
 import functools
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import numpy as np
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.peers import Peers
+from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.memory import RoleMemory
 from zerojax.posttrain.methods import REFERENCED, check_first_weights
 from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
@@ -92,11 +93,12 @@ class PreferenceTrainer(BatchTrainer):
             )
             return trainer
 
-    def begin(self) -> None:
-        """Evaluate the first weights."""
-        values = {name: float(value) for name, value in self.evaluation().items()}
-        self.note_first(values, self.describe(values))
-        self.log.restart_clock()
+    def loop(self, signalled: StopRequest) -> None:
+        """Evaluate the first weights; then as ``BatchTrainer.loop``."""
+        if self.step == 0:
+            values = {name: float(value) for name, value in self.evaluation().items()}
+            self.note_first(values, self.describe(values))
+        super().loop(signalled)
 
     def take_step(self, batch: Batch) -> Metrics:
         """Dispatch a step on pairs; returns its metrics."""

@@ -2,7 +2,8 @@
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+
+from zerojax.multihost.agreement import gather_from_all
 
 
 def of_this_process[T](every: list[T]) -> list[T]:
@@ -17,14 +18,11 @@ def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
     Args:
         values: name -> values, and where they count, of this process.
     """
-    sums = np.asarray(
-        [
-            [np.sum(np.where(counted, x, 0), dtype=np.float64), np.sum(counted)]
-            for x, counted in values.values()
-        ]
-    )
-    if jax.process_count() > 1:
-        sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0)
+    own = [
+        [float(np.sum(np.where(counted, x, 0), dtype=np.float64)), int(np.sum(counted))]
+        for x, counted in values.values()
+    ]
+    sums = np.sum(gather_from_all(own), axis=0)
     return {
         name: float(total / count) if count else None
         for name, (total, count) in zip(values, sums, strict=True)
@@ -40,7 +38,4 @@ def moments_over_processes(values: np.ndarray, counted: np.ndarray) -> tuple[flo
 
 def any_process(*flags: bool) -> tuple[bool, ...]:
     """Whether each flag is set in any process."""
-    if jax.process_count() == 1:
-        return flags
-    every = np.asarray(multihost_utils.process_allgather(np.asarray(flags, np.int32)))
-    return tuple(bool(x) for x in every.max(axis=0))
+    return tuple(map(any, zip(*gather_from_all(flags), strict=True)))

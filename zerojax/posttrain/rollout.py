@@ -82,28 +82,6 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
             yield {name: x[order[first : first + size]] for name, x in rows.items()}
 
 
-def measure(rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
-    """The metrics of a rollout: means over the completions, or tokens, of all processes.
-
-    Args:
-        rollout: of this process.
-        rewards: of its completions, NaN for lost ones.
-        rows: with the trainer's "old_log_probs", and the "mask" of what counts.
-    """
-    there = np.isfinite(rewards)
-    every = np.ones_like(there)
-    found = mean_over_processes(
-        {
-            "reward": (rewards, there),
-            "length": (rollout.lengths, every),
-            "ended": (rollout.ended, every),
-            "lost_rewards": (~there, every),
-            "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
-        }
-    )
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
     """The share of the groups of all processes whose completions differ in reward."""
     groups = rewards.reshape(-1, group_size)

@@ -25,13 +25,12 @@ from zerojax.posttrain.policy import log_probs_of, policy_loss
 from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.processes import any_process, mean_over_processes
 from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.rollout import Rollout, Rows, measure, minibatches, samples_of
+from zerojax.posttrain.rollout import Rollout, Rows, minibatches, samples_of
 from zerojax.posttrain.saved_runs import with_reward_checkpoint
 from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
 from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.evaluation import for_several_passes
-from zerojax.run.metrics import MetricsFile
 from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, keep_for, start_run
@@ -60,14 +59,12 @@ class PostTrainer(OpenRun):
 
     Attributes:
         environment: the prompts, and what scores completions.
-        samples: the file of completions, on process zero.
         reference: the model that the run began with, or None.
         generator: bytes of a device that a rollout needs beside the states.
         rollouts: rollouts done.
     """
 
     environment: Environment
-    samples: MetricsFile | None
     reference: Reference | None
     generator: int
     rollouts: int
@@ -103,10 +100,9 @@ class PostTrainer(OpenRun):
             critic = next((one.state.spec for one in roles.trained), None)
             memory = RoleMemory.of(config, state.spec, critic=critic)
             trainer = cls(
-                **new.fields(start, abstract_batch(config), peers, roles.trained),
+                **new.fields(start, abstract_batch(config), peers, roles.trained, samples=True),
                 **roles.fields,
                 environment=environment,
-                samples=MetricsFile(folder.samples, start=start.step) if is_first() else None,
                 reference=reference,
                 generator=memory.generated,
                 rollouts=start.record.position.get("rollouts", 0),
@@ -135,24 +131,15 @@ class PostTrainer(OpenRun):
         """End the reward's processes, if there are any."""
         self.environment.scorer.close()
 
-    def close_files(self) -> None:
-        """Close the file of completions."""
-        if self.samples is not None:
-            self.samples.close()
-
-    def begin(self) -> None:
-        """Evaluate the first weights, if there are held-out prompts."""
-        values = {name: float(value) for name, value in self.evaluation().items()}
-        if values:
-            self.note_first(values, f"held out {values['validation_reward']:.3f}")
-        self.log.restart_clock()
-
     def loop(self, signalled: StopRequest) -> None:
-        """Make rollouts, score them and train on them.
+        """Evaluate the first weights, if there are held-out prompts; make rollouts and train on them.
 
         Raises:
             RunError: the reward gives no number for any completion.
         """
+        if self.step == 0 and (found := self.evaluation()):
+            reward = float(found["validation_reward"])
+            self.note_first({"validation_reward": reward}, f"held out {reward:.3f}")
         while self.step < self.config.train.steps:
             rollout = self.rollout()
             rewards = self.score(rollout, lambda: signalled.received)
@@ -201,23 +188,37 @@ class PostTrainer(OpenRun):
         """
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> dict[str, float]:
-        """The metrics of a rollout, the same in all processes."""
-        return measure(rollout, rewards, rows)
+        """The metrics of a rollout: means over the completions, or tokens, of all processes.
+
+        Args:
+            rollout: of this process.
+            rewards: of its completions, NaN for lost ones.
+            rows: as ``rows`` returns them.
+        """
+        there = np.isfinite(rewards)
+        every = np.ones_like(there)
+        found = mean_over_processes(
+            {
+                "reward": (rewards, there),
+                "length": (rollout.lengths, every),
+                "ended": (rollout.ended, every),
+                "lost_rewards": (~there, every),
+                "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
+            }
+        )
+        return {name: value for name, value in found.items() if value is not None}
 
     def scored(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
         """The columns that all methods need: tokens, the mask of what counts, and log-probabilities."""
         counted = np.isfinite(rewards).astype(np.float32)
         rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
         log_probs = log_probs_of(self.config.posttrain)
-        own = self.predict(rows, partial(zerojax.predict_step, self.state, fn=log_probs))
+        own = predict_rows(self.config, rows, partial(zerojax.predict_step, self.state, fn=log_probs))
         if self.reference is None:
             return rows | {"old_log_probs": own}
-        reference = self.predict(rows, partial(self.reference.log_probs, self.state, fn=log_probs))
+        predict = partial(self.reference.log_probs, self.state, fn=log_probs)
+        reference = predict_rows(self.config, rows, predict)
         return rows | {"old_log_probs": own, "reference_log_probs": reference}
-
-    def predict(self, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
-        """Predictions for this process's rows; see ``predict_rows``."""
-        return predict_rows(self.config, rows, predict)
 
     def update(self, rows: Rows, measured: dict[str, float]) -> None:
         """Train on the rows, and log each step with what was measured of the rollout."""

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from zerojax.errors import ConfigurationError
 from zerojax.generation import Sampling
 from zerojax.generation.generate import generate_rows
+from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Dataset, Shares, Tokenizer, open_template
 from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
@@ -74,9 +73,7 @@ class ExactMatch:
         its share of the prompts, and all get the same result.
         """
         right = sum(self._right(state, end, items) for end, items in self.items if items)
-        if jax.process_count() > 1:
-            right = int(np.sum(multihost_utils.process_allgather(np.int32(right))))
-        return right / len(self)
+        return sum(gather_from_all(right)) / len(self)
 
     def _right(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> int:
         """The number of this process's items that are answered right."""

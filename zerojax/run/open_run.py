@@ -26,7 +26,7 @@ from zerojax.run.checkpoints import (
     step_dirs,
 )
 from zerojax.run.config import RunConfig, config_to_dict
-from zerojax.run.metrics import RunLog
+from zerojax.run.metrics import MetricsFile, RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
@@ -44,6 +44,7 @@ class OpenRun(ABC):
         checkpoints: of the run.
         clock: time trained, and whether a save is due by time.
         log: metrics, files, progress line.
+        samples: the file of completions, on process zero of a run that makes them.
         watchdog: ends a hung run.
         lock: keeps other runs out of the folder.
         state: the model and its optimizer.
@@ -56,6 +57,7 @@ class OpenRun(ABC):
     checkpoints: Checkpoints
     clock: TrainingClock
     log: RunLog
+    samples: MetricsFile | None
     watchdog: Watchdog
     lock: RunLock
     state: zerojax.TrainState
@@ -77,7 +79,8 @@ class OpenRun(ABC):
                 return
             if error is not None and is_first():
                 self.note_end(error)
-            self.close_files()
+            if self.samples is not None:
+                self.samples.close()
             self.checkpoints.close()
         finally:
             self.watchdog.stop()
@@ -97,16 +100,11 @@ class OpenRun(ABC):
             disk_errors_explained(self.folder),
             divergence_explained(self.folder, self.checkpoints),
         ):
-            if self.step == 0:
-                self.begin()
             self.loop(signalled)
             self.log.drain()
             self.watchdog.phase("the end of the run")
             self.checkpoints.wait()
             self.finish()
-
-    def begin(self) -> None:  # noqa: B027  (a hook)
-        """What a new run does before its first step; nothing, unless a subclass says."""
 
     @abstractmethod
     def loop(self, signalled: StopRequest) -> None:
@@ -123,9 +121,6 @@ class OpenRun(ABC):
     @abstractmethod
     def close_inputs(self) -> None:
         """Close what the loop reads from."""
-
-    def close_files(self) -> None:  # noqa: B027  (a hook)
-        """Close what the loop writes beside the log and checkpoints; not called if the disk hangs."""
 
     def take_step(self, batch: Any) -> Metrics:
         """Dispatch a step on a batch; returns its metrics."""
@@ -177,6 +172,7 @@ class OpenRun(ABC):
         self.log.say(f"before the first step: {words}")
         if is_first():
             self.folder.update_summary(**{f"first_{name}": value for name, value in values.items()})
+        self.log.restart_clock()
 
     def note_end(self, error: BaseException) -> None:
         """Record in run.json why the run did not finish, unless the disk is full."""
@@ -231,7 +227,13 @@ class Opening(NamedTuple):
     on_error: ExitStack
 
     def fields(
-        self, start: Start, batch: Any, peers: Peers | None, beside: Sequence[Trained] = ()
+        self,
+        start: Start,
+        batch: Any,
+        peers: Peers | None,
+        beside: Sequence[Trained] = (),
+        *,
+        samples: bool = False,
     ) -> dict[str, Any]:
         """The fields of an ``OpenRun``: its services; writes the settings to the run's folder.
 
@@ -240,6 +242,7 @@ class Opening(NamedTuple):
             batch: shapes and dtypes of a global batch.
             peers: the other processes of the run, if there are any.
             beside: further states that each step trains.
+            samples: whether the run makes completions, which it writes to a file.
         """
         config, folder, record, saving = self.config, self.folder, start.record, self.config.checkpoint
         if is_first():
@@ -259,6 +262,7 @@ class Opening(NamedTuple):
             "checkpoints": checkpoints,
             "clock": TrainingClock(record.seconds, minutes=saving.minutes),
             "log": log,
+            "samples": MetricsFile(folder.samples, start=start.step) if samples and is_first() else None,
             "watchdog": make_watchdog(config, folder, peers),
             "lock": self.lock,
             "state": start.state,

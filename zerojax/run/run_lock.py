@@ -59,7 +59,8 @@ class RunLock:
                 raise
             note = f"{path}: this file system has no locks: let no second run use the folder"
         file.truncate(0)
-        file.write(json.dumps(_own()))
+        own = {"host": platform.node(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        file.write(json.dumps(own | {"command": shlex.join(sys.argv)}))
         file.flush()
         self._file = file
         return note
@@ -77,15 +78,6 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _own() -> dict[str, object]:
-    return {
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-        "command": shlex.join(sys.argv),
-    }
 
 
 def _holder(file: TextIO) -> str:

@@ -115,7 +115,10 @@ def settings(
     else:
         pieces = "pieces of up to 2 MiB in place of 128 KiB, for the flows to share"
         chosen += [_threads(network, local, given), _buffer(local), Setting(PIECES, str(_PIECE), pieces)]
-    return [_unless_given(setting, given) for setting in chosen]
+    return [
+        Setting(one.name, None, f"set to {given[one.name]} already") if one.name in given else one
+        for one in chosen
+    ]
 
 
 def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -144,12 +147,6 @@ def applied() -> list[Setting]:
 def exports(chosen: list[Setting]) -> list[str]:
     """The same for other programs: lines of a shell."""
     return [f"export {setting.name}={setting.value}" for setting in chosen if setting.value is not None]
-
-
-def _unless_given(setting: Setting, given: Mapping[str, str]) -> Setting:
-    if setting.name not in given:
-        return setting
-    return Setting(setting.name, None, f"set to {given[setting.name]} already")
 
 
 def _threads(network: Network, local: int, given: Mapping[str, str]) -> Setting:

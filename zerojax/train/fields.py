@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.optim.shard_check import optimizer_specs
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.spec import TrainSpec
@@ -24,17 +25,14 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
 
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
-    opt_state = jax.tree.map(
-        lambda x, place: spec.abstract(x.shape, x.dtype, place),
-        jax.eval_shape(spec.tx.init, params),
-        optimizer_specs(spec.tx, spec.leaves, spec.by_path(spec.param_spec)),
-    )
+    opt_state = jax.eval_shape(spec.tx.init, params)
+    places = by_moment(spec, params, opt_state, spec.param_spec, PartitionSpec())
     return {
         "step": like(scalar),
         "skipped_in_row": like(scalar),
         "seed": spec.abstract((), jnp.uint32),
         "params": params,
-        "opt_state": opt_state,
+        "opt_state": jax.tree.map(lambda x, to: spec.abstract(x.shape, x.dtype, to), opt_state, places),
         "model_state": like(spec.adapter.abstract_model_state),
         "secondary": by_leaf(spec.abstract_secondary, zero.weights_delta),
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
@@ -42,6 +40,27 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "frozen": to_tree({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
     }
+
+
+def by_moment(
+    spec: TrainSpec, params: PyTree, opt_state: PyTree, make: Callable[[ParamLayout], Any], other: Any
+) -> PyTree:
+    """The tree of the optimizer's state: for each moment ``make(leaf)`` of its parameter, else ``other``."""
+
+    def choose(x: Any, param: Any, value: Any) -> Any:
+        if isinstance(x, optax.MaskedNode):
+            return x
+        return value if x.shape == param.shape else other
+
+    return optax.tree_utils.tree_map_params(
+        spec.tx,
+        choose,
+        opt_state,
+        params,
+        to_tree(spec.by_path(make)),
+        transform_non_params=lambda _: other,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
 
 
 def state_specs(spec: TrainSpec) -> dict[str, PyTree]:

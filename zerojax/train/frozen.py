@@ -25,6 +25,7 @@ from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
+from zerojax.train.fields import shardings_of
 from zerojax.train.spec import TrainSpec
 
 ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
@@ -79,7 +80,7 @@ def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Any, int]]) -> 
 def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Any, int]:
     """A weight as it is stored, and its hash; beside it no more than one layer is in memory in fp32."""
     like, everyone = spec.abstract_frozen(leaf), spec.sharding(PartitionSpec())
-    shardings = jax.tree.map(lambda x: x.sharding, like)
+    shardings = shardings_of(like)
     # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
     one = dataclasses.replace(leaf, path=(), index=0, stack=(1,) if leaf.stack else ())
 

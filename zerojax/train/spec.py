@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -124,27 +125,19 @@ class TrainSpec:
         values = self.abstract(shape, leaf.weights.local.dtype, spec)
         return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
-    @property
+    @cached_property
     def adapters(self) -> dict[Path, tuple[ParamLayout, ParamLayout]]:
         """The layouts of each adapter, A and B, by the path of its weight."""
+        by_path = {leaf.path: leaf for leaf in self.leaves}
+        parts = {leaf.path: ((*leaf.path, A), (*leaf.path, B)) for leaf in self.frozen if self.lora}
+        return {path: (by_path[a], by_path[b]) for path, (a, b) in parts.items() if a in by_path}
 
-        def find() -> dict[Path, tuple[ParamLayout, ParamLayout]]:
-            by_path = {leaf.path: leaf for leaf in self.leaves}
-            parts = {leaf.path: ((*leaf.path, A), (*leaf.path, B)) for leaf in self.frozen if self.lora}
-            return {path: (by_path[a], by_path[b]) for path, (a, b) in parts.items() if a in by_path}
-
-        return self.once("adapters", find)
-
-    @property
+    @cached_property
     def weights(self) -> tuple[ParamLayout, ...]:
         """The model's own parameters, trained and frozen, in its order; adapters are left out."""
-
-        def find() -> tuple[ParamLayout, ...]:
-            adapters = {part.path for pair in self.adapters.values() for part in pair}
-            every = (leaf for leaf in (*self.leaves, *self.frozen) if leaf.path not in adapters)
-            return tuple(sorted(every, key=lambda leaf: leaf.index))
-
-        return self.once("weights", find)
+        adapters = {part.path for pair in self.adapters.values() for part in pair}
+        every = (leaf for leaf in (*self.leaves, *self.frozen) if leaf.path not in adapters)
+        return tuple(sorted(every, key=lambda leaf: leaf.index))
 
     @property
     def unit_groups(self) -> tuple[ParamGroup, ...]:

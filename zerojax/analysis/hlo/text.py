@@ -14,7 +14,7 @@ from functools import cached_property
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,<=]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) .*->.*\{$")
-_NAME = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = ")
+_NAME = re.compile(r"^\s+(?:ROOT )?%?([^\s=]+) = ")
 _CALLEES = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -65,7 +65,6 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    root: bool
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -74,11 +73,6 @@ class Instruction:
             Array(dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d))
             for dtype, dims in _ARRAY.findall(self.shape)
         )
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the result, tuples summed."""
-        return sum(a.bytes for a in self.arrays)
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a pattern's first match in the attributes, if any."""
@@ -97,11 +91,6 @@ class Computation:
     def by_name(self) -> Mapping[str, Instruction]:
         """The instructions by name."""
         return {i.name: i for i in self.instructions}
-
-    @property
-    def root(self) -> Instruction:
-        """The instruction that returns the computation's result."""
-        return next(i for i in self.instructions if i.root)
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,7 @@ def parse(text: str) -> Program:
             computations[name] = Computation(name, tuple(lines))
             name = None
         elif head := _NAME.match(line):
-            lines.append(_instruction(head[2], line[head.end() :], root=bool(head[1])))
+            lines.append(_instruction(head[1], line[head.end() :]))
     if entry is None:
         raise HloError("no ENTRY computation: this is not the text of a compiled program")
     return Program(computations, entry)
@@ -188,14 +177,14 @@ def callees(instruction: Instruction) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _instruction(name: str, rest: str, *, root: bool) -> Instruction:
+def _instruction(name: str, rest: str) -> Instruction:
     """Split ``shape opcode(operands), attributes``; shapes may be nested tuples with comments."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
     operands = re.findall(r"%([\w.-]+)", rest[opening : closing + 1])
-    return Instruction(name, shape, rest[:opening], tuple(operands), rest[closing + 1 :], root)
+    return Instruction(name, shape, rest[:opening], tuple(operands), rest[closing + 1 :])
 
 
 def _closing(text: str, opening: int) -> int:

@@ -56,7 +56,11 @@ class HopPlan:
 
 def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
     """One hop per phase and axis, in order; hops that send nothing are left out."""
-    return _merged(list(_hops(spec)))
+    together: dict[tuple[str, str, bool], list[tuple[HopPlan, int]]] = {}
+    for hop, elements in _hops(spec):
+        together.setdefault((hop.phase, hop.axis, hop.usual), []).append((hop, elements))
+    merged = (_sum(same) for same in together.values())
+    return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
 
 
 def _hops(spec: TrainSpec) -> Iterator[tuple[HopPlan, int]]:
@@ -173,14 +177,6 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout, send: Send) -> Iterator[t
     if zero.stage == 0:
         yield send("gradients", "node", second, elements=leaf.shard)
         yield send("gradients", "local", second, elements=leaf.secondary)
-
-
-def _merged(hops: list[tuple[HopPlan, int]]) -> tuple[HopPlan, ...]:
-    together: dict[tuple[str, str, bool], list[tuple[HopPlan, int]]] = {}
-    for hop, elements in hops:
-        together.setdefault((hop.phase, hop.axis, hop.usual), []).append((hop, elements))
-    merged = (_sum(same) for same in together.values())
-    return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
 
 
 def _sum(hops: list[tuple[HopPlan, int]]) -> HopPlan:

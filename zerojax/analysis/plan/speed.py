@@ -97,7 +97,8 @@ def predict_step(
             local[part] += within
             node[part] += between
             compute[part] += hop.codec_bytes / rate
-    optimizer = _optimizer_bytes(memory) / rate
+    masters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
+    optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate
     seconds = optimizer + compute["alone"] + local["alone"] + node["alone"]
     for part in ("forward", "backward"):
         shorter, longer = sorted((compute[part], node[part]))
@@ -135,8 +136,3 @@ def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
         last = spec.strategy.sink == "full" or (spec.strategy.sink == "secondary" and hop.axis == "node")
         return "alone" if last else "backward"
     return "forward" if hop.phase == "weights forward" else "backward"
-
-
-def _optimizer_bytes(memory: PredictedMemory) -> int:
-    parameters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
-    return 2 * (parameters + state) + _TIMES_GRADIENTS * parameters

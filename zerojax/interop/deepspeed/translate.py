@@ -16,7 +16,6 @@ from zerojax.zero_config import ZeroConfig
 
 _ZERO = "zero_optimization"
 _HPZ = f"{_ZERO}.zero_hpz_partition_size"
-Sections = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Translation:
         differs: a line for each translated key whose meaning differs in a detail.
     """
 
-    sections: Sections = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
 

@@ -64,12 +64,10 @@ def target_modules(adapted: Collection[str], every: Collection[str]) -> list[str
     for module in adapted:
         words = module.split(".")
         ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-        found.add(next(end for end in ends if all(one in adapted for one in every if _ends(one, end))))
+        found.add(
+            next(end for end in ends if all(one in adapted for one in every if f".{one}".endswith(f".{end}")))
+        )
     return sorted(found)
-
-
-def _ends(module: str, end: str) -> bool:
-    return module == end or module.endswith(f".{end}")
 
 
 def write_config(folder: Path, lora: LoRA, family: Family, targets: list[str], base: str | None) -> None:
@@ -145,15 +143,8 @@ class PeftAdapter:
             for layer in range(model.layers):
                 found: list[Factor] = []
                 for part in parts[name]:
-                    _add(
-                        found,
-                        part,
-                        module_of(part.name.format(layer=layer)),
-                        shapes[name],
-                        own,
-                        files,
-                        unread,
-                    )
+                    module = module_of(part.name.format(layer=layer))
+                    _add(found, part, module, shapes[name], own, files, unread)
                 if found:
                     factors[name, layer] = found
         if unread:

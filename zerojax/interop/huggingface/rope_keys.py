@@ -16,8 +16,6 @@ _LLAMA3 = {  # their name -> ours
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_len",
 }
-
-
 _LENGTH = "original_max_position_embeddings"
 
 
@@ -58,16 +56,6 @@ def read_table(values: dict[str, Any], theta: float, length: int) -> dict[str, A
     return fields
 
 
-def _read_linear(rope: ConfigKeys, length: int) -> dict[str, Any]:
-    del length
-    return {"rope_factor": rope.take("factor", float)}
-
-
-def _read_llama3(rope: ConfigKeys, length: int) -> dict[str, Any]:
-    del length
-    return {ours: rope.take(name, int if name == _LENGTH else float) for name, ours in _LLAMA3.items()}
-
-
 def _read_dynamic(rope: ConfigKeys, length: int) -> dict[str, Any]:
     """Here max_position_embeddings is the context before its extension, which has no end of its own."""
     factor = rope.take("factor", float)
@@ -91,8 +79,10 @@ def _read_yarn(rope: ConfigKeys, length: int) -> dict[str, Any]:
 
 
 _READERS: dict[str, Callable[[ConfigKeys, int], dict[str, Any]]] = {
-    "linear": _read_linear,
-    "llama3": _read_llama3,
+    "linear": lambda rope, _: {"rope_factor": rope.take("factor", float)},
+    "llama3": lambda rope, _: {
+        ours: rope.take(name, int if name == _LENGTH else float) for name, ours in _LLAMA3.items()
+    },
     "dynamic": _read_dynamic,
     "yarn": _read_yarn,
 }

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import traverse_util
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,8 +22,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
-from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.fields import copied, shardings_of
+from zerojax.sharding.param_tree import from_tree
+from zerojax.train.fields import by_moment, copied, shardings_of
 from zerojax.train.initial import secondary_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
@@ -56,7 +55,10 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
     tree: Tree = {}
     for name, (leaf, x) in _entries(state).items():
         copy = copied(x) if leaf is None else _convert(state.spec, leaf, x, _canonical(state, leaf, x))
-        tree[name] = _to_host(copy) if on_host else copy
+        if on_host:
+            on_its_host = copy.sharding.with_memory_kind("pinned_host")
+            copy = jax.block_until_ready(jax.device_put(copy, on_its_host))
+        tree[name] = copy
     return _nested(tree)
 
 
@@ -161,11 +163,10 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
                 entries |= {f"{name}/values": (leaves[path], x.values), f"{name}/scale": (None, x.scale)}
             else:
                 entries[name] = (leaves[path], x)
-    layouts = jax.tree.leaves(_layouts(state))
+    layouts = by_moment(state.spec, state.params, state.opt_state, lambda leaf: leaf, 0)
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    for (path, x), layout in zip(moments, layouts, strict=True):
-        name = _optimizer_name(path)
-        entries[name] = (layout if isinstance(layout, ParamLayout) else None, x)
+    for (path, x), layout in zip(moments, jax.tree.leaves(layouts), strict=True):
+        entries[_optimizer_name(path)] = (layout or None, x)
     entries |= {f"other/{name}": (None, x) for name, x in state.model_state.items()}
     for path, x in from_tree(state.residual).items():
         entries["/".join(("residual", *path))] = (None, x)
@@ -209,25 +210,6 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         residual=fill("residual", state.residual),
         losses=fill("losses", state.losses),
         base=fill("base", state.base),
-    )
-
-
-def _layouts(state: TrainState) -> Any:
-    """The tree of the optimizer state: for each moment the layout of its parameter, for other leaves 0."""
-
-    def layout(value: Any, param: Any, leaf: ParamLayout) -> Any:
-        if isinstance(value, optax.MaskedNode):
-            return value
-        return leaf if value.shape == param.shape else 0
-
-    return optax.tree_utils.tree_map_params(
-        state.spec.tx,
-        layout,
-        state.opt_state,
-        state.params,
-        to_tree({leaf.path: leaf for leaf in state.spec.leaves}),
-        transform_non_params=lambda _: 0,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
 
 
@@ -307,10 +289,6 @@ def _axes(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
     """The mesh axes that shard a dimension."""
     names = spec[axis] if axis < len(spec) else None
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
-
-
-def _to_host(x: Array) -> Array:
-    return jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
 
 
 def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:

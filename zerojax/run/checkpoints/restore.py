@@ -22,6 +22,7 @@ from zerojax.run.checkpoints.canonical import (
 )
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.fields import shardings_of
 from zerojax.train.frozen import encode_frozen, frozen_fields
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
@@ -172,7 +173,7 @@ def _encode(spec: TrainSpec, leaf: ParamLayout, weight: jax.Array) -> tuple[Any,
     """A frozen weight as it is stored, and its hash."""
 
     def make() -> Any:
-        shardings = jax.tree.map(lambda x: x.sharding, spec.abstract_frozen(leaf))
+        shardings = shardings_of(spec.abstract_frozen(leaf))
         everyone = spec.sharding(PartitionSpec())
         return jax.jit(functools.partial(encode_frozen, spec, leaf), out_shardings=(shardings, everyone))
 

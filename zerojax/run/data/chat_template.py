@@ -65,7 +65,10 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda format: datetime.now().strftime(format),
+        }
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
@@ -240,10 +243,6 @@ def _to_json(
 
 def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
-
-
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 class _GenerationBlocks(Extension):

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
     elif is_table(path):
         documents = (
             Document(f"{path} row {row}", text)
-            for first, batch in _batches(path, [column], _check_text)
+            for first, batch in _batches(path, [column], texts=True)
             for row, text in enumerate(_texts(batch.column(column), column, path, first), first)
         )
     else:
@@ -207,18 +207,14 @@ def encode_text(text: str, place: str) -> bytes:
 
 
 def _batches(
-    path: Path,
-    columns: Sequence[str],
-    check: Callable[[ModuleType, Any, str, Path], None] | None = None,
-    *,
-    others: bool = False,
+    path: Path, columns: Sequence[str], *, texts: bool = False, others: bool = False
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
     Args:
         path: of the file.
         columns: to read.
-        check: of a column's type, before any row is read; gets pyarrow, the schema, the column and the path.
+        texts: whether the columns must be of text.
         others: whether to read the other columns as well.
     """
     arrow = _pyarrow(path)
@@ -236,8 +232,8 @@ def _batches(
         for column in columns:
             if column not in schema.names:
                 raise _no_column(str(path), column, schema.names)
-            if check is not None:
-                check(arrow, schema, column, path)
+            if texts:
+                _check_text(arrow, schema, column, path)
         for batch in batches:
             yield row, batch if others else batch.select(list(columns))
             row += batch.num_rows

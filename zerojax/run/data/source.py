@@ -4,7 +4,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.errors import file_errors
@@ -72,38 +72,39 @@ def open_source(
     Raises:
         DataError: nothing is there, or it holds no text.
     """
-    return replace(_find_files(source, pattern, column), examples=examples)
+    return TextSource(_find_files(source, pattern), column, examples)
 
 
-def _find_files(source: str, pattern: str, column: str) -> TextSource:
+def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
         files = (p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
-        return _source(root, files, source, column)
+        return _texts_among(files, root, source)
     path = user_path(source)
     if path.is_dir():
         if (path / _SAVED_SPLITS).is_file():
             splits = sorted(child.name for child in path.iterdir() if (child / _SAVED_DATASET).is_file())
             raise DataError(f"data.source {source!r} holds the splits {splits}: name one, as {path}/SPLIT")
         if (path / _SAVED_DATASET).is_file():
-            return TextSource(_saved_files(path), column)
+            return _saved_files(path)
         try:
             files = list(path.glob(pattern))
         except (ValueError, NotImplementedError) as error:
             raise DataError(f"data.pattern {pattern!r}: {error}; use for instance '**/*.txt'") from error
-        return _source(path, files, f"{source}/{pattern}", column)
+        return _texts_among(files, path, f"{source}/{pattern}")
     if path.is_file():
-        return _source(path.parent, [path], source, column)
+        return _texts_among([path], path.parent, source)
     if names := glob.glob(str(path), recursive=True):
         # Through a link to a folder around it, a file has one more name for every level that is followed.
         own = {Path(name).resolve(): Path(name) for name in sorted(names, key=len, reverse=True)}
-        files = [*own.values()]
-        return _source(_common_folder(files), files, source, column)
+        folder = Path(os.path.commonpath([file.parent for file in own.values()]))
+        return _texts_among(own.values(), folder, source)
     raise DataError(f"data.source {source!r}: no such file, folder or glob (from {Path.cwd()})")
 
 
-def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> TextSource:
+def _texts_among(paths: Iterable[Path], root: Path, label: str) -> tuple[Path, ...]:
+    """The files of text or tables, sorted; what is hidden below ``root`` is left out."""
     files = [path for path in paths if path.is_file() and _is_taken(path, root)]
     if not files:
         raise DataError(
@@ -112,7 +113,7 @@ def _source(root: Path, paths: Iterable[Path], label: str, column: str) -> TextS
         )
     if not any(path.stat().st_size for path in files):
         raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
-    return TextSource(tuple(sorted(files)), column)
+    return tuple(sorted(files))
 
 
 def _is_taken(path: Path, root: Path) -> bool:
@@ -135,7 +136,3 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
     if outside or not names:
         raise DataError(f"{path}: expected the names of files in this folder, found {outside or 'none'}")
     return tuple(folder / name for name in names)
-
-
-def _common_folder(files: list[Path]) -> Path:
-    return Path(os.path.commonpath([file.parent for file in files]))

@@ -4,7 +4,6 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +103,8 @@ def read_run_data(folder: RunFolder) -> RunData:
         summary=summary,
         config=config,
         changed=changed,
-        steps=_in_order(steps),
+        # Of two lines about one step, the newer.
+        steps=[line for _, line in sorted({line["step"]: line for line in steps}.items())],
         samples=[one for one in read_lines(folder.samples)[0] if one.keys() >= _SAMPLE][-_SAMPLES:],
         notes=notes,
         written=written,
@@ -145,11 +145,6 @@ def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, An
         if defaults.get(section, {}).get(key) != value
     )
     return sections, changed
-
-
-def _in_order(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sorted by step; of two lines about one step, the newer."""
-    return [line for _, line in sorted({line["step"]: line for line in steps}.items())]
 
 
 def _finite(value: Any) -> float | None:

@@ -57,7 +57,8 @@ class MetricsQueue:
             evaluation: computes further scalar arrays after the step. It is called once the step has
                 finished, so that the two are timed separately.
         """
-        _start_copies(metrics)
+        for value in metrics.values():
+            value.copy_to_host_async()
         self._waiting.append((step, metrics))
         if evaluation is None:
             return list(self._pop_until(self._depth))
@@ -81,11 +82,6 @@ class MetricsQueue:
             now = self._clock()
             yield StepRecord(step, values, now - self._last)
             self._last = now
-
-
-def _start_copies(metrics: Metrics) -> None:
-    for value in metrics.values():
-        value.copy_to_host_async()
 
 
 def _fetch(metrics: Metrics) -> dict[str, float]:
