@@ -294,6 +294,13 @@ def test_a_batch_without_rows():
         zerojax.eval_step(create(accumulate=2), {"x": np.zeros(2, np.float32)})
 
 
+@pytest.mark.parametrize("step", [zerojax.train_step, zerojax.eval_step])
+def test_a_step_inside_jit(step):
+    batch = {"x": np.zeros((4, 6), np.float32), "y": np.zeros(4, np.float32)}
+    with refused("Call them outside jax.jit"):
+        jax.jit(step)(create(), batch)
+
+
 def test_an_abstract_state_has_no_values():
     with refused("the state is abstract: make it by TrainState.create"):
         zerojax.train_step(create(), BATCH)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax.errors import ConfigurationError
@@ -59,6 +60,11 @@ def local_rows(x: jax.Array) -> np.ndarray:
 
 def _check_batch(batch: Any) -> None:
     leaves = jax.tree.leaves(batch)
+    if any(isinstance(x, Tracer) for x in leaves):
+        raise ConfigurationError(
+            "the batch is traced: zerojax's steps are compiled already, with options and donation of their "
+            "own. Call them outside jax.jit."
+        )
     if leaves and not any(map(np.shape, leaves)):
         raise ConfigurationError(
             "the batch has only scalars, which every device gets: no array has a leading axis to spread."
