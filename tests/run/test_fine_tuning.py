@@ -63,7 +63,8 @@ def test_adapters_of_a_trained_run(
             train(config, tmp_path / "again", init_from=base)
     (tmp_path / "again").rename(tmp_path / "moved")
     resumed = train(config, tmp_path / "moved")
-    assert {str(whole.folder.path), str(resumed.folder.path)} <= {*step_dirs.needed_by(base / "checkpoints/8")}
+    needing = {str(run.folder.path) for run in (whole, resumed)}
+    assert needing <= {*step_dirs.needed_by(base / "checkpoints/8")}
     assert losses(resumed.folder.path) == losses(whole.folder.path)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.frozen, whole.state.frozen)
