@@ -222,7 +222,8 @@ def test_a_hung_step_is_ended_and_its_stack_is_written(start, tmp_path, text_con
     assert codes == [EXIT_PEER_LOST] * 2, errors
     for error in errors:
         (line,) = error.splitlines()
-        assert " has taken 2" in line
+        taken = float(line.partition(" has taken ")[2].split()[0])
+        assert taken > 2, "longer than cluster.step-timeout; how much longer depends on the machine"
         assert line.startswith("zerojax: rank ")
         assert "what each thread was doing is in" in line
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2)]
