@@ -41,6 +41,9 @@ class Slow:
     def copy_to_host_async(self) -> None:
         self.copying = True
 
+    def is_ready(self) -> bool:
+        return self.clock.now >= self.ready
+
     def __array__(self, dtype: object = None, copy: object = None) -> object:
         self.clock.now = max(self.clock.now, self.ready)
         return jnp.asarray(self.value).__array__()
@@ -60,6 +63,21 @@ class TestQueue:
         assert clock.now == 1.0
         assert [(r.step, r.seconds) for r in queue.drain()] == [(2, 1.0), (3, 1.5)]
         assert queue.drain() == []
+
+    def test_a_step_that_is_dispatched_when_it_is_done_ends_then(self) -> None:
+        clock = Clock()
+        queue = MetricsQueue(depth=2, clock=clock)
+        records = []
+        for step, end in enumerate([1.0, 3.0, 6.0, 10.0], start=1):
+            clock.now = end
+            records += queue.push(step, {"loss": Slow(clock, end, 3.0)})  # type: ignore[dict-item]  # same
+        clock.now = 50.0
+        assert [(r.step, r.seconds) for r in records + queue.drain()] == [
+            (1, 1.0),
+            (2, 2.0),
+            (3, 3.0),
+            (4, 4.0),
+        ]
 
     def test_evaluation_is_not_part_of_the_step_time(self) -> None:
         clock = Clock()

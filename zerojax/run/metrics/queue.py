@@ -2,7 +2,8 @@
 
 A training step returns at once, with metrics that are still being computed. The queue starts their copies to
 the host and reads a step's values only when ``depth`` newer steps have been dispatched, so that the device
-always has a next step; it also keeps the host from running further ahead.
+always has a next step; it also keeps the host from running further ahead. A step ends when it is first seen
+finished. On emulated devices, where a step returns when it is done, that is long before it is read.
 """
 
 import time
@@ -34,6 +35,15 @@ Metrics = Mapping[str, jax.Array]
 Evaluation = Callable[[], Metrics]
 
 
+@dataclass
+class _Dispatched:
+    """A step that is not read yet, and when it was seen finished."""
+
+    step: int
+    metrics: Metrics
+    end: float | None = None
+
+
 class MetricsQueue:
     """Dispatched steps, oldest first.
 
@@ -45,7 +55,7 @@ class MetricsQueue:
     def __init__(self, depth: int = 2, clock: Callable[[], float] = time.perf_counter) -> None:
         self._depth = depth
         self._clock = clock
-        self._waiting: deque[tuple[int, Metrics]] = deque()
+        self._waiting: deque[_Dispatched] = deque()
         self._last = clock()
 
     def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[StepRecord]:
@@ -59,7 +69,8 @@ class MetricsQueue:
         """
         for value in metrics.values():
             value.copy_to_host_async()
-        self._waiting.append((step, metrics))
+        self._waiting.append(_Dispatched(step, metrics))
+        self._note_ends()
         if evaluation is None:
             return list(self._pop_until(self._depth))
         *records, last = self.drain()
@@ -77,12 +88,22 @@ class MetricsQueue:
 
     def _pop_until(self, length: int) -> Iterator[StepRecord]:
         while len(self._waiting) > length:
-            step, metrics = self._waiting.popleft()
-            values = _fetch(metrics)
-            now = self._clock()
-            yield StepRecord(step, values, now - self._last)
-            self._last = now
+            dispatched = self._waiting.popleft()
+            values = _fetch(dispatched.metrics)
+            end = self._clock() if dispatched.end is None else dispatched.end
+            yield StepRecord(dispatched.step, values, end - self._last)
+            self._last = end
+
+    def _note_ends(self) -> None:
+        now = self._clock()
+        for dispatched in self._waiting:
+            if dispatched.end is None and all(map(_is_ready, dispatched.metrics.values())):
+                dispatched.end = now
 
 
 def _fetch(metrics: Metrics) -> dict[str, float]:
     return {name: float(np.asarray(value)) for name, value in metrics.items()}
+
+
+def _is_ready(value: jax.Array) -> bool:
+    return value.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  (JAX's stub lacks it)
