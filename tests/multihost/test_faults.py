@@ -1,5 +1,6 @@
 """Failures in jobs of real processes: all processes end soon, with a line that names the cause."""
 
+import re
 import signal
 import socket
 import struct
@@ -222,8 +223,10 @@ def test_a_hung_step_is_ended_and_its_stack_is_written(start, tmp_path, text_con
     assert codes == [EXIT_PEER_LOST] * 2, errors
     for error in errors:
         (line,) = error.splitlines()
-        taken = float(line.partition(" has taken ")[2].split()[0])
-        assert taken > 2, "longer than cluster.step-timeout; how much longer depends on the machine"
+        (times,) = re.findall(r" has taken (\S+) s; recent ones took (\S+) s", line)
+        taken, usual = map(float, times)
+        limit = max(2, 10 * usual)  # cluster.step_timeout and step_factor; the line has three digits of each
+        assert 0.99 * limit < taken < limit + 1
         assert line.startswith("zerojax: rank ")
         assert "what each thread was doing is in" in line
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2)]
