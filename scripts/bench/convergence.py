@@ -50,29 +50,25 @@ DELTA: dict[str, Any] = {
     "rounding": "nearest",
 }
 EXACT_GRADIENTS: dict[str, Any] = {"grads": ("compute", "compute"), "rotation": 0}
-DIRECT: dict[str, Any] = {"preset": "zero++", "block_size": 256, **EXACT_GRADIENTS}
+ZERO_PP: dict[str, Any] = {"preset": "zero++", "block_size": 256}
+DIRECT: dict[str, Any] = {**ZERO_PP, **EXACT_GRADIENTS}
 VARIANTS: dict[str, dict[str, Any]] = {
     EXACT: {"preset": "zero3"},
     "delta-stochastic": {**DELTA, "rounding": "stochastic"},
     "delta-nearest": DELTA,
-    "zero++-256": {"preset": "zero++", "block_size": 256},
+    "zero++-256": ZERO_PP,
     "zero++-128": {"preset": "zero++", "block_size": 128},
-    "zero++-stochastic": {"preset": "zero++", "block_size": 256, "rounding": "stochastic"},
-    "zero++-int8-local": {"preset": "zero++", "block_size": 256, "grads": ("int8", "int4")},
-    "zero++-rotated": {"preset": "zero++", "block_size": 256, "rotation": 32},
-    "zero++-int8-local-rotated": {
-        "preset": "zero++",
-        "block_size": 256,
-        "grads": ("int8", "int4"),
-        "rotation": 32,
-    },
+    "zero++-stochastic": {**ZERO_PP, "rounding": "stochastic"},
+    "zero++-int8-local": {**ZERO_PP, "grads": ("int8", "int4")},
+    "zero++-rotated": {**ZERO_PP, "rotation": 32},
+    "zero++-int8-local-rotated": {**ZERO_PP, "grads": ("int8", "int4"), "rotation": 32},
     "delta-nearest-unrotated": {**DELTA, "rotation": 0},
     "delta-stochastic-unrotated": {**DELTA, "rounding": "stochastic", "rotation": 0},
     "delta-nearest-feedback": {**DELTA, "error_feedback": True},
     "delta-stochastic-int8": {**DELTA, "rounding": "stochastic", "grads": ("int8", "int8")},
     "delta-stochastic-weights-int8": {**DELTA, "rounding": "stochastic", "weights": "int8"},
     "delta-nearest-256": {**DELTA, "block_size": 256},
-    "zero++-fp6": {"preset": "zero++", "block_size": 256, "weights": "fp6"},
+    "zero++-fp6": {**ZERO_PP, "weights": "fp6"},
     **{f"weights-{fmt}": {**DIRECT, "weights": fmt} for fmt in ("int8", "fp6", "int4", "int2")},
     **{f"deltas-{fmt}": {**DELTA, **EXACT_GRADIENTS, "weights": fmt} for fmt in ("int8", "int4", "int2")},
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
