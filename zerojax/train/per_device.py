@@ -81,21 +81,20 @@ def accumulate(
     updated: Blocks = {}
     if zero.passes == 1:
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
-        grads, model_state, sums, updated = run(forward, model_state, batch, mix(seed, 0))
+        grads, changed, sums, updated = run(forward, model_state, batch, mix(seed, 0))
     else:
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
-            total, model_state = carry
+            total, changed = carry
             batch, index = xs
-            grads, model_state, sums, _ = run(_forward, model_state, batch, mix(seed, index))
-            return (jax.tree.map(jnp.add, total, (grads, sums)), model_state), None
+            grads, changed, sums, _ = run(_forward, model_state | changed, batch, mix(seed, index))
+            return (jax.tree.map(jnp.add, total, (grads, sums)), changed), None
 
-        _, _, shapes, _ = jax.eval_shape(functools.partial(run, _forward), model_state, first, seed)
+        _, changed, shapes, _ = jax.eval_shape(functools.partial(run, _forward), model_state, first, seed)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
-        ((grads, sums), model_state), _ = lax.scan(
-            body, (zeros, model_state), (batches, jnp.arange(zero.accumulate))
-        )
-    return grads, _shared(model_state), _over_world(sums), updated
+        before = {name: model_state[name] for name in changed}
+        ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (batches, jnp.arange(zero.accumulate)))
+    return grads, model_state | _shared(changed), _over_world(sums), updated
 
 
 def evaluate(spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
@@ -228,7 +227,9 @@ def _call(
 def _forward(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
 ) -> tuple[Array, Sums, ModelState, Blocks]:
-    """The loss of one micro-batch, summed over tokens; the sums of it and aux; state; updated copies."""
+    """The loss of one micro-batch, times its tokens; the sums of it and aux; the state that it changed;
+    updated copies.
+    """
     bound, (value, aux) = _call(spec, placed, model_state, batch, seed, _loss_of(spec), train=train)
     # The loss alone is differentiated, even if the number of tokens is computed from the weights.
     count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))
@@ -236,7 +237,8 @@ def _forward(
     sums = {"loss": total, "count": count, "aux": {name: x * count for name, x in aux.items()}}
     given = {path for weight in placed.weights.values() for path in _with_copies(weight)}
     updated = {path: copy for path, copy in bound.updated().items() if path in given}
-    return total, jax.tree.map(lax.stop_gradient, sums), bound.model_state(), updated
+    changed = {name: x for name, x in bound.model_state().items() if x is not model_state[name]}
+    return total, jax.tree.map(lax.stop_gradient, sums), changed, updated
 
 
 def _with_copies(weight: Any) -> list[Path]:
@@ -257,10 +259,11 @@ def _forward_in_breadth(
 
     micro = spec.zero.accumulate
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
-    totals, sums, after, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
+    totals, sums, changed, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
-    after = {name: jnp.mean(x, axis=0) if _is_inexact(x) else x[0] for name, x in after.items()}
-    return total, sums, after, updated
+    mean = jax.vmap(lambda x: _mean(x, "micro"), axis_name="micro", out_axes=None)
+    changed = {name: mean(x) if _is_inexact(x) else x[0] for name, x in changed.items()}
+    return total, sums, changed, updated
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
@@ -275,7 +278,25 @@ def _micro_batches(batch: Any, count: int) -> Any:
 def _shared(model_state: ModelState) -> ModelState:
     """The mean over the world of state that devices compute from their own data (batch statistics)."""
     with jax.named_scope("metrics"):
-        return {name: lax.pmean(x, AXES) if _is_inexact(x) else x for name, x in model_state.items()}
+        return {name: _mean(x, AXES) if _is_inexact(x) else x for name, x in model_state.items()}
+
+
+def _mean(x: Array, axes: str | tuple[str, ...]) -> Array:
+    """The mean over mapped axes, in which elements that are equal everywhere keep their bits.
+
+    It never overflows: what is summed is a fraction of each, in fp32 or more.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_mean(x.real, axes), _mean(x.imag, axes))
+    count = lax.axis_size(axes)
+    fraction = 2.0 ** -(count - 1).bit_length()  # a power of two, which rounds nothing
+    summands = x.astype(jnp.float32 if x.dtype.itemsize < 4 else x.dtype) * fraction
+    mean = (lax.psum(summands, axes) / (count * fraction)).astype(x.dtype)
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    wide = bits.astype(jnp.promote_types(bits.dtype, jnp.uint32))  # NCCL reduces no 16-bit integers
+    largest, inverted = lax.pmax((wide, ~wide), axes)
+    same = lax.bitcast_convert_type(largest.astype(bits.dtype), x.dtype)
+    return jnp.where(largest == ~inverted, same, mean)
 
 
 def _over_world(sums: Sums) -> Sums:
