@@ -162,6 +162,15 @@ def test_sampling_follows_the_distribution():
     np.testing.assert_allclose(draws(scores, GREEDY), [1, 0, 0, 0])
 
 
+def test_of_equally_likely_tokens_the_lower_id_comes_first():
+    tied = [1.0, 2.0, 2.0, 2.0, 1.0]
+    for how in (Sampling(top_k=1), Sampling(top_p=0.1), Sampling(top_k=3, top_p=0.3), GREEDY):
+        np.testing.assert_array_equal(draws(tied, how, 50), [0, 1, 0, 0, 0])
+    np.testing.assert_allclose(draws(tied, Sampling(top_k=2)), [0, 0.5, 0.5, 0, 0], atol=0.04)
+    np.testing.assert_allclose(draws(tied, Sampling(top_k=4))[[0, 4]], [0.109, 0], atol=0.04)
+    np.testing.assert_allclose(draws(tied, Sampling(top_p=0.5)), [0, 0.5, 0.5, 0, 0], atol=0.04)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

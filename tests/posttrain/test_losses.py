@@ -57,6 +57,16 @@ def test_the_policy_loss_clips_on_the_side_that_gains() -> None:
     np.testing.assert_allclose(slopes, np.where(clipped, 0, -ratio * advantage), rtol=1e-5)
 
 
+@pytest.mark.parametrize("advantage", [0.0, 2.0])
+def test_a_ratio_that_overflows_is_held_by_the_clip(advantage: float) -> None:
+    far, old, own = array([100.0]), array([0.0]), array([advantage])
+    (found,), (clipped,) = losses.clipped_policy_loss(far, old, own, clip_high=0.28)
+    assert found == pytest.approx(-1.28 * advantage)
+    assert clipped == (advantage > 0)
+    slope = jax.grad(lambda x: losses.clipped_policy_loss(x, old, own)[0].sum())(far)
+    assert slope.tolist() == [0]
+
+
 def test_the_value_loss_clips_what_brings_it_nearer() -> None:
     values, old, returns = draw(50), draw(50), draw(50)
     found = losses.clipped_value_loss(values, old, returns, clip=0.3)
@@ -133,6 +143,15 @@ def test_gae_is_the_sum_of_discounted_errors(discount: float, decay: float) -> N
                 wanted[t] += (discount * decay) ** (n - t) * error
         np.testing.assert_allclose(found[row], wanted, atol=1e-5)
         np.testing.assert_allclose(returns[row], mask[row] * (wanted + values[row]), atol=1e-5)
+    # What is between the tokens of a completion, such as an environment's answer, counts as no time.
+    apart = array(np.zeros((2, 9)))
+    apart[0, [0, 3, 4, 7]], apart[1, :4] = 1, 1
+    joined = [np.stack([x[0][apart[0] > 0], x[0][apart[0] > 0]]) for x in (rewards, values)]
+    wanted, _ = advantages.gae(*joined, array(np.ones((2, 4))), discount=discount, decay=decay)
+    spread, returns = advantages.gae(rewards[:2], values[:2], apart, discount=discount, decay=decay)
+    np.testing.assert_allclose(spread[0][apart[0] > 0], wanted[0], atol=1e-6)
+    assert not spread[0][apart[0] == 0].any()
+    assert not returns[0][apart[0] == 0].any()
     assert found.dtype == jnp.float32
     whole = jnp.asarray([[0, 0, 3]])  # a score
     np.testing.assert_array_equal(advantages.gae(whole, 0.0 * whole, whole > -1, decay=1.0)[0], [[3, 3, 3]])

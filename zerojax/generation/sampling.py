@@ -20,6 +20,8 @@ class Sampling:
         top_k: Draw only from this many likeliest tokens.
         top_p: Draw only from the fewest likeliest tokens whose probabilities (after temperature and
             top_k) sum to at least this (Holtzman et al., 2020).
+
+    Of equally likely tokens, those of lower ids count as likelier, as for greedy decoding.
     """
 
     temperature: float = 1.0
@@ -64,12 +66,21 @@ def _truncated(scores: Float[Array, "batch vocab"], how: Sampling) -> Float[Arra
     """The logits, with -inf for tokens that ``top_k`` and ``top_p`` leave out."""
     if how.top_k is not None and how.top_k < scores.shape[-1]:
         least = jax.lax.top_k(scores, how.top_k)[0][:, -1:]
-        scores = jnp.where(scores < least, -jnp.inf, scores)
+        scores = _likeliest(scores, least, how.top_k)
     if how.top_p is not None and how.top_p < 1:
         descending = jnp.sort(scores, axis=-1, descending=True)
         probabilities = jax.nn.softmax(descending, axis=-1)
         # A token is kept if the likelier ones sum to less than top_p; the likeliest always is.
         kept = jnp.cumsum(probabilities, axis=-1) - probabilities < how.top_p
         least = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
-        scores = jnp.where(scores < least, -jnp.inf, scores)
+        scores = _likeliest(scores, least, kept.sum(axis=-1, keepdims=True))
     return scores
+
+
+def _likeliest(
+    scores: Float[Array, "batch vocab"], least: Float[Array, "batch 1"], count: Int[Array, "batch 1"] | int
+) -> Float[Array, "batch vocab"]:
+    """The logits, with -inf for all but the ``count`` likeliest, the last of which is ``least``."""
+    tied, above = scores == least, scores > least
+    room = count - above.sum(axis=-1, keepdims=True)
+    return jnp.where(above | (tied & (jnp.cumsum(tied, axis=-1) <= room)), scores, -jnp.inf)

@@ -87,7 +87,8 @@ def gae(
     Args:
         rewards: per token, of any dtype, as the others.
         values: of the state before each token.
-        mask: 1 for the tokens of a completion, which are in one piece; 0 elsewhere.
+        mask: 1 for the tokens of a completion, 0 elsewhere. What is between its tokens, as an environment's
+            answers are, counts as no time.
         discount: gamma of the paper.
         decay: lambda of the paper: 0 trusts the critic, 1 the rewards.
 
@@ -101,10 +102,13 @@ def gae(
         advantage, following = carry
         reward, value, counted = now
         delta = reward + discount * following - value
-        advantage = counted * (delta + discount * decay * advantage)
-        return (advantage, counted * value), advantage
+        new = delta + discount * decay * advantage
+        advantage, following = (
+            jnp.where(counted > 0, x, old) for x, old in ((new, advantage), (value, following))
+        )
+        return (advantage, following), advantage
 
     given, value, counted = (jnp.asarray(x, jnp.float32).T for x in (rewards, values, mask))
     zeros = jnp.zeros(len(rewards), jnp.float32)
     _, advantages = jax.lax.scan(back, (zeros, zeros), (given, value, counted), reverse=True)
-    return advantages.T, (counted * (advantages + value)).T
+    return (counted * advantages).T, (counted * (advantages + value)).T

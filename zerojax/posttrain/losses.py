@@ -1,5 +1,6 @@
 """The losses of post-training, as pure functions of log-probabilities."""
 
+import math
 from typing import Literal
 
 import jax
@@ -84,7 +85,10 @@ def clipped_policy_loss(
     Returns:
         The losses, and which tokens are clipped: their gradient is 0.
     """
-    ratio = jnp.exp(log_probs - old_log_probs)
+    log_ratio = log_probs - old_log_probs
+    # A ratio that overflows counts only where the advantage is negative: elsewhere the clip or 0 holds it.
+    largest = 0.9 * math.log(float(jnp.finfo(log_ratio.dtype).max))
+    ratio = jnp.exp(jnp.where(advantages < 0, log_ratio, jnp.minimum(log_ratio, largest)))
     free = ratio * advantages
     held = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
     return -jnp.minimum(free, held), held < free
