@@ -5,8 +5,10 @@ import json
 import os
 import time
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from micro_run import hang
@@ -24,28 +26,40 @@ from zerojax.run.metrics import (
 
 
 class Clock:
+    """Set by hand; another thread that reads it is heard of."""
+
     def __init__(self) -> None:
         self.now = 0.0
+        self.read = Event()
 
     def __call__(self) -> float:
+        if current_thread() is not main_thread():
+            self.read.set()
         return self.now
+
+    def finish(self, metric: "Slow", at: float) -> None:
+        """Let a metric become ready at a time, and wait until that has been noted."""
+        self.read.clear()
+        self.now = at
+        metric.ready.set()
+        assert self.read.wait(10)
 
 
 class Slow:
-    """A metric that is ready at a given time: fetching it advances the clock."""
+    """A metric that becomes ready when the test says so."""
 
-    def __init__(self, clock: Clock, ready: float, value: float) -> None:
-        self.clock, self.ready, self.value = clock, ready, value
+    def __init__(self, value: float) -> None:
+        self.value, self.ready = value, Event()
         self.copying = False
 
     def copy_to_host_async(self) -> None:
         self.copying = True
 
-    def is_ready(self) -> bool:
-        return self.clock.now >= self.ready
+    def block_until_ready(self) -> None:
+        assert self.ready.wait(10)
 
     def __array__(self, dtype: object = None, copy: object = None) -> object:
-        self.clock.now = max(self.clock.now, self.ready)
+        self.block_until_ready()
         return jnp.asarray(self.value).__array__()
 
 
@@ -53,51 +67,57 @@ class TestQueue:
     def test_a_step_is_read_only_when_newer_ones_are_in_flight(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
-        first = Slow(clock, 1.0, 3.5)
+        first, second, third = Slow(3.5), Slow(3.0), Slow(2.5)
         assert queue.push(1, {"loss": first}) == []  # type: ignore[dict-item]  # stands in for an array
-        assert queue.push(2, {"loss": Slow(clock, 2.0, 3.0)}) == []  # type: ignore[dict-item]  # same
-        assert clock.now == 0.0
+        assert queue.push(2, {"loss": second}) == []  # type: ignore[dict-item]  # same
         assert first.copying
-        (record,) = queue.push(3, {"loss": Slow(clock, 3.5, 2.5)})  # type: ignore[dict-item]  # same
+        clock.finish(first, 1.0)
+        (record,) = queue.push(3, {"loss": third})  # type: ignore[dict-item]  # same
         assert (record.step, record.values, record.seconds) == (1, {"loss": 3.5}, 1.0)
-        assert clock.now == 1.0
+        clock.finish(second, 2.0)
+        clock.finish(third, 3.5)
         assert [(r.step, r.seconds) for r in queue.drain()] == [(2, 1.0), (3, 1.5)]
         assert queue.drain() == []
 
-    def test_a_step_that_is_dispatched_when_it_is_done_ends_then(self) -> None:
+    def test_a_step_ends_when_it_is_done_and_not_when_the_host_looks(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
-        records = []
-        for step, end in enumerate([1.0, 3.0, 6.0, 10.0], start=1):
-            clock.now = end
-            records += queue.push(step, {"loss": Slow(clock, end, 3.0)})  # type: ignore[dict-item]  # same
+        steps = [Slow(3.0) for _ in range(2)]
+        for number, metric in enumerate(steps, 1):
+            queue.push(number, {"loss": metric})  # type: ignore[dict-item]  # stands in for an array
+        clock.finish(steps[0], 1.0)
+        clock.finish(steps[1], 3.0)
         clock.now = 50.0
-        assert [(r.step, r.seconds) for r in records + queue.drain()] == [
-            (1, 1.0),
-            (2, 2.0),
-            (3, 3.0),
-            (4, 4.0),
-        ]
+        assert [(r.step, r.seconds) for r in queue.drain()] == [(1, 1.0), (2, 2.0)]
 
     def test_evaluation_is_not_part_of_the_step_time(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
-        (first,) = queue.push(
-            1,
-            {"loss": Slow(clock, 1.0, 3.0)},  # type: ignore[dict-item]  # stands in for an array
-            lambda: {"validation_loss": Slow(clock, 9.0, 2.0)},  # type: ignore[dict-item]  # same
-        )
-        queue.push(2, {"loss": Slow(clock, 10.0, 2.9)})  # type: ignore[dict-item]  # same
+        ready = Slow(3.0)
+        ready.ready.set()
+        clock.now = 1.0
+
+        def evaluation() -> dict[str, object]:
+            clock.now = 9.0
+            return {"validation_loss": np.float32(2.0)}
+
+        (first,) = queue.push(1, {"loss": ready}, evaluation)  # type: ignore[dict-item, arg-type]  # same
+        last = Slow(2.9)
+        queue.push(2, {"loss": last})  # type: ignore[dict-item]  # same
+        clock.finish(last, 10.0)
         (second,) = queue.drain()
         assert first.values == {"loss": 3.0, "validation_loss": 2.0}
         assert (first.seconds, second.seconds) == (1.0, 1.0)
 
     def test_restart_clock(self) -> None:
         clock = Clock()
-        queue = MetricsQueue(depth=0, clock=clock)
+        queue = MetricsQueue(depth=2, clock=clock)
         clock.now = 5.0
         queue.restart_clock()
-        (record,) = queue.push(1, {"loss": Slow(clock, 6.0, 1.0)})  # type: ignore[dict-item]  # same
+        metric = Slow(1.0)
+        queue.push(1, {"loss": metric})  # type: ignore[dict-item]  # stands in for an array
+        clock.finish(metric, 6.0)
+        (record,) = queue.drain()
         assert record.seconds == 1.0
 
     def test_arrays(self) -> None:

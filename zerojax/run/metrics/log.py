@@ -82,6 +82,7 @@ class RunLog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files; steps in flight are lost unless ``drain`` was called."""
         self._progress.__exit__(kind, error, trace)
+        self._queue.close()
         try:
             if self._file is not None:
                 self._file.close()

@@ -2,17 +2,21 @@
 
 A training step returns at once, with metrics that are still being computed. The queue starts their copies to
 the host and reads a step's values only when ``depth`` newer steps have been dispatched, so that the device
-always has a next step; it also keeps the host from running further ahead. A step ends when it is first seen
-finished. On emulated devices, where a step returns when it is done, that is long before it is read.
+always has a next step; it also keeps the host from running further ahead. A thread waits for each step, and
+notes when it ends: the host, which evaluates, saves or makes rollouts, may look much later.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
+
+from zerojax.multihost.background import Worker
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,11 @@ Evaluation = Callable[[], Metrics]
 
 @dataclass
 class _Dispatched:
-    """A step that is not read yet, and when it was seen finished."""
+    """A step that is not read yet, and when it ended."""
 
     step: int
     metrics: Metrics
-    end: float | None = None
+    end: Future[float] = field(default_factory=Future)
 
 
 class MetricsQueue:
@@ -57,6 +61,7 @@ class MetricsQueue:
         self._clock = clock
         self._waiting: deque[_Dispatched] = deque()
         self._last = clock()
+        self._ends = Worker("ends of steps", most=depth + 2)
 
     def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[StepRecord]:
         """Add a step; return the steps more than ``depth`` behind it.
@@ -69,8 +74,9 @@ class MetricsQueue:
         """
         for value in metrics.values():
             value.copy_to_host_async()
-        self._waiting.append(_Dispatched(step, metrics))
-        self._note_ends()
+        dispatched = _Dispatched(step, metrics)
+        self._waiting.append(dispatched)
+        self._ends.put(lambda: self._note_end(dispatched))
         if evaluation is None:
             return list(self._pop_until(self._depth))
         *records, last = self.drain()
@@ -86,24 +92,22 @@ class MetricsQueue:
         """Exclude the time since the last step from the time of the next."""
         self._last = self._clock()
 
+    def close(self) -> None:
+        """End the thread; steps in flight are lost."""
+        self._ends.close()
+
     def _pop_until(self, length: int) -> Iterator[StepRecord]:
         while len(self._waiting) > length:
             dispatched = self._waiting.popleft()
-            values = _fetch(dispatched.metrics)
-            end = self._clock() if dispatched.end is None else dispatched.end
+            values, end = _fetch(dispatched.metrics), dispatched.end.result()
             yield StepRecord(dispatched.step, values, end - self._last)
             self._last = end
 
-    def _note_ends(self) -> None:
-        now = self._clock()
-        for dispatched in self._waiting:
-            if dispatched.end is None and all(map(_is_ready, dispatched.metrics.values())):
-                dispatched.end = now
+    def _note_end(self, dispatched: _Dispatched) -> None:
+        with suppress(Exception):  # whoever reads the step gets its error
+            jax.block_until_ready(dispatched.metrics)
+        dispatched.end.set_result(self._clock())
 
 
 def _fetch(metrics: Metrics) -> dict[str, float]:
     return {name: float(np.asarray(value)) for name, value in metrics.items()}
-
-
-def _is_ready(value: jax.Array) -> bool:
-    return value.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  (JAX's stub lacks it)
