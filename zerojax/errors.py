@@ -1,6 +1,7 @@
 """The package's exceptions, and the exit codes of its processes."""
 
 import errno
+import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -57,12 +58,41 @@ class DivergedError(RunError):
         self.good = good
 
 
-class Stopped(ZeroJaxError):
-    """A run stopped on request; it has saved and can be resumed."""
+class Stopped(ZeroJaxError, SystemExit):
+    """A run stopped on request; it has saved and can be resumed. A program that lets it pass ends with 75."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = EXIT_STOPPED
 
 
 class JobError(ZeroJaxError):
     """The processes of a job could not connect; the message says which is missing, or why."""
+
+
+EXIT_CODES: dict[type[BaseException], int] = {
+    ConfigurationError: EXIT_WRONG_USE,
+    DivergedError: EXIT_DIVERGED,
+    RunError: EXIT_FAILED,
+    JobError: EXIT_FAILED,
+    Stopped: EXIT_STOPPED,
+    KeyboardInterrupt: EXIT_INTERRUPTED,
+}
+"""Exit codes of errors that are reported in one line, without a traceback."""
+
+
+def report(error: BaseException) -> tuple[int, str]:
+    """Print an error: one of this package as one line, any other with its traceback.
+
+    Returns:
+        The exit code and the line.
+    """
+    for kind, code in EXIT_CODES.items():
+        if isinstance(error, kind):
+            line = str(error) or "interrupted"
+            print(f"zerojax: {line}", file=sys.stderr)
+            return code, line
+    return show_traceback(error)
 
 
 @contextmanager

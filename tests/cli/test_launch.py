@@ -83,6 +83,47 @@ def test_two_processes_join(capfd):
         assert f"[rank {rank}] total 3.0 devices 4" in out
 
 
+LOOP = r"""
+import sys
+from zerojax import distributed
+from zerojax.errors import Stopped, ZeroError
+with distributed.joined():
+    import jax
+    from jax.experimental import multihost_utils
+    total = multihost_utils.process_allgather(jax.numpy.array([jax.process_index() + 1.0])).sum()
+    sys.stdout.write(f"total {float(total)} devices {jax.device_count()} {sys.argv[1:]}\n")
+    if "--stop" in sys.argv:
+        raise Stopped("saved")
+    if "--wrong" in sys.argv:
+        raise ZeroError("no such thing")
+"""
+
+
+def launch_program(path, *arguments, **options):
+    path.write_text(LOOP)
+    return launch.launch(launch.Job([str(path), *arguments], 2, 2, "cpu", **options))
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "line"), [("--stop", 75, ""), ("--wrong", 2, "zerojax: no such thing")]
+)
+def test_a_program_of_ones_own_joins_by_one_call_and_ends_with_the_code_of_its_error(
+    argument, code, line, tmp_path, capfd
+):
+    assert launch_program(tmp_path / "my_loop.py", "--steps", "3", argument, restarts=3) == code
+    found = capfd.readouterr()
+    for rank in range(2):
+        assert f"[rank {rank}] total 3.0 devices 4 ['--steps', '3', '{argument}']" in found.out
+    assert line in found.out
+    assert "Traceback" not in found.out
+    assert "restarting" not in found.err
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ZeroError, match=r"my_loop\.py: there is no such program"):
+        launch.launch(launch.Job([str(tmp_path / "my_loop.py")], 2, 2, "cpu", restarts=3))
+
+
 def test_a_death_ends_the_job_and_names_the_rank(capfd):
     program = "import sys, os, time\nif sys.argv[-3] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)"
     started = time.monotonic()

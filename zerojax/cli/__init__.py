@@ -6,20 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zerojax.errors import (
-    EXIT_DIVERGED,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_STOPPED,
-    EXIT_WRONG_USE,
-    ConfigurationError,
-    DivergedError,
-    JobError,
-    RunError,
-    Stopped,
-    show_traceback,
-)
+from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, report
 from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
 
@@ -45,16 +32,6 @@ COMMANDS = {
     "emulate": ("zerojax.cli.emulate", "run a command on every node of an emulated cluster"),
     "links": ("zerojax.cli.links", "measure the network between the nodes of a job, and what limits it"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions and kernels, and suggest a mesh and preset"),
-}
-
-# Exit codes of errors that are reported in one line, without a traceback.
-_CODES: dict[type[BaseException], int] = {
-    ConfigurationError: EXIT_WRONG_USE,
-    DivergedError: EXIT_DIVERGED,
-    RunError: EXIT_FAILED,
-    JobError: EXIT_FAILED,
-    Stopped: EXIT_STOPPED,
-    KeyboardInterrupt: EXIT_INTERRUPTED,
 }
 
 
@@ -96,7 +73,7 @@ def _main(given: list[str]) -> int:
         return _fail(f"no command {name!r}\n\n{_usage()}", EXIT_WRONG_USE)
     try:
         importlib.import_module(COMMANDS[name][0]).run(rest)
-    except tuple(_CODES) as error:
+    except tuple(EXIT_CODES) as error:
         return report(error)[0]
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -113,19 +90,6 @@ def _prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             errors = "replace" if stream.errors == "strict" else stream.errors
             stream.reconfigure(line_buffering=True, write_through=False, errors=errors)
-
-
-def report(error: BaseException) -> tuple[int, str]:
-    """Print an error: one of this package as one line, any other with its traceback.
-
-    Returns:
-        The exit code and the line.
-    """
-    for kind, code in _CODES.items():
-        if isinstance(error, kind):
-            line = str(error) or "interrupted"
-            return _fail(line, code), line
-    return show_traceback(error)
 
 
 def _usage() -> str:

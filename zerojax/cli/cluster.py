@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import jax
 
-from zerojax import cli
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import distributed
 from zerojax.multihost.peers import Peers
@@ -83,7 +82,6 @@ def joined_cluster(
         insecure=job.insecure or cluster.insecure,
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
-        report=cli.report,
     )
 
 

@@ -4,8 +4,12 @@
 
 starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each; with ``doctor``
 or ``links`` in place of the config, it starts that command, and with ``posttrain`` before the config
-``zerojax posttrain``. For several machines, see ``scripts/slurm`` and
-``scripts/k8s``.
+``zerojax posttrain``. With a Python program,
+
+    zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 my_loop.py --steps 100
+
+it starts ``python my_loop.py --steps 100``, which joins the job by ``zerojax.distributed.joined()``. For
+several machines, see ``scripts/slurm`` and ``scripts/k8s``.
 
 Exit codes: 0 success; 2 wrong use or settings, of this command or of ``zerojax train``; 3 the run diverged;
 75 it stopped on request, and saved; else the highest code of a process that ended by itself, 128 + n for
@@ -18,13 +22,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost import supervisor
 from zerojax.multihost.devices import Platform, share_devices
-from zerojax.multihost.distributed import free_port
+from zerojax.multihost.distributed import VARIABLES, free_port
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
 
 # Per machine, emulated devices included.
@@ -38,7 +43,8 @@ _OTHERS = ("doctor", "links")
 class Job:
     """The processes to start, and how to restart them."""
 
-    train: Sequence[str]  # arguments of `zerojax train`; or another command and its arguments
+    # Arguments of `zerojax train`; or another command, or a Python program, and its arguments.
+    train: Sequence[str]
     nodes: int
     devices_per_node: int
     platform: Platform = "auto"
@@ -55,8 +61,10 @@ def launch(job: Job) -> int:
         The exit code; see the module.
 
     Raises:
-        ConfigurationError: invalid numbers or too few devices; nothing was started.
+        ConfigurationError: invalid numbers, too few devices, or no such program; nothing was started.
     """
+    if is_program(job.train[0]) and not Path(job.train[0]).is_file():
+        raise ConfigurationError(f"{job.train[0]}: there is no such program")
     if job.restarts < 0:
         raise ConfigurationError(f"restarts must not be negative: {job.restarts}")
     if not 0 <= job.grace < float("inf"):
@@ -83,27 +91,38 @@ def launch(job: Job) -> int:
 
 def _tasks(job: Job, nodes: int) -> list[supervisor.Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
+    coordinator = f"127.0.0.1:{free_port()}"
+    # Passed in the environment: other users can read a command line.
+    token = {VARIABLE: new_token()}
+    return [
+        supervisor.Task(f"rank {rank}", command, os.environ | share | token | more)
+        for rank, share in enumerate(shares)
+        for command, more in [_command(job, coordinator, rank, nodes)]
+    ]
+
+
+def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[str], dict[str, str]]:
+    """The command of one process, and what it finds in its environment."""
     first, *options = job.train
+    place = coordinator, str(rank), str(nodes)
+    if is_program(first):
+        # Python holds back what it prints to a pipe.
+        variables = dict(zip(VARIABLES, place, strict=True)) | {"PYTHONUNBUFFERED": "1"}
+        return [sys.executable, first, *options], variables
     if first == "posttrain" and options:
         command = [first, options.pop(0)]
     else:
         command = [first] if first in _OTHERS else ["train", first]
     # Given options come later and override these.
     mesh = ["--mesh.nodes", str(nodes), "--mesh.local", str(job.devices_per_node)]
-    coordinator = f"127.0.0.1:{free_port()}"
-    # Passed in the environment: other users can read a command line.
-    token = {VARIABLE: new_token()}
-    return [
-        supervisor.Task(
-            name=f"rank {rank}",
-            command=[
-                *job.program, *command, *mesh, *options, "--coordinator", coordinator,
-                "--process-id", str(rank), "--num-processes", str(nodes),
-            ],
-            env=os.environ | share | token,
-        )
-        for rank, share in enumerate(shares)
-    ]  # fmt: skip
+    names = "--coordinator", "--process-id", "--num-processes"
+    joining = [word for pair in zip(names, place, strict=True) for word in pair]
+    return [*job.program, *command, *mesh, *options, *joining], {}
+
+
+def is_program(name: str) -> bool:
+    """Whether the first argument names a Python program, and no config or command."""
+    return name.endswith(".py")
 
 
 def parse(arguments: Sequence[str]) -> Job:
@@ -114,7 +133,8 @@ def parse(arguments: Sequence[str]) -> Job:
     """
     parser = argparse.ArgumentParser(
         prog="zerojax launch",
-        description="Start `zerojax train CONFIG ...` in several processes on this machine.",
+        description="Start `zerojax train CONFIG ...`, or a Python program of your own, in several processes "
+        "on this machine.",
     )
     add = parser.add_argument
     add("--nodes", type=int, required=True, help="processes to start; each is a node of the mesh")
@@ -137,11 +157,12 @@ def parse(arguments: Sequence[str]) -> Job:
         "train",
         nargs=argparse.REMAINDER,
         metavar="CONFIG ...",
-        help="arguments of zerojax train; or another command: posttrain CONFIG ..., doctor, links",
+        help="arguments of zerojax train; or another command: posttrain CONFIG ..., doctor, links; or a "
+        "Python program and its arguments, such as my_loop.py --steps 100",
     )
     options = vars(parser.parse_args(arguments))
     if not options["train"]:
-        parser.error("name a config: zerojax launch --nodes 2 --devices-per-node 4 CONFIG")
+        parser.error("name a config or a program: zerojax launch --nodes 2 --devices-per-node 4 CONFIG")
     return Job(**options)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 from jax._src.clusters import ClusterEnv  # JAX exposes its cluster detection only through `initialize`
 
-from zerojax.errors import ConfigurationError, JobError, RunError, Stopped, show_traceback
+from zerojax.errors import ConfigurationError, JobError, RunError
+from zerojax.errors import report as report_error
 from zerojax.multihost import peers
 from zerojax.multihost.devices import visible_gpus
 from zerojax.multihost.peers.handshake import SHORTEST, VARIABLE
@@ -30,7 +31,8 @@ _HOW = (
 # A Unix socket's path has at most 108 bytes.
 _LONGEST_FOLDER = 70
 
-_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+"""Describe a job to a process of it, as do the first three arguments of ``joined``."""
 
 # How long an unexpected error waits for a report that a peer died, in seconds.
 _PATIENCE = 3.0
@@ -48,7 +50,7 @@ def joined(
     insecure: bool = False,
     join_timeout: float = 300.0,
     peer_timeout: float = 60.0,
-    report: Callable[[BaseException], tuple[int, str]] = show_traceback,
+    report: Callable[[BaseException], tuple[int, str]] = report_error,
 ) -> Generator[peers.Peers | None]:
     """Join a job for the duration of a ``with`` block; enter it before anything uses a device.
 
@@ -60,6 +62,11 @@ def joined(
     and this process exits at once, without JAX's shutdown, which would wait for them. When another process
     dies, falls silent or fails, this one exits with a line that names it and code 4 (2 if the cause was wrong
     use).
+
+    A program that ``zerojax launch`` starts needs no more than this:
+
+        with zerojax.distributed.joined():
+            main()
 
     Args:
         coordinator: "host:port" of process 0, reachable from all.
@@ -92,7 +99,7 @@ def joined(
     others = _join(*found, facts or {}, bind_address, token, insecure, join_timeout, peer_timeout)
     try:
         yield others
-    except (SystemExit, Stopped):  # as all processes do at the same step
+    except SystemExit:  # as all processes do at the same step
         _leave(others)
         raise
     except BaseException as error:
@@ -220,10 +227,10 @@ def _given(
     """The job as given by the arguments or the environment, None if by neither; with JAX's choice of GPUs."""
     named = {"coordinator": coordinator, "process_id": process_id, "num_processes": num_processes}
     if all(value is None for value in named.values()):
-        texts = [os.environ.get(name) for name in _VARIABLES]
+        texts = [os.environ.get(name) for name in VARIABLES]
         if texts[1] is None and texts[2] is None:
             return None  # a coordinator alone is for JAX to interpret
-        named = dict(zip(_VARIABLES, texts, strict=True))
+        named = dict(zip(VARIABLES, texts, strict=True))
     if missing := [name for name, value in named.items() if value is None]:
         raise ConfigurationError(f"a process of a job needs all of {', '.join(named)}; no {missing[0]} given")
     address, index, count = named.values()
@@ -249,14 +256,14 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
     reason = "it finds no job"
     try:
         address, size, rank, gpus = ClusterEnv.auto_detect_unset_distributed_params(
-            os.environ.get(_VARIABLES[0]), None, None, ids, None, 300
+            os.environ.get(VARIABLES[0]), None, None, ids, None, 300
         )
     except Exception as error:  # its parsers of schedulers' variables raise errors of many kinds
         reason = f"{type(error).__name__}: {error}"
     if address is None or size is None or rank is None:
         raise ConfigurationError(
             f"a scheduler's variables are set, but JAX cannot read the job from them ({reason}): set "
-            f"{', '.join(_VARIABLES)}"
+            f"{', '.join(VARIABLES)}"
         )
     return address, rank, size, list(gpus) if gpus else None
 
