@@ -36,7 +36,7 @@ import zerojax
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
 from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
-from zerojax.models.rope import RopeTable, rope_tables
+from zerojax.models.rope import Rope, rope_of
 from zerojax.multihost.distributed import joined
 from zerojax.sharding import nccl
 from zerojax.testing.emulated_cluster import limit_link
@@ -77,11 +77,11 @@ class BlockStack(nnx.Module):
         self.config = config
         self.blocks = zerojax.Stack(partial(Block, config), config.layers, rngs=rngs)
 
-    def rope(self, length: int) -> RopeTable | None:
+    def rope(self, length: int) -> Rope | None:
         """The rotary table of a sequence, if positions are rotary."""
         if self.config.positions != "rope":
             return None
-        return rope_tables(self.config, jnp.arange(length), length)
+        return rope_of(self.config, jnp.arange(length), length)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Activations in, activations out."""

@@ -19,6 +19,15 @@ GEMMA = LLAMA | {
     "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
     "attention_softcap": 2.0, "logit_softcap": 3.0,
 }  # fmt: skip
+OLMO = LLAMA | {
+    "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "sliding_window": 4,
+    "sliding_window_layers": (1,), "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_len": 4,
+    "rope_local_theta": 20.0,
+}  # fmt: skip
+MIXED = LLAMA | {
+    "residual_scale": 0.5, "logit_divisor": 2.0, "rope_fraction": 0.5, "rope_interleaved": True,
+    "rope_theta": 20.0, "no_rope_layers": (1,), "rope_query_growth": 0.3, "rope_original_len": 5,
+}  # fmt: skip
 GREEDY = Sampling(temperature=0)
 KEY = jax.random.key(0)
 
@@ -38,8 +47,11 @@ def draw_prompt(length, batch=2):
         LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6},
         {"scan": False, "position_offset": 2, "sliding_window": 5},
         GEMMA,
+        OLMO,
+        MIXED,
+        MIXED | {"scan": False, "sliding_window": 5, "sliding_window_layers": (1,)},
     ],
-    ids=["gpt2", "llama", "list", "gemma"],
+    ids=["gpt2", "llama", "list", "gemma", "olmo", "mixed", "mixed-list"],
 )
 @pytest.mark.parametrize("length", [1, 6, 17])
 def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):
@@ -71,6 +83,18 @@ def test_dynamic_rotary_scaling_takes_the_length_of_each_prompt():
         hidden, _ = model.decode(padded, jnp.zeros(2, jnp.int32), jnp.array([9, end]), cache)
         assert np.allclose(hidden[0, :9], expected[0], atol=1e-5)
         assert np.allclose(hidden[1, :9], expected[1], atol=1e-5) == same
+
+
+def test_longrope_takes_the_length_of_the_cache():
+    longrope = {"rope_scaling": "longrope", "rope_original_len": 8, "rope_short_factors": (1.0, 1.5)}
+    model = make(**LLAMA, **longrope, rope_long_factors=(2.0, 9.0), rope_factor=3.0, layers=1)
+    prompt, ends = draw_prompt(6), [jnp.full(2, end) for end in (0, 5, 6)]
+    for length in (8, 9):  # all keys are rotated by short factors, or all by long ones
+        cache = model.init_cache(2, length, jnp.float32)
+        first, cache = model.decode(prompt[:, :5], ends[0], ends[1], cache)
+        last, _ = model.decode(prompt[:, 5:], ends[1], ends[2], cache)
+        expected = model.hidden(jnp.pad(prompt, ((0, 0), (0, length - 6))))[:, :6]
+        np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), expected, atol=1e-5)
 
 
 def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):

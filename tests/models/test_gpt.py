@@ -17,7 +17,18 @@ GEMMA = LLAMA | {
     "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
     "attention_softcap": 2.0, "logit_softcap": 10.0,
 }  # fmt: skip
-FAMILIES = pytest.mark.parametrize("family", [{}, OPT, LLAMA, GEMMA], ids=["gpt2", "opt", "llama", "gemma"])
+OLMO = LLAMA | {
+    "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "sliding_window": 4,
+    "sliding_window_layers": (1,), "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_len": 4,
+    "rope_local_theta": 20.0,
+}  # fmt: skip
+MIXED = LLAMA | {
+    "residual_scale": 0.5, "logit_divisor": 2.0, "rope_fraction": 0.5, "rope_interleaved": True,
+    "rope_theta": 20.0, "no_rope_layers": (1,), "rope_query_growth": 0.3, "rope_original_len": 5,
+}  # fmt: skip
+FAMILIES = pytest.mark.parametrize(
+    "family", [{}, OPT, LLAMA, GEMMA, OLMO, MIXED], ids=["gpt2", "opt", "llama", "gemma", "olmo", "mixed"]
+)
 
 
 def make(**settings: Any) -> Any:

@@ -26,7 +26,19 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"heads": 8, "positions": "rope"}, "3 wide"),
         ({"head_width": 0}, "head_width = 0"),
         ({"position_offset": 2, "positions": "rope"}, "0 without learned positions"),
-        ({"rope_scaling": "longrope"}, "one of none, linear, llama3, dynamic, yarn"),
+        ({"rope_scaling": "su"}, "one of none, linear, llama3, dynamic, yarn, longrope"),
+        ({"rope_scaling": "longrope"}, "rope_short_factors = .*needs 3 numbers above 0"),
+        ({"rope_long_factors": (1.0,)}, 'rope_long_factors = .*"none" needs 0 numbers'),
+        ({"rope_fraction": 0.5, "positions": "rope"}, "3 wide"),
+        ({"rope_fraction": 1.5}, "rope_fraction = 1.5: at most 1"),
+        ({"no_rope_layers": (3,), "positions": "rope"}, "no_rope_layers = .* from 0 to layers - 1 = 2"),
+        ({"no_rope_layers": (1,)}, 'need positions = "rope"'),
+        ({"rope_query_growth": -1.0}, "rope_query_growth = -1.0: at least 0"),
+        ({"sliding_window_layers": (1,)}, "sliding_window_layers = .*with a sliding_window"),
+        ({"sliding_window": 4, "sliding_window_layers": (1, 1)}, "different numbers from 0"),
+        ({"pre_norms": False}, "pre_norms = false leaves the branches without a norm"),
+        ({"qk_norm_joint": True}, "needs qk_norm = true"),
+        ({"residual_scale": 0.0}, "residual_scale = 0.0: above 0"),
         ({"rope_beta_slow": 32.0}, "rope_beta_slow = 32.0 must lie below"),
         ({"rope_attention_factor": 0.0}, "rope_attention_factor = 0.0"),
         ({"rope_scaling": "dynamic", "head_width": 2}, "wider than 2"),
@@ -63,6 +75,8 @@ def test_wrong_settings_are_named(settings, message):
         {"dropout": 0.1},
         LLAMA | {"qkv_biases": True, "qk_norm": True, "kv_heads": 2},
         LLAMA | {"mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True},
+        LLAMA
+        | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "kv_heads": 2},
     ],
 )
 def test_parameter_count_is_that_of_the_model(settings):
@@ -90,5 +104,8 @@ def test_flops_per_token_counts_what_is_multiplied():
     pattern = GPTConfig(**SMALL, sliding_window=4, sliding_window_pattern=3)
     assert pattern.windowed == (True, True, False)
     assert flops_per_token(config, 10) - flops_per_token(pattern, 10) == 12 * 2 * 24 * (10 - 4)
+    by_number = GPTConfig(**SMALL, sliding_window=4, sliding_window_layers=(0, 1))
+    assert by_number.windowed == pattern.windowed
+    assert flops_per_token(by_number, 10) == flops_per_token(pattern, 10)
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

@@ -30,8 +30,13 @@ GEMMA = LLAMA | {
     "sliding_window": 3, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
     "attention_softcap": 2.0, "logit_softcap": 3.0,
 }  # fmt: skip
+MIXED = LLAMA | {
+    "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "rope_fraction": 0.5,
+    "rope_interleaved": True, "no_rope_layers": (0,), "sliding_window": 3, "sliding_window_layers": (1,),
+    "residual_scale": 0.5, "logit_divisor": 2.0, "rope_query_growth": 0.3, "rope_original_len": 5,
+}  # fmt: skip
 FAMILIES = pytest.mark.parametrize(
-    "family", [{"scan": False}, WINDOW, GEMMA], ids=["learned", "window", "gemma"]
+    "family", [{"scan": False}, WINDOW, GEMMA, MIXED], ids=["learned", "window", "gemma", "mixed"]
 )
 # The tokens of each document in each row of 17; what is left is padding.
 ROWS = ((17,), (5, 12), (2, 3, 2, 9), (6, 4), (1, 1, 15), (8, 8))
@@ -94,7 +99,9 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "order"), [(LLAMA, "depth"), (GEMMA, "breadth")], ids=["depth", "gemma-breadth"]
+    ("family", "order"),
+    [(LLAMA, "depth"), (GEMMA, "breadth"), (MIXED, "breadth")],
+    ids=["depth", "gemma-breadth", "mixed-breadth"],
 )
 def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order):
     documents, batch = draw()

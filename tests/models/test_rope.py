@@ -41,6 +41,27 @@ def test_rope_turns_pairs_of_halves():
     assert apply_rope(x.astype(jnp.bfloat16), table(jnp.arange(3), 4, 100.0)).dtype == jnp.bfloat16
 
 
+def test_rope_turns_neighbours_of_the_first_part_of_a_head():
+    x = heads(0, dim=12)
+    angles = table(jnp.arange(6), 8, 100.0)
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the neighbours' pairs as halves
+    turned = apply_rope(x, angles, interleaved=True)
+    np.testing.assert_allclose(turned[..., order], apply_rope(x[..., order], angles), atol=1e-6)
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+
+
+def test_longrope_divides_each_angle_by_a_factor_that_depends_on_the_length():
+    short, long = (1.0, 1.25, 2.0), (3.0, 9.0, 50.0)
+    config = make(
+        8, rope_fraction=0.75, rope_scaling="longrope", rope_original_len=16, rope_factor=4.0,
+        rope_short_factors=short, rope_long_factors=long,
+    )  # fmt: skip
+    plain = 10000.0 ** -(np.arange(0, 6, 2) / 6)
+    for length, factors in ((16, short), (17, long)):
+        np.testing.assert_allclose(rope_frequencies(config, length), plain / np.array(factors), rtol=1e-6)
+    assert rope_amplitude(config) == pytest.approx(np.sqrt(1 + np.log(4) / np.log(16)))
+
+
 def test_dynamic_is_plain_up_to_the_original_context_and_then_grows_with_the_length():
     config = make(rope_scaling="dynamic", rope_factor=4.0, rope_original_len=16)
     plain = rope_frequencies(make(), 1)

@@ -9,7 +9,8 @@ from zerojax.models.config_checks import check_model, require
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
-RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn"]
+RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
+Rotation = Literal["full", "local", "none"]
 AttentionKernel = Literal["auto", "cudnn", "xla"]
 
 
@@ -17,7 +18,7 @@ AttentionKernel = Literal["auto", "cudnn", "xla"]
 class GPTConfig:
     """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's or Gemma's family.
 
-    The defaults are GPT-2 124M (Radford et al., 2019). Every family is pre-norm.
+    The defaults are GPT-2 124M (Radford et al., 2019). Layers are numbered from 0.
 
     Attributes:
         vocab_size: Number of tokens. A multiple of 128 keeps the logit matmuls on tensor cores.
@@ -31,7 +32,9 @@ class GPTConfig:
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         norm: "layer" (with a bias when biases) or "rms".
         norm_offset: Added to the scales of RMS norms, which then begin at 1 minus this (1 in Gemma).
-        post_norms: Whether the output of each residual branch is normed as well (Gemma 2).
+        pre_norms: Whether the input of each residual branch is normed.
+        post_norms: Whether the output of each residual branch is normed (Gemma 2; in OLMo 2 it alone is).
+        residual_scale: Factor of what each residual branch adds (Granite).
         positions: "learned" (a table of max_seq_len rows) or "rope" (Su et al., 2021).
         position_offset: Rows of the learned table that lie before that of position 0 and are never
             read; OPT has 2.
@@ -47,34 +50,48 @@ class GPTConfig:
             have none (Qwen2).
         qk_norm: Whether each head of the queries and keys goes through an RMS norm before it is
             rotated (Qwen3).
+        qk_norm_joint: Whether that norm is of all heads together (OLMo 2).
         query_scalar: Attention scores are divided by the square root of this; None means the width of
             a head.
         sliding_window: Tokens that a position attends to, itself included (Mistral); None means
             itself and all earlier ones.
         sliding_window_pattern: Every so many layers one attends to all earlier positions, from the
             layer of this number on (2 in Gemma 2, 6 in Gemma 3); None means none does.
+        sliding_window_layers: In place of a pattern, the layers with the window; the others attend to all
+            earlier positions (Qwen2).
         attention_softcap: Attention scores s become cap x tanh(s / cap) (Gemma 2); None means they do
             not. cuDNN's kernel cannot do this.
         logit_softcap: The same of the logits.
+        logit_divisor: What logits are divided by (Granite), before any cap.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
-        rope_theta: Base of the rotary wavelengths; this and the next nine are used only when
+        rope_theta: Base of the rotary wavelengths; this and the following are used only when
             positions is "rope".
+        rope_fraction: The part of each head, from its beginning, that is rotated (0.5 in GLM4).
+        rope_interleaved: Whether neighbours in a head are rotated as a pair (GLM4), not elements of its
+            two halves.
+        no_rope_layers: The layers whose queries and keys are not rotated (SmolLM3).
         rope_local_theta: The base in layers with the sliding window, where no wavelength is stretched
             (Gemma 3); None means they are rotated like the others.
         rope_scaling: How wavelengths are stretched for longer contexts: "none", "linear" (all by
             rope_factor), "llama3" (long ones by rope_factor, short ones not, interpolated
             between the two bounds), "dynamic" (by a theta that grows with the length of a sequence
-            beyond rope_original_len) or "yarn" (those that turn rarely by rope_factor, those that
-            turn often not, interpolated between the two bounds).
+            beyond rope_original_len), "yarn" (those that turn rarely by rope_factor, those that
+            turn often not, interpolated between the two bounds) or "longrope" (each by a factor of its
+            own, Phi-3).
         rope_factor: Factor of the stretching.
         rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched in full.
         rope_high_freq_factor: "llama3": wavelengths below rope_original_len / this are not stretched.
-        rope_original_len: "llama3", "dynamic" and "yarn": tokens of the context before its extension.
+        rope_original_len: all but "linear": tokens of the context before its extension.
         rope_beta_fast: "yarn": what turns this often in the original context is not stretched.
         rope_beta_slow: "yarn": what turns this rarely in the original context is stretched in full.
-        rope_attention_factor: "yarn": factor of the rotated queries and keys; None means
-            1 + 0.1 ln(rope_factor).
+        rope_attention_factor: "yarn", "longrope": factor of the rotated queries and keys; None means
+            1 + 0.1 ln(rope_factor), or sqrt(1 + ln(rope_factor) / ln(rope_original_len)).
+        rope_short_factors: "longrope": a factor for each wavelength, for sequences of at most
+            rope_original_len tokens.
+        rope_long_factors: The same for longer ones.
+        rope_query_growth: Queries at position p are multiplied by
+            1 + this x ln(1 + floor(p / rope_original_len)) (Ministral 3).
         norm_eps: Added to the variance inside the norms.
         init_std: Standard deviation of the initial weights; the projections into the residual
             stream get init_std / sqrt(2 layers), as in GPT-2.
@@ -95,7 +112,9 @@ class GPTConfig:
     ffn: int | None = None
     norm: Norm = "layer"
     norm_offset: float = 0.0
+    pre_norms: bool = True
     post_norms: bool = False
+    residual_scale: float = 1.0
     positions: Positions = "learned"
     position_offset: int = 0
     mlp: Activation = "gelu"
@@ -105,14 +124,20 @@ class GPTConfig:
     biases: bool = True
     qkv_biases: bool = False
     qk_norm: bool = False
+    qk_norm_joint: bool = False
     query_scalar: float | None = None
     sliding_window: int | None = None
     sliding_window_pattern: int | None = None
+    sliding_window_layers: tuple[int, ...] | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    logit_divisor: float = 1.0
     max_seq_len: int = 1024
     dropout: float = 0.0
     rope_theta: float = 10000.0
+    rope_fraction: float = 1.0
+    rope_interleaved: bool = False
+    no_rope_layers: tuple[int, ...] = ()
     rope_local_theta: float | None = None
     rope_scaling: RopeScaling = "none"
     rope_factor: float = 1.0
@@ -122,6 +147,9 @@ class GPTConfig:
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     rope_attention_factor: float | None = None
+    rope_short_factors: tuple[float, ...] = ()
+    rope_long_factors: tuple[float, ...] = ()
+    rope_query_growth: float = 0.0
     norm_eps: float = 1e-5
     init_std: float = 0.02
     scan: bool = True
@@ -142,6 +170,11 @@ class GPTConfig:
     def attention_width(self) -> int:
         """Width of all query heads together."""
         return self.heads * self.head_dim
+
+    @property
+    def rope_width(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.rope_fraction)
 
     @property
     def key_value_heads(self) -> int:
@@ -177,8 +210,19 @@ class GPTConfig:
         """Whether each layer attends within the sliding window only."""
         if self.sliding_window is None:
             return (False,) * self.layers
+        if self.sliding_window_layers is not None:
+            return tuple(number in self.sliding_window_layers for number in range(self.layers))
         pattern = self.sliding_window_pattern
         return tuple(pattern is None or number % pattern != 0 for number in range(1, self.layers + 1))
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """How each layer rotates queries and keys: "local" is by rope_local_theta."""
+        local = self.rope_local_theta is not None
+        return tuple(
+            "none" if number in self.no_rope_layers else "local" if windowed and local else "full"
+            for number, windowed in enumerate(self.windowed)
+        )
 
     def check_language_model(self, what: str) -> None:
         """Refuse a model of scores.
@@ -213,11 +257,9 @@ def _norm_parameters(c: GPTConfig) -> int:
 def parameter_count(config: GPTConfig) -> int:
     """Number of parameters of ``GPT(config)``; tied matrices count once."""
     c = config
-    block = (
-        _block_matrices(c)
-        + (4 if c.post_norms else 2) * _norm_parameters(c)
-        + (2 * c.head_dim if c.qk_norm else 0)
-    )
+    block = _block_matrices(c) + 2 * (c.pre_norms + c.post_norms) * _norm_parameters(c)
+    if c.qk_norm:
+        block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
     if c.biases or c.qkv_biases:
         block += c.attention_width + 2 * c.key_value_heads * c.head_dim
     if c.biases:

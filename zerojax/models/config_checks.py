@@ -24,6 +24,9 @@ _POSITIVE = (
     "logit_softcap",
     "norm_eps",
     "init_std",
+    "residual_scale",
+    "logit_divisor",
+    "rope_fraction",
 )
 _MOST_LAYERS = 10_000
 _MOST_UNSCANNED = 1_000  # each is a module, built and compiled separately
@@ -89,14 +92,32 @@ def _check_rope(c: "GPTConfig") -> None:
             getattr(c, low) < getattr(c, high),
             f"{low} = {getattr(c, low)} must lie below {high} = {getattr(c, high)}",
         )
+    require(c.rope_fraction <= 1, f"rope_fraction = {c.rope_fraction}: at most 1")
     require(
-        c.positions != "rope" or c.head_dim % 2 == 0,
-        f'positions = "rope" rotates pairs, but a head is {c.head_dim} wide '
-        "(head_width, or d_model / heads): make it even",
+        c.positions != "rope" or (c.rope_width > 0 and c.rope_width % 2 == 0),
+        f'positions = "rope" rotates pairs, but a head is {c.rope_width} wide '
+        "(head_width, or d_model / heads, times rope_fraction): make it even",
     )
     require(
-        c.rope_scaling != "dynamic" or c.head_dim > 2,
+        c.rope_scaling != "dynamic" or c.rope_width > 2,
         'rope_scaling = "dynamic" needs heads wider than 2 (head_width, or d_model / heads)',
+    )
+    for name in ("rope_short_factors", "rope_long_factors"):
+        factors = getattr(c, name)
+        wanted = c.rope_width // 2 if c.rope_scaling == "longrope" else 0
+        require(
+            len(factors) == wanted and all(factor > 0 for factor in factors),
+            f'{name} = {factors}: rope_scaling = "{c.rope_scaling}" needs {wanted} numbers above 0',
+        )
+    require(
+        c.rope_scaling != "longrope" or c.rope_original_len > 1,
+        f'rope_original_len = {c.rope_original_len}: above 1 with rope_scaling = "longrope"',
+    )
+    require(c.rope_query_growth >= 0, f"rope_query_growth = {c.rope_query_growth}: at least 0")
+    _check_layers(c, "no_rope_layers")
+    require(
+        c.positions == "rope" or not (c.no_rope_layers or c.rope_query_growth),
+        'no_rope_layers and rope_query_growth need positions = "rope"',
     )
     require(
         c.rope_scaling != "yarn" or c.rope_theta > 1,
@@ -109,7 +130,21 @@ def _check_rope(c: "GPTConfig") -> None:
     )
 
 
+def _check_layers(c: "GPTConfig", name: str) -> None:
+    """Refuse numbers of layers that do not exist."""
+    numbers = getattr(c, name)
+    require(
+        len(set(numbers)) == len(numbers) and all(0 <= number < c.layers for number in numbers),
+        f"{name} = {numbers}: different numbers from 0 to layers - 1 = {c.layers - 1}",
+    )
+
+
 def _check_features(c: "GPTConfig") -> None:
+    require(
+        c.pre_norms or c.post_norms,
+        "pre_norms = false leaves the branches without a norm: set post_norms = true",
+    )
+    require(c.qk_norm or not c.qk_norm_joint, "qk_norm_joint = true needs qk_norm = true")
     require(
         c.outputs is None or not c.tied,
         f"outputs = {c.outputs} needs a projection of its own: set tied = false, or leave outputs out",
@@ -126,6 +161,14 @@ def _check_features(c: "GPTConfig") -> None:
     require(
         pattern is None or (pattern >= 2 and c.sliding_window is not None),
         f"sliding_window_pattern = {pattern}: at least 2, and with a sliding_window, or left out",
+    )
+    layers = c.sliding_window_layers
+    if layers is not None:
+        _check_layers(c, "sliding_window_layers")
+    require(
+        layers is None or (len(layers) > 0 and c.sliding_window is not None and pattern is None),
+        f"sliding_window_layers = {layers}: at least one, with a sliding_window and without a "
+        "sliding_window_pattern, or left out",
     )
     require(
         c.attention_softcap is None or c.attention != "cudnn",

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, LLaMA and Gemma style decoders in Flax NNX.
+"""GPT-2, OPT, LLaMA, Gemma and OLMo style decoders in Flax NNX.
 
 Every module computes in the dtype of its weights (the trainer passes compute-dtype copies); the statistics of
 norms, rotary angles, softmax and the loss are always fp32.
@@ -12,6 +12,7 @@ joining its gradient takes longer than a second matmul.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,11 @@ from zerojax.models.config import GPTConfig
 from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
-from zerojax.models.rope import RopeTable, apply_rope, rope_tables
+from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
 
 Hidden = Float[Array, "batch time d_model"]
+RopeKind = int | Int[Array, ""] | None
+"""Which table of ``Rope`` a layer reads; None where all read the same."""
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float, *, biases: bool) -> nnx.Linear:
@@ -62,34 +65,40 @@ class Attention(nnx.Module):
         self.qkv = _linear(c.d_model, width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
         self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
         if c.qk_norm:
-            self.query_norm = rms_norm(c, c.head_dim, rngs)
-            self.key_norm = rms_norm(c, c.head_dim, rngs)
+            query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
+            self.query_norm = rms_norm(c, query * c.head_dim, rngs)
+            self.key_norm = rms_norm(c, key * c.head_dim, rngs)
 
-    def project(
-        self, x: Hidden, rope: RopeTable | None, windowed: Windowed = True
-    ) -> tuple[Array, Array, Array]:
+    def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> tuple[Array, Array, Array]:
         """Queries (batch, time, heads, head_dim), keys and values (batch, time, kv_heads, ...)."""
         c = self.config
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
         q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
         if c.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
         if rope is not None:
-            if c.rope_local_theta is not None:
-                rope = rope[0][windowed * 1], rope[1][windowed * 1]
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            rotate = partial(apply_rope, table=rope.table(kind), interleaved=c.rope_interleaved)
+            q, k = rotate(q), rotate(k)
+            if rope.query_scale is not None:
+                q = q * jax.lax.stop_gradient(rope.query_scale)[..., None, None].astype(q.dtype)
         return q, k, v
+
+    def _normed(self, norm: Callable[[Array], Array], heads: Array) -> Array:
+        if not self.config.qk_norm_joint:
+            return norm(heads)
+        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
     def __call__(
         self,
         x: Hidden,
-        rope: RopeTable | None,
+        rope: Rope | None,
         segments: Segments | None = None,
         windowed: Windowed = True,
+        kind: RopeKind = None,
     ) -> Hidden:
         """Mix each position with those before it, in its segment; rope is None with learned positions."""
-        c, (q, k, v) = self.config, self.project(x, rope, windowed)
+        c, (q, k, v) = self.config, self.project(x, rope, kind)
         mixed = causal_attention(
             q,
             k,
@@ -134,22 +143,28 @@ class MLP(nnx.Module):
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
-class Block(nnx.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+def _unchanged(x: Hidden) -> Hidden:
+    """In place of a norm that a model does not have."""
+    return x
 
-    With config.post_norms each branch ends with a norm as well.
+
+class Block(nnx.Module):
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With config.post_norms each branch ends with a norm, with config.pre_norms it begins with one.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        self.dropout = config.dropout
-        self.norm_attention = residual_norm(config, rngs)
+        def norm(wanted: bool) -> Any:
+            return residual_norm(config, rngs) if wanted else _unchanged
+
+        self.dropout, self.residual_scale = config.dropout, config.residual_scale
+        self.norm_attention = norm(config.pre_norms)
         self.attention = Attention(config, rngs=rngs)
-        self.norm_mlp = residual_norm(config, rngs)
+        self.norm_mlp = norm(config.pre_norms)
         self.mlp = MLP(config, rngs=rngs)
-        self.post_norms = config.post_norms
-        if config.post_norms:
-            self.post_norm_attention = residual_norm(config, rngs)
-            self.post_norm_mlp = residual_norm(config, rngs)
+        self.post_norm_attention = norm(config.post_norms)
+        self.post_norm_mlp = norm(config.post_norms)
         if config.dropout:
             # All blocks of a step get the same key; the salt makes their masks differ.
             self.salt = nnx.Variable(jax.random.bits(rngs.params(), (), jnp.uint32))
@@ -157,43 +172,47 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Hidden,
-        rope: RopeTable | None = None,
+        rope: Rope | None = None,
         key: Key[Array, ""] | None = None,
         segments: Segments | None = None,
         windowed: Windowed = True,
+        kind: RopeKind = None,
     ) -> Hidden:
         """Apply the block.
 
         Args:
             x: the residual stream.
-            rope: the rotary table, if positions are rotary.
+            rope: the rotary positions, if they are rotary.
             key: turns dropout on.
             segments: the document of each position.
             windowed: whether the sliding window, if the model has one, is this layer's.
+            kind: this layer's table of ``rope``.
         """
-        return self.finish(x, self.attention(self.norm_attention(x), rope, segments, windowed), key)
+        return self.finish(x, self.attention(self.norm_attention(x), rope, segments, windowed, kind), key)
 
     def decode(
         self,
         x: tuple[Hidden, KVCache],
-        rope: RopeTable | None,
+        rope: Rope | None,
         positions: Positions,
         *,
         layer: int | Int[Array, ""],
         windowed: Windowed = True,
+        kind: RopeKind = None,
     ) -> tuple[Hidden, KVCache]:
         """Apply the block to new tokens, which attend to the cache and are added to it.
 
         Args:
             x: the residual stream, and the cache of all layers.
-            rope: the rotary table, if positions are rotary.
+            rope: the rotary positions, if they are rotary.
             positions: of the new tokens.
             layer: the index of this block.
             windowed: as for ``__call__``.
+            kind: likewise.
         """
         hidden, cache = x
         attention = self.attention
-        qkv = attention.project(self.norm_attention(hidden), rope, windowed)
+        qkv = attention.project(self.norm_attention(hidden), rope, kind)
         attended, cache = attend_cached(attention.config, qkv, positions, cache, layer, windowed)
         return self.finish(hidden, attention.join(attended)), cache
 
@@ -202,15 +221,12 @@ class Block(nnx.Module):
         first = second = None
         if key is not None and self.dropout:
             first, second = jax.random.split(jax.random.fold_in(key, self.salt[...]))
-        x = x + self._branch(attended, self.post_norm_attention if self.post_norms else None, first)
-        mixed = self.mlp(self.norm_mlp(x))
-        return x + self._branch(mixed, self.post_norm_mlp if self.post_norms else None, second)
+        x = x + self._added(self.post_norm_attention(attended), first)
+        return x + self._added(self.post_norm_mlp(self.mlp(self.norm_mlp(x))), second)
 
-    def _branch(
-        self, x: Hidden, norm: Callable[[Hidden], Hidden] | None, key: Key[Array, ""] | None
-    ) -> Hidden:
+    def _added(self, x: Hidden, key: Key[Array, ""] | None) -> Hidden:
         """What a branch adds to the residual stream."""
-        x = x if norm is None else norm(x)
+        x = x if self.residual_scale == 1 else x * self.residual_scale
         return x if key is None else _dropout(x, self.dropout, key)
 
 
@@ -247,20 +263,31 @@ class GPT(nnx.Module):
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "*batch time"],
         length: int | Int[Array, " batch"],
-    ) -> tuple[Hidden, RopeTable | None]:
-        """The start of the residual stream, and the rotary table if positions are rotary.
+    ) -> tuple[Hidden, Rope | None]:
+        """The start of the residual stream, and the rotary positions if the model has them.
 
         Args:
             tokens: ids in [0, vocab_size).
             positions: of the tokens.
-            length: of the whole sequence, or of each row's, on which rope_scaling = "dynamic" depends.
+            length: of the whole sequence, on which rope_scaling = "dynamic" and "longrope" depend; of each
+                row's with "dynamic".
         """
         c = self.config
         x = look_up(self.embed.embedding[...], tokens)
         x = x if c.embedding_scale == 1 else x * c.embedding_scale
         if c.positions == "learned":
             return x + look_up(self.position.embedding[...], positions + c.position_offset), None
-        return x, rope_tables(c, positions, length)
+        return x, rope_of(c, positions, length)
+
+    def _by_layer(self) -> dict[str, Any]:
+        """The arguments in which blocks differ, by name, for each block."""
+        arguments = {"windowed": self.config.windowed, "kind": rope_kinds(self.config)}
+        return {name: values for name, values in arguments.items() if len(set(values)) > 1}
+
+    def _finish(self, x: Hidden) -> Hidden:
+        """The output of the last block, normed and scaled for the logits."""
+        c, x = self.config, self.norm(x)
+        return x if c.logit_divisor == 1 or c.outputs is not None else x / c.logit_divisor
 
     def hidden(
         self,
@@ -290,14 +317,15 @@ class GPT(nnx.Module):
         if key is not None:
             key, first = jax.random.split(key)
             x = _dropout(x, c.dropout, first)
-        if not isinstance(self.blocks, Stack):
-            for block, windowed in zip(self.blocks, c.windowed, strict=True):
-                x = block(x, rope, key, segments, windowed)
-        elif c.sliding_window_pattern is None:
-            x = self.blocks(x, rope, key, segments)
+        by_layer = self._by_layer()
+        if isinstance(self.blocks, Stack):
+            arrays = {name: jnp.array(values) for name, values in by_layer.items()}
+            x = self.blocks(x, rope, key, segments, by_layer=arrays)
         else:
-            x = self.blocks(x, rope, key, segments, by_layer={"windowed": jnp.array(c.windowed)})
-        return self.norm(x)
+            for number, block in enumerate(self.blocks):
+                own: dict[str, Any] = {name: values[number] for name, values in by_layer.items()}
+                x = block(x, rope, key, segments, **own)
+        return self._finish(x)
 
     def __call__(
         self,
@@ -332,7 +360,9 @@ class GPT(nnx.Module):
         """``hidden`` of new tokens, which attend to the cache and are added to it.
 
         With rope_scaling = "dynamic", cached keys stay as they were rotated at the length of their time, as
-        in transformers.
+        in transformers. With "longrope" the length of the cache decides between short and long factors, so
+        that all keys have the same; transformers computes the whole cache again when a text grows beyond
+        rope_original_len.
 
         Args:
             tokens: ids in [0, vocab_size).
@@ -342,16 +372,19 @@ class GPT(nnx.Module):
         """
         c = self.config
         positions = start[:, None] + jnp.arange(tokens.shape[1])
-        hidden, rope = self.embed_tokens(tokens, positions, end)
+        length = cache.keys.shape[3] if c.rope_scaling == "longrope" else end
+        hidden, rope = self.embed_tokens(tokens, positions, length)
         x = hidden, cache
+        by_layer = {"layer": tuple(range(c.layers))} | self._by_layer()
         if isinstance(self.blocks, Stack):
-            by_layer = {"layer": jnp.arange(c.layers), "windowed": jnp.array(c.windowed)}
-            x = self.blocks(x, rope, positions, by_layer=by_layer, method="decode")
+            arrays = {name: jnp.array(values) for name, values in by_layer.items()}
+            x = self.blocks(x, rope, positions, by_layer=arrays, method="decode")
         else:
-            for layer, (block, windowed) in enumerate(zip(self.blocks, c.windowed, strict=True)):
-                x = block.decode(x, rope, positions, layer=layer, windowed=windowed)
+            for number, block in enumerate(self.blocks):
+                own: dict[str, Any] = {name: values[number] for name, values in by_layer.items()}
+                x = block.decode(x, rope, positions, **own)
         hidden, cache = x
-        return self.norm(hidden), cache
+        return self._finish(hidden), cache
 
 
 def logits(

@@ -2,32 +2,60 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from zerojax.models.config import GPTConfig, RopeScaling
+from zerojax.models.config import GPTConfig, RopeScaling, Rotation
 
 RopeTable = tuple[Float[Array, "*batch time half"], Float[Array, "*batch time half"]]
+
+
+class Rope(NamedTuple):
+    """The rotary positions of some tokens, for all layers of a model.
+
+    Attributes:
+        cos: of the angles; where layers differ, those of each kind in ``rope_kinds``, stacked.
+        sin: likewise.
+        query_scale: factors of the queries, if they have some.
+    """
+
+    cos: Float[Array, "*kinds batch time half"]
+    sin: Float[Array, "*kinds batch time half"]
+    query_scale: Float[Array, "*batch time"] | None
+
+    def table(self, kind: int | Int[Array, ""] | None) -> RopeTable:
+        """The table of a kind of layers; None where all are alike."""
+        return (self.cos, self.sin) if kind is None else (self.cos[kind], self.sin[kind])
+
+
+def rope_kinds(config: GPTConfig) -> tuple[int, ...]:
+    """Which of the tables in ``Rope`` each layer reads."""
+    return tuple(map(_kinds(config).index, config.rotations))
+
+
+def _kinds(config: GPTConfig) -> list[Rotation]:
+    return [kind for kind in get_args(Rotation) if kind in config.rotations]
 
 
 def rope_frequencies(config: GPTConfig, length: int | Int[Array, ""]) -> Float[Array, " half"]:
     """The angle by which each pair of a head is rotated per position, in radians, fp32.
 
-    Pair i is rotated by theta^(-2i/head_dim) (Su et al., 2021, eq. 15), which each kind of rope_scaling
+    Pair i is rotated by theta^(-2i/rope_width) (Su et al., 2021, eq. 15), which each kind of rope_scaling
     changes as transformers does.
 
     Args:
         config: of the model.
-        length: tokens of the sequence, on which "dynamic" depends.
+        length: tokens of the sequence, on which "dynamic" and "longrope" depend.
     """
     return _SCALINGS[config.rope_scaling](config, length)
 
 
 def _plain(c: GPTConfig, theta: float | Array) -> Array:
-    exponents = jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim
+    exponents = jnp.arange(0, c.rope_width, 2, dtype=jnp.float32) / c.rope_width
     return 1.0 / theta**exponents
 
 
@@ -52,7 +80,7 @@ def _llama3(c: GPTConfig) -> Array:
 def _dynamic(c: GPTConfig, length: int | Array) -> Array:
     """NTK-aware: theta grows with the sequence beyond rope_original_len (Peng et al., 2023, section 3.3)."""
     excess = jnp.maximum(c.rope_factor * length / c.rope_original_len - (c.rope_factor - 1), 1.0)
-    return _plain(c, c.rope_theta * excess ** (c.head_dim / (c.head_dim - 2)))
+    return _plain(c, c.rope_theta * excess ** (c.rope_width / (c.rope_width - 2)))
 
 
 def _yarn(c: GPTConfig) -> Array:
@@ -65,14 +93,20 @@ def _yarn(c: GPTConfig) -> Array:
     def index_of(turns: float) -> float:
         """The index of the pair that turns so often in the original context."""
         ratio = c.rope_original_len / (turns * 2 * math.pi)
-        return c.head_dim * math.log(ratio) / (2 * math.log(c.rope_theta))
+        return c.rope_width * math.log(ratio) / (2 * math.log(c.rope_theta))
 
     first = max(math.floor(index_of(c.rope_beta_fast)), 0)
-    last = min(math.ceil(index_of(c.rope_beta_slow)), c.head_dim - 1)
+    last = min(math.ceil(index_of(c.rope_beta_slow)), c.rope_width - 1)
     span = last - first if last != first else 0.001
-    divided = jnp.clip((jnp.arange(c.head_dim // 2, dtype=jnp.float32) - first) / span, 0, 1)
+    divided = jnp.clip((jnp.arange(c.rope_width // 2, dtype=jnp.float32) - first) / span, 0, 1)
     plain = _plain(c, c.rope_theta)
     return divided * plain / c.rope_factor + (1 - divided) * plain
+
+
+def _longrope(c: GPTConfig, length: int | Array) -> Array:
+    """Each angle divided by a factor of its own (Ding et al., 2024), by another in long sequences."""
+    short, long = jnp.array(c.rope_short_factors), jnp.array(c.rope_long_factors)
+    return _plain(c, c.rope_theta) / jnp.where(length > c.rope_original_len, long, short)
 
 
 _SCALINGS: dict[RopeScaling, Callable[[GPTConfig, int | Array], Array]] = {
@@ -81,16 +115,20 @@ _SCALINGS: dict[RopeScaling, Callable[[GPTConfig, int | Array], Array]] = {
     "llama3": lambda c, length: _llama3(c),
     "dynamic": _dynamic,
     "yarn": lambda c, length: _yarn(c),
+    "longrope": _longrope,
 }
 
 
 def rope_amplitude(config: GPTConfig) -> float:
-    """What cosines and sines are multiplied by: YaRN's 1 + 0.1 ln(rope_factor), or rope_attention_factor."""
-    if config.rope_scaling != "yarn":
+    """What cosines and sines are multiplied by: rope_attention_factor, or what its default says."""
+    c = config
+    if c.rope_scaling not in ("yarn", "longrope"):
         return 1.0
-    if config.rope_attention_factor is not None:
-        return config.rope_attention_factor
-    return yarn_amplitude(config.rope_factor)
+    if c.rope_attention_factor is not None:
+        return c.rope_attention_factor
+    if c.rope_scaling == "yarn":
+        return yarn_amplitude(c.rope_factor)
+    return math.sqrt(1 + math.log(max(c.rope_factor, 1.0)) / math.log(c.rope_original_len))
 
 
 def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
@@ -98,27 +136,39 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def rope_tables(
+def rope_of(
     config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, " batch"]
-) -> RopeTable:
-    """The table of a model; with rope_local_theta that of full layers and that of windowed ones, stacked.
+) -> Rope:
+    """The rotary positions of a model.
 
     Args:
         config: of the model.
         positions: of the tokens.
         length: tokens of all sequences, or of each.
     """
+    tables = [_table(kind, config, positions, length) for kind in _kinds(config)]
+    scale = None
+    if config.rope_query_growth:
+        scale = 1 + config.rope_query_growth * jnp.log1p((positions // config.rope_original_len) * 1.0)
+    if len(tables) == 1:
+        return Rope(*tables[0], scale)
+    cos, sin = (jnp.stack(parts) for parts in zip(*tables, strict=True))
+    return Rope(cos, sin, scale)
+
+
+def _table(kind: Rotation, config: GPTConfig, positions: Array, length: int | Array) -> RopeTable:
+    if kind == "none":
+        plain = jnp.zeros((*positions.shape, config.rope_width // 2), jnp.float32)
+        return plain + 1, plain
+    if kind == "local":
+        assert config.rope_local_theta is not None
+        return rope_table(positions, _plain(config, config.rope_local_theta))
     amplitude = rope_amplitude(config)
     if config.rope_scaling == "dynamic" and jnp.ndim(length):
-        table = jax.vmap(lambda own, n: rope_table(own, rope_frequencies(config, n), amplitude))(
+        return jax.vmap(lambda own, n: rope_table(own, rope_frequencies(config, n), amplitude))(
             positions, length
         )
-    else:
-        table = rope_table(positions, rope_frequencies(config, length), amplitude)
-    if config.rope_local_theta is None:
-        return table
-    local = rope_table(positions, _plain(config, config.rope_local_theta))
-    return jnp.stack([table[0], local[0]]), jnp.stack([table[1], local[1]])
+    return rope_table(positions, rope_frequencies(config, length), amplitude)
 
 
 def rope_table(
@@ -130,14 +180,22 @@ def rope_table(
 
 
 def apply_rope(
-    x: Float[Array, "batch time heads dim"], table: RopeTable
+    x: Float[Array, "batch time heads dim"], table: RopeTable, *, interleaved: bool = False
 ) -> Float[Array, "batch time heads dim"]:
-    """Rotate each pair (x[i], x[i + dim/2]) by its position's angle, computed in fp32, returned in x's dtype.
+    """Rotate each pair (x[i], x[i + half]) by its position's angle, computed in fp32, returned in x's dtype.
 
-    Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints.
+    Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints; interleaved,
+    the pairs are (x[2 i], x[2 i + 1]). What is behind the pairs of the table stays as it is.
     """
     # The table depends on no parameter; without this a scanned stack would accumulate a gradient for it.
     cos, sin = (jax.lax.stop_gradient(t)[..., None, :] for t in table)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return turned.astype(x.dtype)
+    width = 2 * cos.shape[-1]
+    turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
+    if interleaved:
+        low, high = (turned.astype(jnp.float32)[..., i::2] for i in (0, 1))
+    else:
+        low, high = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
+    pair = low * cos - high * sin, high * cos + low * sin
+    both = jnp.stack(pair, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    both = both.astype(x.dtype)
+    return both if rest is None else jnp.concatenate([both, rest], axis=-1)

@@ -35,11 +35,12 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
         ConfigurationError: naming the field and its value.
     """
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-            raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
-        if isinstance(value, int) and abs(value) > LARGEST:
-            raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
+        given = getattr(settings, field.name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+                raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
 
 
 def checked_seed(seed: int) -> np.uint32:
