@@ -139,6 +139,86 @@ FAMILIES: dict[str, Any] = {
         },
     ),
     "phi3": transformers.Phi3Config(**TINY, pad_token_id=0, sliding_window=6),
+    # 20 tokens are more than the original context, so the long factors are used.
+    "phi3-longrope": transformers.Phi3Config(
+        **TINY | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        pad_token_id=0,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.25, 1.5],
+            "long_factor": [1.5, 3.0, 8.0],
+        },
+    ),
+    "phi3-shortrope": transformers.Phi3Config(
+        **TINY,
+        pad_token_id=0,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0, 1.5],
+            "long_factor": [1.5, 8.0],
+        },
+    ),
+    "qwen2-last-window": transformers.Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "smollm3": transformers.SmolLM3Config(
+        **TINY | {"num_hidden_layers": 3},
+        pad_token_id=0,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ),
+    "olmo2": transformers.Olmo2Config(**TINY, pad_token_id=0, rms_norm_eps=1e-5),
+    "olmo3": transformers.Olmo3Config(
+        **TINY,
+        pad_token_id=0,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "granite": transformers.GraniteConfig(
+        **TINY,
+        attention_multiplier=0.22,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=3.0,
+        tie_word_embeddings=True,
+    ),
+    "starcoder2": transformers.Starcoder2Config(**TINY, sliding_window=6),
+    "glm": transformers.GlmConfig(**TINY, head_dim=8, pad_token_id=0),
+    "glm4": transformers.Glm4Config(**TINY, head_dim=8, pad_token_id=0, attention_bias=False),
+    "ministral3": transformers.Ministral3Config(
+        **TINY,
+        head_dim=8,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
     "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
 }
 

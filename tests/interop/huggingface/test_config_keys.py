@@ -22,6 +22,10 @@ _LLAMA_SHAPE: dict[str, Any] = {
     "intermediate_size": 24,
     "max_position_embeddings": 32,
 }
+MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 SHAPE: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 100, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 32},
     "opt": {
@@ -37,6 +41,14 @@ SHAPE: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_SHAPE | {"num_key_value_heads": 2},
     "qwen3": _LLAMA_SHAPE | {"num_key_value_heads": 2},
     "phi3": _LLAMA_SHAPE,
+    "olmo2": _LLAMA_SHAPE,
+    "olmo3": _LLAMA_SHAPE,
+    "granite": _LLAMA_SHAPE,
+    **{
+        family: _LLAMA_SHAPE | {"num_key_value_heads": 2}
+        for family in ("smollm3", "starcoder2", "glm", "glm4")
+    },
+    "ministral3": _LLAMA_SHAPE | {"num_key_value_heads": 2, "rope_parameters": MINISTRAL_ROPE},
     **{family: _LLAMA_SHAPE | {"num_key_value_heads": 2} for family in ("gemma", "gemma2", "gemma3_text")},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
@@ -83,6 +95,28 @@ MODELS = {
     ),
 }  # fmt: skip
 
+_OLMO2: dict[str, Any] = {
+    "kv_heads": None, "norm_eps": 1e-5, "pre_norms": False, "post_norms": True, "qk_norm": True,
+    "qk_norm_joint": True,
+}  # fmt: skip
+_GLM: dict[str, Any] = {
+    "head_width": 128, "qkv_biases": True, "norm_eps": 1.5625e-7, "rope_fraction": 0.5,
+    "rope_interleaved": True,
+}  # fmt: skip
+MODELS |= {
+    "smollm3": like_llama(tied=True, rope_theta=2e6),  # of every fourth layer, and there are two
+    "olmo2": like_llama(**_OLMO2),
+    "olmo3": like_llama(**_OLMO2, sliding_window=4096, rope_theta=5e5),
+    "granite": like_llama(kv_heads=None, query_scalar=1.0),
+    "starcoder2": like_llama(norm="layer", norm_eps=1e-5, mlp="gelu", biases=True, tied=True),
+    "glm": like_llama(**_GLM),
+    "glm4": like_llama(**_GLM, post_norms=True),
+    "ministral3": like_llama(
+        head_width=128, norm_eps=1e-5, rope_theta=1e6, rope_scaling="yarn", rope_factor=16.0,
+        rope_original_len=8, rope_attention_factor=1.0, rope_query_growth=0.1,
+    ),
+}  # fmt: skip
+
 _ROPE: dict[str, tuple[Any, Any]] = {
     "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
     "rope_scaling": ({"type": "default", "partial_rotary_factor": 1.0}, {"type": "linear", "factor": 2.0}),
@@ -118,6 +152,13 @@ _GEMMA2: dict[str, tuple[Any, Any]] = _LIKE_GEMMA | {
     "sliding_window": (4096, 16),
 }
 
+_OLMO: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
+    "attention_bias": (False, True),
+    "num_key_value_heads": (None, 2),
+    "rms_norm_eps": (1e-5, 1e-6),
+}
+LONGROPE = {"type": "longrope", "short_factor": [1, 2.0], "long_factor": [2.0, 4.0]}
+
 KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu"),
@@ -152,12 +193,79 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     "phi3": {
         **_LIKE_LLAMA,
         "attention_bias": (False, True),
+        "mlp_bias": (False, True),
         "lm_head_bias": (False, True),
         "num_key_value_heads": (None, 2),
-        "partial_rotary_factor": (1.0, 0.75),
+        "original_max_position_embeddings": (4096, 4096),
+        "partial_rotary_factor": (1.0, 0.5),
         "rms_norm_eps": (1e-5, 1e-6),
-        "rope_scaling": ({"type": "default"}, {"type": "longrope"}),
+        "rope_scaling": ({"type": "default"}, LONGROPE),
         "sliding_window": (None, 8),
+    },
+    "smollm3": {
+        **_LIKE_LLAMA,
+        "attention_bias": (False, True),
+        "mlp_bias": (False, True),
+        "no_rope_layers": ([1, 1, 0], [1, 0]),
+        "no_rope_layer_interval": (4, 2),
+        "rope_theta": (2e6, 1e4),
+        "rope_parameters": ({"rope_type": "default"}, {"rope_theta": 1e4}),
+        "sliding_window": (None, None),
+        "use_sliding_window": (False, False),
+        "layer_types": (["full_attention"] * 2, ["chunked_attention"] * 2),
+        "tie_word_embeddings": (True, False),
+    },
+    "olmo2": _OLMO,
+    "olmo3": _OLMO
+    | {
+        "layer_types": (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]),
+        "sliding_window": (4096, 16),
+        "rope_theta": (5e5, 1e4),
+        "rope_parameters": (
+            {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_theta": 5e5}},
+            {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        ),
+    },
+    "granite": {
+        **_LIKE_LLAMA,
+        "attention_bias": (False, True),
+        "mlp_bias": (False, True),
+        "num_key_value_heads": (None, 2),
+        "attention_multiplier": (1.0, 0.5),
+        "embedding_multiplier": (1.0, 3.0),
+        "residual_multiplier": (1.0, 0.5),
+        "logits_scaling": (1.0, 4.0),
+    },
+    "starcoder2": {
+        **{key: values for key, values in _LIKE_LLAMA.items() if key != "rms_norm_eps"},
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "norm_epsilon": (1e-5, 1e-6),
+        "sliding_window": (None, 8),
+        "tie_word_embeddings": (True, False),
+        "use_bias": (True, False),
+    },
+    **dict.fromkeys(
+        ("glm", "glm4"),
+        _LIKE_LLAMA
+        | {
+            "attention_bias": (True, False),
+            "head_dim": (128, 8),
+            "partial_rotary_factor": (0.5, 1.0),
+            "rms_norm_eps": (1.5625e-7, 1e-5),
+            "rope_scaling": (
+                {"type": "default", "partial_rotary_factor": 0.5},
+                {"type": "linear", "factor": 2.0},
+            ),
+        },
+    ),
+    "ministral3": {
+        "head_dim": (128, 8),
+        "hidden_act": ("silu", "gelu"),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": ({}, {}),  # rope_parameters is there
+        "rope_theta": (1e4, 1e4),
+        "sliding_window": (None, 8),
+        "tie_word_embeddings": (False, True),
     },
     "gemma": _LIKE_GEMMA,
     "gemma2": _GEMMA2,
@@ -180,6 +288,7 @@ TRAINING = {
     "gpt2": {"resid_pdrop", "embd_pdrop", "attn_pdrop"},
     "opt": {"dropout", "attention_dropout", "activation_dropout", "layerdrop"},
     **{family: {"attention_dropout"} for family in FAMILIES if family not in ("gpt2", "opt", "phi3")},
+    "starcoder2": {"attention_dropout", "residual_dropout", "embedding_dropout"},
     "phi3": {"attention_dropout", "resid_pdrop", "embd_pdrop"},
 }
 UNUSED = {
@@ -189,7 +298,12 @@ UNUSED = {
     },
     "opt": {"init_std"},
     "llama": {"is_llama_config"},
-    "phi3": {"original_max_position_embeddings", "full_attn_mod", "interpolate_factor"},
+    "phi3": {"full_attn_mod", "interpolate_factor"},
+    "smollm3": {"pretraining_tp", "max_window_layers"},
+    "starcoder2": {
+        *("norm_type", "mlp_type", "activation_function", "layer_norm_epsilon", "scale_attn_weights"),
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+    },
     "gemma2": {"cache_implementation", "sliding_window_size"},
     "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
 }
@@ -255,8 +369,8 @@ def test_windows():
         assert (
             read(family, use_sliding_window=True, sliding_window=None, max_window_layers=0) == MODELS[family]
         )
-        with pytest.raises(ZeroError, match="layer_types"):
-            read(family, **on, max_window_layers=1)
+        last = read(family, **on, max_window_layers=1)
+        assert (last.sliding_window, last.sliding_window_layers) == (8, (1,))
         with pytest.raises(ZeroError, match="layer_types"):
             read(family, layer_types=["full_attention"])
 
@@ -270,12 +384,33 @@ def test_windows_of_a_pattern():
     no_window = read("gemma3_text", **layers, layer_types=["full_attention"] * 12)
     assert (no_window.sliding_window, no_window.rope_local_theta) == (None, None)
     assert read("gemma2", sliding_window=None).sliding_window is None
-    for types in (
-        ["full_attention"] + ["sliding_attention"] * 11,
-        ["sliding_attention"] * 3 + ["full_attention"] * 9,
-    ):
-        with pytest.raises(ZeroError, match="layer_types"):
-            read("gemma2", **layers, layer_types=types)
+    for windowed in ((False,) + (True,) * 11, (True,) * 3 + (False,) * 9):
+        types = ["sliding_attention" if one else "full_attention" for one in windowed]
+        found = read("gemma2", **layers, layer_types=types)
+        assert (found.sliding_window, found.windowed) == (8, windowed)
+
+
+def test_layers_without_rotary_positions():
+    flags = [1, 0, 1, 1, 0, 1]
+    layers = {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 8}
+    given = read("smollm3", **layers, no_rope_layers=flags)
+    assert [kind != "none" for kind in given.rotations] == [bool(flag) for flag in flags]
+    assert given.windowed == tuple(not flag for flag in flags)
+    assert read("smollm3", **layers).no_rope_layers == (3,)
+    for wrong in ([1, 0], [1, 2, 1, 1, 1, 1]):
+        with pytest.raises(ZeroError, match="no_rope_layers"):
+            read("smollm3", **layers, no_rope_layers=wrong)
+
+
+def test_longrope_reads_the_original_length_beside_its_table():
+    model = read("phi3", rope_scaling=LONGROPE | {"type": "su"}, original_max_position_embeddings=8)
+    assert (model.rope_scaling, model.rope_original_len, model.rope_factor) == ("longrope", 8, 4.0)
+    assert (model.rope_short_factors, model.rope_long_factors) == ((1.0, 2.0), (2.0, 4.0))
+    table = LONGROPE | {"original_max_position_embeddings": 16}
+    with pytest.raises(ZeroError, match="original_max_position_embeddings = 16 is not supported, only 8"):
+        read("phi3", rope_scaling=table, original_max_position_embeddings=8)
+    with pytest.raises(ZeroError, match=r"long_factor = .* should be numbers"):
+        read("phi3", rope_scaling=LONGROPE | {"long_factor": ["2", 3]})
 
 
 def test_dynamic_scaling_extends_the_context():

@@ -29,6 +29,11 @@ ROPE = {
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
+        (
+            "llama2",
+            {"model_type": "qwen3_5_text"},
+            "'qwen3_5_text' is not supported: .* linear attention",
+        ),
         ("llama2", {"model_type": "mixtral"}, "model_type = 'mixtral' is not supported, only gpt2, opt"),
         ("llama2", {"sliding_window": 64}, "cannot import a model with unknown keys: sliding_window = 64"),
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
@@ -122,13 +127,14 @@ def test_of_a_model_that_no_family_has():
         describe_model(GPTConfig(sliding_window=8))
     like_llama: Any = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False}
     gemma = like_llama | {"mlp": "geglu", "norm_offset": 1.0, "d_model": 768, "embedding_scale": 768**0.5}
-    for field, value in {"post_norms": True, "logit_softcap": 3.0, "query_scalar": 2.5}.items():
-        with pytest.raises(ZeroError, match=f"LLaMA has.*model.{field}"):
+    olmo: Any = {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True}
+    for field, value in {"post_norms": True, "logit_softcap": 3.0}.items():
+        with pytest.raises(ZeroError, match=f"model.{field} = {value}, but LLaMA has"):
             describe_model(GPTConfig(**like_llama, **{field: value}))
     with pytest.raises(ZeroError, match=r"model\.query_scalar = 2\.5, but Gemma has whole numbers"):
         describe_model(GPTConfig(**gemma, post_norms=True, query_scalar=2.5))
-    windowed = GPTConfig(**gemma, post_norms=True, qk_norm=True, sliding_window=8)
-    with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None"):
+    windowed = GPTConfig(**gemma, post_norms=True, qk_norm=True, sliding_window=8, rope_scaling="linear")
+    with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None beside rope_scaling = 'linear'"):
         describe_model(windowed)
     for model, kind in (
         (GPTConfig(), "gpt2"),
@@ -137,6 +143,15 @@ def test_of_a_model_that_no_family_has():
         (GPTConfig(**like_llama, sliding_window=8), "mistral"),
         (GPTConfig(**like_llama, qkv_biases=True), "qwen2"),
         (GPTConfig(**like_llama, qk_norm=True), "qwen3"),
+        (GPTConfig(**like_llama, no_rope_layers=(1,)), "smollm3"),
+        (GPTConfig(**like_llama, **olmo), "olmo2"),
+        (GPTConfig(**like_llama, **olmo, sliding_window=8, sliding_window_pattern=4), "olmo3"),
+        (GPTConfig(**like_llama, logit_divisor=4.0), "granite"),
+        (GPTConfig(**like_llama, query_scalar=3.0), "granite"),
+        (GPTConfig(positions="rope"), "starcoder2"),
+        (GPTConfig(**like_llama, rope_fraction=0.5), "phi3"),
+        (GPTConfig(**like_llama, rope_fraction=0.5, rope_interleaved=True), "glm"),
+        (GPTConfig(**like_llama, rope_query_growth=0.1), "ministral3"),
         (GPTConfig(**gemma), "gemma"),
         (GPTConfig(**gemma, post_norms=True), "gemma2"),
         (GPTConfig(**gemma, post_norms=True, qk_norm=True), "gemma3_text"),

@@ -1,10 +1,8 @@
 """Reads config.json: every key is used, known to be harmless, or refused by name."""
 
-from dataclasses import fields
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import printable, short
 
 # Roles of tokens, text generation, options of libraries: the logits depend on none of them.
@@ -54,25 +52,6 @@ HARMLESS = frozenset(
 )
 REQUIRED = object()
 """The default of a key that must be there."""
-ANY = object()
-"""In ``refuse_others``: a family takes any value of this field."""
-# A family has none of these unless it says so.
-_FEATURES = frozenset(
-    {
-        "attention_softcap",
-        "embedding_scale",
-        "logit_softcap",
-        "norm_offset",
-        "position_offset",
-        "post_norms",
-        "qk_norm",
-        "qkv_biases",
-        "query_scalar",
-        "rope_local_theta",
-        "sliding_window",
-        "sliding_window_pattern",
-    }
-)
 
 
 class ConfigKeys:
@@ -150,26 +129,3 @@ class ConfigKeys:
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
             raise ConfigurationError(f"{self._origin}: {refusal}: {given}")
-
-
-def refuse_others(model: GPTConfig, family: str, **wanted: object) -> None:
-    """Refuse to write a model that is outside a family.
-
-    Args:
-        model: to be written.
-        family: its name, for the error.
-        wanted: field -> its only value, a tuple of allowed ones, or ANY. A feature that is not among them
-            must be off.
-
-    Raises:
-        ConfigurationError: naming the field.
-    """
-    off = {field.name: field.default for field in fields(GPTConfig) if field.name in _FEATURES}
-    for name, value in (wanted | {name: off[name] for name in off.keys() - wanted.keys()}).items():
-        if value is ANY:
-            continue
-        allowed = value if isinstance(value, tuple) else (value,)
-        if (found := getattr(model, name)) not in allowed:
-            raise ConfigurationError(
-                f"model.{name} = {found!r}, but {family} has {' or '.join(map(repr, allowed))}"
-            )

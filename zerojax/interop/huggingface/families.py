@@ -1,20 +1,21 @@
 """The model families that can be imported and exported."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import gemma, gpt2, llama, mistral, opt, phi3, qwen
+from zerojax.interop.huggingface import gemma, glm, llama, olmo, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.mapping import TensorParts
+from zerojax.interop.huggingface.config_table import Table, read_table, write_table
+from zerojax.interop.huggingface.gpt2 import GPT2, GPT2_NAMES
+from zerojax.interop.huggingface.llama import LLAMA_NAMES
+from zerojax.interop.huggingface.mapping import Names, TensorParts
+from zerojax.interop.huggingface.opt import OPT, OPT_NAMES
+from zerojax.interop.huggingface.phi3 import PHI3, PHI3_NAMES
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
-
-Read = Callable[[ConfigKeys], GPTConfig]
-Write = Callable[[GPTConfig], dict[str, Any]]
-Parts = Callable[[GPTConfig, str], TensorParts]
 
 
 @dataclass(frozen=True)
@@ -22,26 +23,44 @@ class Family:
     """A family of models: the mapping between transformers' names and zerojax's.
 
     Attributes:
+        label: its name in errors.
         model_type: in the config.json.
         architecture: in the config.json, of the causal language model.
+        table: of the keys of its config.json.
+        names: of its modules.
         prefix: of the tensors' names; files of a model without its head leave it out.
         buffers: patterns of the names of tensors in old files that hold no weights.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
-        read: the model of a config.json. Raises ConfigurationError for a value that zerojax does not support.
-        write: the config.json of a model, as transformers 4 and 5 both read it. Raises ConfigurationError,
-            which names the field, for a model that the family does not have. None if an earlier family has
-            all its models.
-        parts: the tensors of each leaf, for a model and a prefix.
     """
 
+    label: str
     model_type: str
     architecture: str
-    prefix: str
-    buffers: tuple[str, ...]
-    linear: bool
-    read: Read
-    write: Write | None
-    parts: Parts
+    table: Table
+    names: Names = LLAMA_NAMES
+    prefix: str = "model."
+    buffers: tuple[str, ...] = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    linear: bool = True
+
+    def read(self, keys: ConfigKeys) -> GPTConfig:
+        """The model of a config.json.
+
+        Raises:
+            ConfigurationError: a value is not supported.
+        """
+        return read_table(self.table, keys)
+
+    def write(self, model: GPTConfig) -> dict[str, Any]:
+        """The config.json of a model, as transformers 4 and 5 both read it.
+
+        Raises:
+            ConfigurationError: the family has no such model; names the field.
+        """
+        return write_table(self.table, model, self.label)
+
+    def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
+        """The tensors of each leaf, for a model and the prefix of their names."""
+        return self.names.parts(model, prefix)
 
     @property
     def base(self) -> str:
@@ -57,38 +76,42 @@ class Family:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
 
-def _like_llama(
-    model_type: str, architecture: str, read: Read, write: Write | None, parts: Parts = llama.parts
-) -> Family:
-    """A family whose tensors are those of LLaMA, or more of the same."""
-    buffers = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    return Family(model_type, architecture, "model.", buffers, True, read, write, parts)
-
-
+_GPT2_MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
+# A model that was not imported is exported as the first that fits.
 FAMILIES = {
     family.model_type: family
     for family in (
         Family(
-            "gpt2",
-            "GPT2LMHeadModel",
-            "transformer.",
-            (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-            False,
-            gpt2.read,
-            gpt2.write,
-            gpt2.parts,
+            *("GPT-2", "gpt2", "GPT2LMHeadModel", GPT2, GPT2_NAMES, "transformer.", _GPT2_MASKS),
+            linear=False,
         ),
-        Family("opt", "OPTForCausalLM", "model.", (), True, opt.read, opt.write, opt.parts),
-        _like_llama("llama", "LlamaForCausalLM", llama.read, llama.write),
-        _like_llama("mistral", "MistralForCausalLM", mistral.read, mistral.write),
-        _like_llama("qwen2", "Qwen2ForCausalLM", qwen.read_qwen2, qwen.write_qwen2),
-        _like_llama("qwen3", "Qwen3ForCausalLM", qwen.read_qwen3, qwen.write_qwen3),
-        _like_llama("gemma", "GemmaForCausalLM", gemma.read_gemma, gemma.write_gemma),
-        _like_llama("gemma2", "Gemma2ForCausalLM", gemma.read_gemma2, gemma.write_gemma2),
-        _like_llama("gemma3_text", "Gemma3ForCausalLM", gemma.read_gemma3, gemma.write_gemma3),
-        _like_llama("phi3", "Phi3ForCausalLM", phi3.read, None, phi3.parts),
+        Family("OPT", "opt", "OPTForCausalLM", OPT, OPT_NAMES, buffers=()),
+        Family("LLaMA", "llama", "LlamaForCausalLM", llama.LLAMA),
+        Family("Mistral", "mistral", "MistralForCausalLM", llama.MISTRAL),
+        Family("Qwen2", "qwen2", "Qwen2ForCausalLM", qwen.QWEN2),
+        Family("Qwen3", "qwen3", "Qwen3ForCausalLM", qwen.QWEN3, qwen.QWEN3_NAMES),
+        Family("Gemma", "gemma", "GemmaForCausalLM", gemma.GEMMA),
+        Family("Gemma 2", "gemma2", "Gemma2ForCausalLM", gemma.GEMMA2, gemma.GEMMA2_NAMES),
+        Family("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", gemma.GEMMA3, gemma.GEMMA3_NAMES),
+        Family("Phi-3", "phi3", "Phi3ForCausalLM", PHI3, PHI3_NAMES),
+        Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", llama.SMOLLM3),
+        Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", olmo.OLMO2, olmo.OLMO_NAMES),
+        Family("OLMo 3", "olmo3", "Olmo3ForCausalLM", olmo.OLMO3, olmo.OLMO_NAMES),
+        Family("Granite", "granite", "GraniteForCausalLM", llama.GRANITE),
+        Family("StarCoder2", "starcoder2", "Starcoder2ForCausalLM", llama.STARCODER2, llama.STARCODER2_NAMES),
+        Family("GLM", "glm", "GlmForCausalLM", glm.GLM, glm.GLM_NAMES),
+        Family("GLM-4", "glm4", "Glm4ForCausalLM", glm.GLM4, glm.GLM4_NAMES),
+        Family("Ministral 3", "ministral3", "Ministral3ForCausalLM", llama.MINISTRAL3),
     )
 }
+_LINEAR_ATTENTION = (
+    "most of its layers have gated linear attention, whose state and weights a zerojax model, with the same "
+    "layers all through, does not have"
+)
+REFUSED = dict.fromkeys(
+    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LINEAR_ATTENTION
+)
+"""Families that are known and cannot be imported -> why."""
 
 
 def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, list[str]]:
@@ -103,6 +126,8 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
+        if isinstance(kind, str) and kind in REFUSED:
+            raise ConfigurationError(f"{origin}: model_type = {kind!r} is not supported: {REFUSED[kind]}")
         known = ", ".join(FAMILIES)
         raise ConfigurationError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
     keys = ConfigKeys(values, origin)
@@ -127,8 +152,6 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
     """
     reasons = []
     for family in FAMILIES.values():
-        if family.write is None:
-            continue
         try:
             config = family.write(model)
         except ConfigurationError as error:

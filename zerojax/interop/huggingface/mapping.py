@@ -8,6 +8,7 @@ not. A transposed tensor may hold those of other leaves as well.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zerojax.models import GPTConfig
 from zerojax.sharding.layout import ParamLayout
 
 Shape = tuple[int, ...]
@@ -50,36 +51,90 @@ class TensorPart:
 TensorParts = dict[str, tuple[TensorPart, ...]]
 
 
-def whole(name: str) -> tuple[TensorPart, ...]:
-    """A leaf that is one tensor, unchanged."""
-    return (TensorPart(name),)
+@dataclass(frozen=True)
+class Fused:
+    """A tensor of several modules: the rows of the ``index``-th of ``count`` equal parts are one of them."""
+
+    name: str
+    index: int
+    count: int
 
 
-def matrix(name: str) -> tuple[TensorPart, ...]:
-    """A kernel that is the weight of one ``torch.nn.Linear``, which PyTorch holds as (out, in)."""
-    return (TensorPart(name, transposed=True),)
+Module = str | tuple[str, ...] | Fused
+"""What holds a module's weights: a module, several whose outputs lie side by side, or a part of one."""
 
 
-def rows_of(name: str, first: int, rows: int) -> tuple[TensorPart, ...]:
-    """A kernel that is some of a ``torch.nn.Linear``'s rows: those from ``first`` on, of ``rows`` in all."""
-    return (TensorPart(name, transposed=True, first_row=first, rows=rows),)
+@dataclass(frozen=True)
+class Names:
+    """The names of a family's modules.
+
+    Attributes:
+        block: ours -> theirs, of the modules in a block. There may be more leaves than a model has: those of
+            biases are always among them.
+        layers: what the names of a block's modules begin with.
+        embed: the token embedding.
+        norm: the norm after the last block.
+        position: the table of learned positions.
+        transposed: whether kernels are held as (out, in), as ``torch.nn.Linear`` does.
+    """
+
+    block: dict[str, Module]
+    layers: str = "layers.{layer}."
+    embed: str = "embed_tokens"
+    norm: str = "norm"
+    position: str | None = None
+    transposed: bool = True
+
+    def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
+        """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
+        found = _embeddings(f"{prefix}{self.embed}.weight", tied=model.tied) | _norm(
+            "norm", prefix + self.norm
+        )
+        if self.position is not None:
+            found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
+        for ours, theirs in self.block.items():
+            if "norm" in ours:
+                assert isinstance(theirs, str)
+                found |= _norm(f"block/{ours}", prefix + self.layers + theirs)
+                continue
+            for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
+                found[f"block/{ours}/{leaf}"] = _columns(model, prefix + self.layers, theirs, kind, turned)
+        return found
 
 
-def embeddings(name: str, *, tied: bool) -> TensorParts:
-    """The token embedding, of the given name, and the output projection, which are one leaf if tied."""
+def _columns(
+    model: GPTConfig, block: str, module: Module, kind: str, transposed: bool
+) -> tuple[TensorPart, ...]:
+    """The tensors of a kernel or bias."""
+    if isinstance(module, str):
+        return (TensorPart(f"{block}{module}.{kind}", transposed=transposed),)
+    if isinstance(module, Fused):
+        width = model.ffn_width
+        first, rows = module.index * width, module.count * width
+        return (
+            TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first_row=first, rows=rows),
+        )
+    kv = model.key_value_heads * model.head_dim
+    ends = (model.attention_width, model.attention_width + kv, model.attention_width + 2 * kv)
+    return tuple(
+        TensorPart(f"{block}{name}.{kind}", start, end, transposed)
+        for name, start, end in zip(module, (0, *ends), ends, strict=False)
+    )
+
+
+def _norm(ours: str, theirs: str) -> TensorParts:
+    return {
+        f"{ours}/scale": (TensorPart(f"{theirs}.weight"),),
+        f"{ours}/bias": (TensorPart(f"{theirs}.bias"),),
+    }
+
+
+def _embeddings(name: str, *, tied: bool) -> TensorParts:
+    """The token embedding and the output projection, which are one leaf if tied."""
     table, head = TensorPart(name), TensorPart("lm_head.weight", required=not tied)
     if tied:
         return {"embed/embedding": (table, head)}
     return {"embed/embedding": (table,), "head/embedding": (head,)}
-
-
-def side_by_side(names: tuple[str, ...], widths: tuple[int, ...], transposed: bool) -> tuple[TensorPart, ...]:
-    """A leaf whose columns are several tensors, one after the other."""
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    return tuple(
-        TensorPart(name, start, start + width, transposed)
-        for name, start, width in zip(names, starts, widths, strict=True)
-    )
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,26 @@
-"""The Phi-3 family: LLaMA with query, key and value in one tensor, and gate and up in another.
+"""The Phi-3 family: LLaMA with query, key and value in one tensor, and gate and up in another; longrope.
 
-A model of this shape that was not imported is exported as LLaMA or Mistral, which compute the same.
+A model without longrope and with whole heads rotated that was not imported is exported as LLaMA or Mistral,
+which compute the same.
 """
 
-from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import llama
-from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.mapping import TensorParts, matrix, rows_of
-from zerojax.models import GPTConfig
+from zerojax.interop.huggingface.config_table import Dropouts, Key, Only, Unused
+from zerojax.interop.huggingface.llama import LLAMA_BLOCK, SILU, like_llama
+from zerojax.interop.huggingface.mapping import Fused, Module, Names
+from zerojax.interop.huggingface.rope_keys import Rope
 
-
-def read(keys: ConfigKeys) -> GPTConfig:
-    """See ``Family.read``."""
-    keys.only("hidden_act", "silu", "swish")
-    for name in ("attention_bias", "lm_head_bias"):
-        keys.only(name, False)
-    keys.only("partial_rotary_factor", 1.0)
-    keys.only_training("resid_pdrop", "embd_pdrop")
-    # Only longrope, which is refused, reads the first; transformers reads none of the others.
-    keys.unused("original_max_position_embeddings", "full_attn_mod", "interpolate_factor")
-    shape = llama.read_shape(keys, kv_heads=None, norm_eps=1e-5)
-    if "rope_scaling" in shape:
-        raise ConfigurationError(f"rope_type = {shape['rope_scaling']!r} is not supported, only 'default'")
-    return GPTConfig(**shape, sliding_window=keys.nullable("sliding_window", int, None))
-
-
-def parts(model: GPTConfig, prefix: str) -> TensorParts:
-    """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
-    block, width = prefix + "layers.{layer}.", model.ffn_width
-    fused = f"{block}mlp.gate_up_proj.weight"
-    return llama.parts(model, prefix) | {
-        "block/attention/qkv/kernel": matrix(f"{block}self_attn.qkv_proj.weight"),
-        "block/mlp/gate/kernel": rows_of(fused, 0, 2 * width),
-        "block/mlp/up/kernel": rows_of(fused, width, 2 * width),
-    }
+PHI3 = like_llama(
+    SILU,
+    *(Only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
+    Key("sliding_window", "sliding_window", int, None),
+    Dropouts(dropout=("resid_pdrop", "embd_pdrop")),
+    Unused("full_attn_mod", "interpolate_factor"),  # transformers reads none
+    kv_heads=None,
+    norm_eps=1e-5,
+    rope=Rope(kinds=("longrope",), fraction=1.0),
+)
+FUSED_MLP: dict[str, Module] = {
+    "mlp/gate": Fused("mlp.gate_up_proj", 0, 2),
+    "mlp/up": Fused("mlp.gate_up_proj", 1, 2),
+}
+PHI3_NAMES = Names(LLAMA_BLOCK | FUSED_MLP | {"attention/qkv": "self_attn.qkv_proj"})

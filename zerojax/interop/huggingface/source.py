@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.config_table import FREE
 from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
 from zerojax.models import GPTConfig
@@ -12,7 +13,6 @@ from zerojax.run.data import BPETokenizer
 from zerojax.validation.untrusted import parse_json
 
 CONFIG = "config.json"
-FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
 
 
 @dataclass(frozen=True)
