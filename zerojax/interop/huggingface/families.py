@@ -157,6 +157,11 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
         except ConfigurationError as error:
             reasons.append(str(error))
             continue
-        about = {"architectures": [family.architecture], "model_type": family.model_type}
+        # Defaults of some families lie outside of a small vocabulary, where transformers then fails.
+        about = {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+            "pad_token_id": None,
+        }
         return family, about | config | {"initializer_range": model.init_std}
     raise ConfigurationError(f"no Hugging Face family fits this model: {'; '.join(reasons)}")
