@@ -17,6 +17,7 @@ from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
 from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
+from zerojax.train.batch import Replicated
 from zerojax.train.fp8_report import fp8_report
 from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
 from zerojax.train.node_copy import with_node_copy
@@ -52,6 +53,7 @@ __all__ = [
     "CommReport",
     "Completions",
     "LoRA",
+    "Replicated",
     "SpikeRule",
     "Stack",
     "TrainState",

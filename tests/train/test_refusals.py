@@ -294,6 +294,30 @@ def test_a_batch_without_rows():
         zerojax.eval_step(create(accumulate=2), {"x": np.zeros(2, np.float32)})
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"weights": np.ones(4, np.float32)},
+            r"batch\['weights'\] has shape \(4,\), and batch\['x'\] \(8, 6\): .* zerojax\.Replicated",
+        ),
+        ({"weights": np.ones(5, np.float32)}, r"batch\['weights'\] .* 5 rows.* zerojax\.Replicated"),
+        ({"texts": "one"}, r"batch\['texts'\] is of type str: a batch holds arrays"),
+        ({"a": ["one", "two"]}, r"batch\['a'\] is a list, .* np\.asarray"),
+        ({"a": {"b": [[1, 2], [3, 4]]}}, r"batch\['a'\]\['b'\] is a list, .* np\.asarray"),
+        ({"a": zerojax.Replicated([0.5, 2.0])}, r"batch\['a'\]\.value is a list, .* np\.asarray"),
+        ({"a": np.array(["b"] * 8)}, r"batch\['a'\] is an array of dtype <U1, which no device can hold"),
+        ({"a": object()}, r"batch\['a'\] is of type object"),
+    ],
+    ids=str,
+)
+def test_batches_that_are_no_rows_of_numbers(more, message):
+    state = create()
+    for step in (zerojax.train_step, zerojax.eval_step, zerojax.lower_train_step, zerojax.comm_report):
+        with refused(message):
+            step(state, {**BATCH, **more})
+
+
 @pytest.mark.parametrize("step", [zerojax.train_step, zerojax.eval_step])
 def test_a_step_inside_jit(step):
     batch = {"x": np.zeros((4, 6), np.float32), "y": np.zeros(4, np.float32)}

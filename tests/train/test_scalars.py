@@ -1,4 +1,4 @@
-"""Scalars in a batch: every device and micro-batch is given them as they are."""
+"""Scalars and ``Replicated`` arrays in a batch: every device and micro-batch is given them as they are."""
 
 import functools
 from typing import Any, cast
@@ -114,3 +114,61 @@ def test_lowering_and_reports_take_them():
     before = zerojax.lower_train_step(state, own).as_text()
     assert "tensor<f32>" in before
     jax.block_until_ready(zerojax.train_step(state, own))
+
+
+def by_class(model: Any, batch: Any) -> Any:
+    """A loss with a weight for each class of rows, and a table that shifts the inputs."""
+    weights, table = batch["weights"], batch["more"]["table"]
+    assert weights.shape == (8,)
+    assert table.shape == (2, 6)
+    error = (model(batch["x"] + table[0])[:, 0] - batch["y"]) ** 2
+    return jnp.mean(weights[batch["kind"]] * error) + batch["more"]["offset"]
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh", "options"),
+    [
+        ("linen", (2, 2), {"accumulate": 3}),
+        ("stack", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
+    ],
+    ids=str,
+)
+def test_arrays_that_every_device_gets_whole(style, mesh, options):
+    """Eight weights on up to eight devices and 24 rows: split by rows, each device would have its own."""
+    known = CASES[style]
+    case = Case(known.model, by_class, known.units, known.batch, linen=known.linen)
+    rng = np.random.default_rng(3)
+    whole = {
+        "weights": np.linspace(0.1, 3, 8, dtype=np.float32),
+        "more": {"table": rng.standard_normal((2, 6), np.float32), "offset": np.float32(0.5)},
+    }
+    rows = [{**batch, "kind": rng.integers(0, 8, ROWS)} for batch in known.batches(ROWS, STEPS)]
+    batches = [{**batch, **{name: zerojax.Replicated(x) for name, x in whole.items()}} for batch in rows]
+    tx = optax.sgd(0.02, momentum=0.9)
+    state = zerojax.TrainState.create(
+        case.model,
+        tx,
+        by_class,
+        mesh=zerojax.make_mesh(*mesh),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", units=case.units, **options),
+        sample_batch=batches[0] if case.linen else None,
+    )
+    plain = PlainLinen(case, zerojax.gather_params(state)) if case.linen else Plain(case)
+    plain.case = case
+    weights: Any = plain.weights
+    memory, wanted = tx.init(weights), jax.jit(jax.value_and_grad(plain.loss))
+    assert zerojax.comm_report(state, batches[0]).collectives
+    shifted = zerojax.predict_step(
+        state, batches[0], lambda model, batch: batch["x"] + batch["more"]["table"][1]
+    )
+    np.testing.assert_array_equal(shifted, rows[0]["x"] + whole["more"]["table"][1])
+    assert float(zerojax.eval_step(state, batches[0])["loss"]) == pytest.approx(
+        float(wanted(weights, rows[0] | whole)[0]), rel=1e-5
+    )
+    for batch, given in zip(rows, batches, strict=True):
+        state, metrics = zerojax.train_step(state, given)
+        loss, grads = wanted(weights, batch | whole)
+        updates, memory = tx.update(grads, memory, weights)
+        weights = optax.apply_updates(weights, updates)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert distance(masters(state), cast(Any, weights)) < 1e-5

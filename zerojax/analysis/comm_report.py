@@ -36,7 +36,7 @@ from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import numeric, plain_text, size
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.train.batch import NUMBER
+from zerojax.train.batch import map_batch
 from zerojax.train.state import TrainState
 from zerojax.train.step import trace_train_step
 
@@ -202,7 +202,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
         ConfigurationError: the loss has a collective that cannot be counted, such as one in a while loop.
     """
     program = state.spec
-    traced = trace_train_step(state, jax.tree.map(_of_all_processes, batch))
+    traced = trace_train_step(state, map_batch(_of_all_processes, lambda x: x, batch))
     counts = Counter[JaxprCollective]()
     for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
         counts[dataclasses.replace(one, count=0)] += one.count
@@ -316,9 +316,5 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape)
 
 def _of_all_processes(x: Any) -> Any:
     """The global shape of a batch array: with several processes, a host array is one process's part."""
-    shape = tuple(np.shape(x))
-    if isinstance(x, NUMBER):
-        return x
-    if isinstance(x, np.ndarray) and shape:
-        shape = (shape[0] * jax.process_count(), *shape[1:])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+    parts = jax.process_count() if isinstance(x, np.ndarray) else 1
+    return jax.ShapeDtypeStruct((x.shape[0] * parts, *x.shape[1:]), x.dtype)

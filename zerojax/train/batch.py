@@ -1,55 +1,100 @@
-"""A batch on the mesh: its rows spread over the devices, its scalars replicated."""
+"""A batch on the mesh: its rows spread over the devices, scalars and ``Replicated`` arrays on all of them."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.partition import partition
 from zerojax.train.spec import TrainSpec
 
 NUMBER = (bool, int, float, complex)
 """Python's numbers, which have no dtype of their own."""
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_ON_DEVICES = (np.number, np.bool_, jax.dtypes.prng_key)
+_WHOLE = "What every device gets whole is marked by zerojax.Replicated(array)."
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Replicated:
+    """A part of a batch that every device and micro-batch gets whole: class weights, a table, a mask.
+
+    ``train_step(state, {"x": rows, "weights": zerojax.Replicated(weights)})``: the loss function finds the
+    array itself in ``batch["weights"]``. In several processes all pass the same values.
+
+    Attributes:
+        value: an array of any shape, or a pytree of arrays.
+    """
+
+    value: Any
+
+
+def map_batch(rows: Callable[[Any], Any], whole: Callable[[Any], Any], batch: Any) -> Any:
+    """Map the arrays of a batch that are spread by rows, and those that every device gets whole."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Replicated):
+            return jax.tree.map(whole, x)
+        return rows(x) if np.shape(x) else whole(x)
+
+    return jax.tree.map(one, batch, is_leaf=_is_replicated)
+
+
+def split_rows(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays of a batch that are spread by rows, and the function from other rows to a batch."""
+    rows, whole, combine = partition(batch, _have_rows(batch))
+    return rows, lambda others: combine(others, whole)
+
+
+def unmarked(batch: Any) -> Any:
+    """A batch as a loss function gets it: without ``Replicated``."""
+    return jax.tree.map(lambda x: x.value if _is_replicated(x) else x, batch, is_leaf=_is_replicated)
+
+
+def batch_specs(spec: TrainSpec, batch: Any) -> Any:
+    """The PartitionSpec of each array of a batch."""
+    return map_batch(lambda _: spec.batch_spec, lambda _: PartitionSpec(), batch)
 
 
 def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
     """The global batch's shapes, dtypes and shardings, as one process sees it."""
-    _check_batch(batch)
+    _check_batch(batch, spec.world.size, spec.zero.accumulate)
 
-    def place_one(x: Any) -> Any:
+    def abstract(x: Any, to: PartitionSpec) -> Any:
         if isinstance(x, NUMBER):
             return x
-        _check_rows(np.shape(x), spec.world.size, spec.zero.accumulate)
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        sharding = spec.sharding(batch_spec(spec, x))
-        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
+        return spec.abstract(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), to)
 
-    return jax.tree.map(place_one, batch)
+    return jax.tree.map(abstract, batch, batch_specs(spec, batch))
 
 
 def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
-    """Spread a host batch over the devices, and replicate its scalars.
+    """Spread a host batch over the devices, and replicate its scalars and ``Replicated`` arrays.
 
     Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
     weak dtypes.
     """
-    _check_batch(batch)
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
+    _check_batch(batch, spec.world.size, accumulate, processes)
 
-    def place_one(x: Any) -> Any:
+    def place_one(x: Any, to: PartitionSpec) -> Any:
         if isinstance(x, NUMBER):
             return x
-        sharding = spec.sharding(batch_spec(spec, x))
+        sharding = spec.sharding(to)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        _check_rows(np.shape(x), spec.world.size // processes, accumulate)
         if processes == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
-    return jax.tree.map(place_one, batch)
+    return jax.tree.map(place_one, batch, batch_specs(spec, batch))
 
 
 def local_rows(x: jax.Array) -> np.ndarray:
@@ -58,27 +103,92 @@ def local_rows(x: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
-def _check_batch(batch: Any) -> None:
-    leaves = jax.tree.leaves(batch)
-    if any(isinstance(x, Tracer) for x in leaves):
+def _check_batch(batch: Any, devices: int, accumulate: int, processes: int = 1) -> None:
+    """Refuse what is no batch: arrays that have equally many rows.
+
+    Args:
+        batch: one process's part; an array on the devices of several processes is global.
+        devices: of all processes.
+        accumulate: micro-batches.
+        processes: over which the batch is spread.
+
+    Raises:
+        ConfigurationError: naming the array, and what to pass in its place.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_numbers)
+    for path, x in leaves:
+        _check_array(_name(path), x)
+    spread = [leaf for leaf, rows in zip(leaves, _have_rows(batch), strict=True) if rows]
+    if leaves and not spread:
+        raise ConfigurationError(
+            "the batch has only scalars and Replicated arrays, which every device gets: no array has a "
+            "leading axis to spread."
+        )
+    each: dict[float, Any] = {}
+    for path, x in spread:
+        parts = devices // (processes if _is_of_host(x) else 1)
+        if x.shape[0] == 0 or x.shape[0] % (parts * accumulate):
+            raise ConfigurationError(
+                f"{_name(path)} of shape {x.shape} has {x.shape[0]} rows, not a positive multiple of {parts} "
+                f"devices x accumulate={accumulate}: its leading axis is the batch. {_WHOLE}"
+            )
+        each.setdefault(x.shape[0] // parts, (path, x))
+    if len(each) > 1:
+        (first, x), (other, y) = list(each.values())[:2]
+        raise ConfigurationError(
+            f"{_name(first)} has shape {x.shape}, and {_name(other)} {y.shape}: the leading axis of both is "
+            f"the batch, which is spread over the devices, so both need equally many rows. {_WHOLE}"
+        )
+
+
+def _check_array(name: str, x: Any) -> None:
+    """Refuse what is neither a number nor an array of numbers."""
+    if isinstance(x, Tracer):
         raise ConfigurationError(
             "the batch is traced: zerojax's steps are compiled already, with options and donation of their "
             "own. Call them outside jax.jit."
         )
-    if leaves and not any(map(np.shape, leaves)):
+    if isinstance(x, list):
         raise ConfigurationError(
-            "the batch has only scalars, which every device gets: no array has a leading axis to spread."
+            f"{name} is a list, whose elements would be scalars that every device gets: make it an array by "
+            "np.asarray."
+        )
+    if isinstance(x, NUMBER) or hasattr(x, "__jax_array__"):
+        return
+    if not isinstance(x, _ARRAYS):
+        raise ConfigurationError(
+            f"{name} is of type {type(x).__name__}: a batch holds arrays of numpy or JAX, and numbers. "
+            "Convert it, or leave it out of what the step gets."
+        )
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in _ON_DEVICES):
+        raise ConfigurationError(
+            f"{name} is an array of dtype {x.dtype}, which no device can hold: a batch holds numbers. "
+            "Encode it, or leave it out of what the step gets."
         )
 
 
-def _check_rows(shape: tuple[int, ...], devices: int, accumulate: int) -> None:
-    if shape and (shape[0] == 0 or shape[0] % (devices * accumulate)):
-        raise ConfigurationError(
-            f"a batch array of shape {shape} has {shape[0]} rows, not a positive multiple of {devices} "
-            f"devices x accumulate={accumulate}: its leading axis is the batch."
-        )
+def _have_rows(batch: Any) -> list[bool]:
+    """For each array of a batch, whether it is spread by rows."""
+    return jax.tree.leaves(map_batch(lambda _: True, lambda _: False, batch))
 
 
-def batch_spec(spec: TrainSpec, x: Any) -> PartitionSpec:
-    """The sharding of an array of a batch: scalars are replicated."""
-    return spec.batch_spec if np.shape(x) else PartitionSpec()
+def _is_of_host(x: Any) -> bool:
+    """Whether an array is one process's own."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _is_replicated(x: Any) -> bool:
+    return isinstance(x, Replicated)
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    """Whether a pytree is a list as JSON has it, perhaps nested: of numbers or strings alone."""
+    return (
+        isinstance(x, list)
+        and bool(x)
+        and all(isinstance(item, (*NUMBER, str)) or _is_list_of_numbers(item) for item in x)
+    )
+
+
+def _name(path: Any) -> str:
+    return f"batch{jax.tree_util.keystr(path)}"

@@ -34,6 +34,7 @@ from zerojax.sharding.layout import OWNED, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.batch import split_rows, unmarked
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
 from zerojax.train.sources import Placed, Weights, place_weights
 from zerojax.train.spec import TrainSpec
@@ -64,8 +65,8 @@ def accumulate(
     """
     zero = spec.zero
     sinks = spec.by_path(spec.strategy.zero_sink)
-    batches = _micro_batches(batch, zero.accumulate)
-    first = jax.tree.map(lambda x: x[0], batches)
+    rows, at = _micro_batches(batch, zero.accumulate)
+    first = at([x[0] for x in rows])
     _refuse_reads(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
 
     def run(
@@ -86,14 +87,14 @@ def accumulate(
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
             total, changed = carry
-            batch, index = xs
-            grads, changed, sums, _ = run(_forward, model_state | changed, batch, mix(seed, index))
+            rows, index = xs
+            grads, changed, sums, _ = run(_forward, model_state | changed, at(rows), mix(seed, index))
             return (jax.tree.map(jnp.add, total, (grads, sums)), changed), None
 
         _, changed, shapes, _ = jax.eval_shape(functools.partial(run, _forward), model_state, first, seed)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
         before = {name: model_state[name] for name in changed}
-        ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (batches, jnp.arange(zero.accumulate)))
+        ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
     return grads, model_state | _shared(changed), _over_world(sums), updated
 
 
@@ -130,7 +131,7 @@ def predict(
     _refuse_reads(spec, weights, sinks, model_state, batch, seed, call, train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False, adapters=adapters)
     _, result = _call(spec, placed, model_state, batch, seed, call, train=False)
-    rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
+    rows = {x.shape[0] for x in split_rows(batch)[0]}
     for x in jax.tree.leaves(result):
         if not jnp.ndim(x) or x.shape[0] not in rows:
             raise ConfigurationError(
@@ -221,7 +222,7 @@ def _call(
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
     with master_weights(bound.model, placed.masters), numbered_calls(), translated_errors():
-        return bound, run(bound.model, batch, key)
+        return bound, run(bound.model, unmarked(batch), key)
 
 
 def _forward(
@@ -254,25 +255,23 @@ def _forward_in_breadth(
 ) -> tuple[Array, Sums, ModelState, Blocks]:
     """``_forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
 
-    def forward(batch: Any, index: Array) -> tuple[Array, Sums, ModelState, Blocks]:
-        return _forward(spec, placed, model_state, batch, mix(seed, index))
+    rows, at = _micro_batches(batch, spec.zero.accumulate)
 
-    micro = spec.zero.accumulate
+    def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, Blocks]:
+        return _forward(spec, placed, model_state, at(rows), mix(seed, index))
+
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
-    totals, sums, changed, updated = run(_micro_batches(batch, micro), jnp.arange(micro))
+    totals, sums, changed, updated = run(rows, jnp.arange(spec.zero.accumulate))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
     mean = jax.vmap(lambda x: _mean(x, "micro"), axis_name="micro", out_axes=None)
     changed = {name: mean(x) if _is_inexact(x) else x[0] for name, x in changed.items()}
     return total, sums, changed, updated
 
 
-def _micro_batches(batch: Any, count: int) -> Any:
-    """Split a batch's rows into ``count`` parts along a new leading axis; every part has its scalars."""
-
-    def cut(x: Array) -> Array:
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, count)
-
-    return jax.tree.map(cut, batch)
+def _micro_batches(batch: Any, count: int) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+    """A batch's rows in ``count`` parts along a new leading axis, and the function from a part to a batch."""
+    rows, join = split_rows(batch)
+    return [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in rows], join
 
 
 def _shared(model_state: ModelState) -> ModelState:

@@ -14,6 +14,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.batch import unmarked
 from zerojax.train.fields import abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.spec import TrainSpec, build
@@ -122,9 +123,8 @@ class TrainState:
         The mesh's devices may be descriptions (``zerojax.aot``). Arguments and errors as ``create``.
         """
         zero = zero or ZeroConfig()
-        spec = build(
-            model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
-        )
+        sample = unmarked(sample_batch)
+        spec = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample, spikes=spikes, lora=lora)
         return cls(**abstract_fields(spec), spec=spec)
 
     def replace(self, **changes: Any) -> Self:

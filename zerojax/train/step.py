@@ -25,7 +25,7 @@ from zerojax.matmul.operand import array_of
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
-from zerojax.train.batch import abstract_batch, batch_spec, place
+from zerojax.train.batch import abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import abstract_fields, shardings_of
 from zerojax.train.node_copy import node_rows, read_specs
@@ -55,8 +55,9 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state: the state so far; its arrays are invalid afterwards.
         batch: a pytree of arrays whose leading axis is the global batch, a multiple of the number of
             devices times ``ZeroConfig.accumulate``; in several processes, this process's part of it.
-            Scalars among them (arrays without axes, or Python's numbers), such as a schedule's weight, go
-            unchanged to every device and micro-batch; all processes pass the same ones.
+            Scalars among them (arrays without axes, or Python's numbers), such as a schedule's weight, and
+            what is marked by ``zerojax.Replicated`` go unchanged to every device and micro-batch; all
+            processes pass the same ones.
 
     Returns:
         The next state, and the metrics as scalar arrays that GPUs are still computing: "loss" and the loss
@@ -64,7 +65,8 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
 
     Raises:
-        ConfigurationError: the batch does not divide, or the state was donated before.
+        ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
+            numbers, or the state was donated before.
     """
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
@@ -367,7 +369,7 @@ def _on_devices(
         spec.mesh,
         in_specs=(
             {name: specs[name] for name in given},
-            jax.tree.map(functools.partial(batch_spec, spec), batch),
+            batch_specs(spec, batch),
         ),
         out_specs=({name: specs[name] for name in out}, rest),
     )
