@@ -98,6 +98,11 @@ def check_copies(before: Any, state: zerojax.TrainState) -> None:
         assert (abs(read(codes) - wanted) <= bound).all(), leaf.name
 
 
+def with_masters(state, params):
+    """The state with other master weights and the copies that it has, as after an update."""
+    return state.replace(params=params, secondary=dict(state.secondary))
+
+
 @pytest.mark.parametrize(
     "name",
     ["stack", pytest.param("list", marks=pytest.mark.slow), pytest.param("linen", marks=pytest.mark.slow)],
@@ -109,7 +114,7 @@ def test_copies_agree_follow_the_masters_and_their_scales(name):
     state = begin(abstract)
     for factor, batch in zip((1, 1, 10, 1.1, 1 / 30, 0.7), batches(6), strict=True):
         grown = jax.tree.map(lambda x: x * np.float32(factor), state.params)  # noqa: B023
-        state = state.replace(params=grown)
+        state = with_masters(state, grown)
         before = copies(state)
         expected = zerojax.eval_step(state, batch)["loss"]
         state, metrics = zerojax.train_step(state, batch)
@@ -124,7 +129,7 @@ def test_a_skipped_step_leaves_copies_of_the_masters():
     ends = []
     for first in (good, bad):
         state = begin(spec_of())
-        state = state.replace(params=jax.tree.map(lambda x: x * 3, state.params))
+        state = with_masters(state, jax.tree.map(lambda x: x * 3, state.params))
         state, metrics = zerojax.train_step(state, first)
         assert metrics["skipped"] == (first is bad)
         ends.append(jax.tree.map(np.asarray, state.secondary))
@@ -192,7 +197,7 @@ BF16 = {"matmul_dtype": "compute"}
 )
 def test_a_checkpoint_of_other_formats_or_another_mesh(source, target, tmp_path):
     given = begin(spec_of(**source))
-    given = given.replace(params=jax.tree.map(lambda x: x * 7, given.params))
+    given = with_masters(given, jax.tree.map(lambda x: x * 7, given.params))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, given, Record())
     moved = restore(tmp_path / "1", spec_of(**target))

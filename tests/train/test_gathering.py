@@ -1,8 +1,11 @@
 """Weights put into a state: everything that a step reads of them is theirs."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
+import pytest
 from core_models import CASES
 from plain_loop import by_path, plain_model
 
@@ -11,11 +14,23 @@ import zerojax
 DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
 
 
-def test_secondary_copies_are_of_the_weights_that_were_put():
+CHANGES = {
+    "put_params": lambda state, given: zerojax.put_params(state, jax.tree.map(lambda x: -100 * x, given)),
+    "replace": lambda state, _: state.replace(params=jax.tree.map(lambda x: -100 * x, state.params)),
+    "dataclasses.replace": lambda state, _: dataclasses.replace(
+        state, params=jax.tree.map(lambda x: -100 * x, state.params)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_secondary_copies_are_of_the_weights_that_were_put(change):
     """Copies of other weights would be brought up to date in the difference's few bits only."""
     case, given = CASES["stack"], plain_model("stack").weights
     state = case.start(optax.sgd(0.1), given, nodes=2, local=2, local_weights="bf16", **DELTA)
-    state = zerojax.put_params(state, jax.tree.map(lambda x: -100 * x, given))
+    kept = dataclasses.replace(state, seed=state.seed)
+    assert kept.secondary is state.secondary
+    state = CHANGES[change](state, given)
     params, copies = by_path(state.params), by_path(state.secondary)
     assert params.keys() == copies.keys()
     for path, copy in copies.items():

@@ -1,5 +1,6 @@
 """With a copy of the weights in every node passes give the same numbers, and send none between nodes."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -99,7 +100,9 @@ def test_changed_weights_have_no_copy():
     state = zerojax.with_node_copy(create(2, 2))
     assert state.node_copy
     assert state.replace(seed=state.seed).node_copy
-    assert not state.replace(params=state.params).node_copy
+    params = jax.tree.map(jax.numpy.copy, state.params)
+    assert not state.replace(params=params).node_copy
+    assert not dataclasses.replace(state, params=params).node_copy
 
 
 @pytest.mark.parametrize(("nodes", "local", "zero"), [(1, 4, {}), (2, 2, {"stage": 0})])

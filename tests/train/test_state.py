@@ -337,3 +337,18 @@ def test_the_bytes_of_a_device_are_those_of_its_part_random_keys_included():
     assert device_bytes({"part": part, "whole": np.zeros(3, np.float32)}) == 2 * 3 * 2 + 3 * 4
     key = jax.random.key(0)  # as the state of dropout has; its dtype is none of numpy's
     assert device_bytes(key) == jax.random.key_data(key).nbytes
+
+
+def test_a_state_is_described_in_a_few_lines():
+    case = CASES["stack"]
+    state = case.create(optax.adam(0.1), nodes=2, local=2, hpz=True)
+    lines = repr(state).splitlines()
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= 200
+    trained = sum(x.size for x in jax.tree.leaves(zerojax.gather_params(state)))
+    for part in ("step 0, seed 0", f"trained: {trained:,}", "mesh: 2 x 2", "hpz=True", "opt_state"):
+        assert part in repr(state)
+    after, _ = zerojax.train_step(state, case.batches(ROWS, 1)[0])
+    assert "step 1" in repr(after)
+    assert "donated" in repr(state)
+    assert "abstract" in repr(jax.eval_shape(lambda: after))

@@ -1,6 +1,5 @@
 """The whole model from a train state, and a train state from whole weights."""
 
-import functools
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.fields import copied
 from zerojax.train.frozen import decode_frozen
-from zerojax.train.initial import secondary_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
@@ -104,7 +102,7 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
         placed[path] = jax.device_put(stored, spec.sharding(spec.param_spec(leaf)))
-    return with_params(state, to_tree(placed))
+    return state.replace(params=to_tree(placed))
 
 
 def averaged(state: TrainState) -> TrainState:
@@ -124,7 +122,7 @@ def averaged(state: TrainState) -> TrainState:
         )
     if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
         raise ConfigurationError("there is no average of the weights before the first step: take one.")
-    return with_params(state, params)
+    return state.replace(params=params)
 
 
 def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
@@ -136,9 +134,3 @@ def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
     everyone = spec.sharding(PartitionSpec())
     gather = spec.once(f"gather {leaf.name}", lambda: jax.jit(decode, out_shardings=everyone))
     return np.asarray(gather(stored))
-
-
-def with_params(state: TrainState, params: PyTree) -> TrainState:
-    """A state whose master weights are ``params``, in stored form and in place; they are not copied."""
-    secondary = jax.jit(functools.partial(secondary_of, state.spec))(params) if state.secondary else {}
-    return state.replace(params=params, secondary=secondary)

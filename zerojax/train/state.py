@@ -1,33 +1,39 @@
 """The train state: its fields and its creation."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32, PyTree, UInt32
 
 from zerojax.adapters import LossFn, Model, ModelState
 from zerojax.errors import ConfigurationError
+from zerojax.formatting import size
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
 from zerojax.train.fields import abstract_fields, copied, shardings_of
-from zerojax.train.initial import first_values, frozen_values, initializer
+from zerojax.train.initial import first_values, frozen_values, initializer, secondary_of
+from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.validation.bounds import checked_seed
 from zerojax.zero_config import ZeroConfig
 
+_LARGE = ("params", "opt_state", "model_state", "secondary", "residual", "frozen", "node_copy")
+"""The fields whose size a summary has."""
 # What a node's copy of the weights is made of.
-_COPIED = {"params", "secondary", "frozen", "step"}
+_COPIED = ("params", "secondary", "frozen", "step")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@functools.partial(jax.tree_util.register_dataclass, drop_fields=("_before",))
+@dataclass(frozen=True, repr=False)
 class TrainState:
     """The global arrays that a step changes, and the ``TrainSpec`` that stays the same.
 
@@ -62,6 +68,43 @@ class TrainState:
     base: dict[str, UInt32[Array, ""]]
     spec: TrainSpec = field(metadata={"static": True})
     node_copy: dict[Path, Any] = field(default_factory=dict)
+    _before: dict[str, Any] | None = field(default=None, compare=False)
+    """The weights and their copies as of this state, which ``dataclasses.replace`` gives the next one."""
+
+    def __post_init__(self) -> None:
+        """Renew the copies of weights that ``replace`` has changed."""
+        if (before := self._before) is not None:
+            changed = {name for name, value in before.items() if getattr(self, name) is not value}
+            stale = "params" in changed and "secondary" not in changed and self.secondary
+            if stale and all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
+                object.__setattr__(self, "secondary", _copies(self.spec, self.params))
+            if changed.intersection(_COPIED) and "node_copy" not in changed:
+                object.__setattr__(self, "node_copy", {})
+        own = {name: getattr(self, name) for name in (*_COPIED, "node_copy")}
+        object.__setattr__(self, "_before", own)
+
+    def __repr__(self) -> str:
+        """A summary of a few lines."""
+        spec, zero, at = self.spec, self.spec.zero, "donated"
+        if isinstance(self.step, jax.ShapeDtypeStruct | Tracer):
+            at = "abstract"
+        elif not _is_gone(self):
+            at = f"step {int(self.step)}, seed {int(self.seed)}"
+        trained, frozen = (sum(leaf.count for leaf in leaves) for leaves in (spec.leaves, spec.frozen))
+        held = {name: device_bytes(getattr(self, name)) for name in _LARGE}
+        options = [
+            f"{f.name}={getattr(zero, f.name)!r}"
+            for f in dataclasses.fields(zero)
+            if getattr(zero, f.name) != f.default and f.name != "units"
+        ]
+        return "\n  ".join(
+            [
+                f"<TrainState: {at}",
+                f"parameters trained: {trained:,}, frozen: {frozen:,}; units: {len(spec.unit_groups)}",
+                f"mesh: {spec.world.nodes} x {spec.world.local}; ZeroConfig({', '.join(options)})",
+                f"on each device: {', '.join(f'{name} {size(n)}' for name, n in held.items() if n)}>",
+            ]
+        )
 
     @classmethod
     def create(
@@ -128,10 +171,17 @@ class TrainState:
         return cls(**abstract_fields(spec), spec=spec)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy of the state with ``changes``; those of weights drop the node's copy of them."""
-        if changes.keys() & _COPIED:
-            changes.setdefault("node_copy", {})
+        """A copy of the state with ``changes``, as ``dataclasses.replace`` makes it.
+
+        Other ``params`` bring other ``secondary`` copies, unless those are given, too; and other weights drop
+        the node's copy of them.
+        """
         return dataclasses.replace(self, **changes)
+
+
+def _copies(spec: TrainSpec, params: PyTree) -> PyTree:
+    """Delta's copies of master weights, by a function that is compiled once."""
+    return spec.once("copies", lambda: jax.jit(functools.partial(secondary_of, spec)))(params)
 
 
 def check_there(state: TrainState) -> None:

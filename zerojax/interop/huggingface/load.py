@@ -25,7 +25,6 @@ from zerojax.interop.huggingface.source import CONFIG, read_config_json
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.frozen import load_frozen
-from zerojax.train.gathering import with_params
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
@@ -98,7 +97,7 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     if all(leaf.frozen for leaf in state.spec.weights):
         return state
     found = from_tree(load_params(state.spec, *_open(state.spec, Path(folder), new), new=new))
-    return with_params(state, to_tree(from_tree(state.params) | found))
+    return state.replace(params=to_tree(from_tree(state.params) | found))
 
 
 def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[SafetensorFiles, TensorParts]:
