@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
@@ -53,6 +53,11 @@ def checked_seed(seed: int) -> np.uint32:
         return np.uint32(operator.index(seed))
     except (TypeError, OverflowError):
         raise ConfigurationError(f"seed={seed!r} must be a whole number from 0 to {LARGEST:,}.") from None
+
+
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether a value can be a number of seconds, or a Unix time, that ``datetime`` holds: up to year 5138."""
+    return isinstance(value, int | float) and 0 <= value < 1e11
 
 
 def require(condition: bool, message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.gpus import GPUS, find_gpu
 from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
@@ -240,3 +240,9 @@ def test_figures_that_cannot_be_are_refused():
         Cluster(1, 1, GPUS["h100"], 0, local_bandwidth=-1)
     with pytest.raises(ZeroError, match="at least 1 node"):
         Cluster(0, 8, GPUS["h100"], SLOW)
+
+
+def test_a_gpu_is_found_in_any_case():
+    assert find_gpu("H100-PCIe") is GPUS["h100-pcie"]
+    with pytest.raises(ZeroError, match="unknown GPU 'H1000': choose one of b200, h200"):
+        find_gpu("H1000")

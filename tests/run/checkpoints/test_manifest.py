@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from zerojax.run.checkpoints import (
     verify,
 )
 from zerojax.run.checkpoints.manifest import write_manifest
+from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 RECORD = Record({"train": {"steps": 9}}, {"next": 3}, 2, 61.5, (2, 4), {"validation_loss": 1.25})
 FILES = {
@@ -44,6 +46,12 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+def forge(path: Path, **values: object) -> None:
+    """Change values of a manifest, with the checksum that belongs to them."""
+    file = path / "seal.json"
+    file.write_text(dump_checked(load_checked(file.read_text()) | values))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda p: os.truncate(p / "params/d/a", 5), "params/d/a has 5 bytes, not 9000000"),
     "emptied": (lambda p: os.truncate(p / "params/manifest", 0), "params/manifest has 0 bytes, not 9"),
@@ -60,6 +68,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "changed manifest": (
         lambda p: (p / "seal.json").write_text((p / "seal.json").read_text().replace("61.5", "61.0")),
         "seal.json is damaged: wrong checksum",
+    ),
+    "absurd time": (
+        lambda p: forge(p, saved_at=1e300),
+        r"seal.json is damaged: saved_at = 1e\+300 is no time",
+    ),
+    "absurd seconds": (
+        lambda p: forge(p, record=asdict(RECORD) | {"seconds": -1e18}),
+        r"seal.json is damaged: seconds = -1e\+18 is no time",
     ),
     "binary manifest": (lambda p: (p / "seal.json").write_bytes(b"\xff\x00"), "seal.json is damaged"),
 }

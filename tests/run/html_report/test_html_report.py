@@ -103,6 +103,17 @@ def test_a_clock_that_was_set_back_is_no_time(tmp_path: Path) -> None:
     assert " ms" not in page.text
 
 
+def test_absurd_times_are_not_known(tmp_path: Path) -> None:
+    sessions = [{"began": 1e300, "step": 0}, {"began": 0.0, "step": 1}]
+    summary = {"status": "finished", "noted": 1e300, "sessions": sessions}
+    (tmp_path / "run.json").write_text(json.dumps(summary))
+    lines = [json.dumps({"step": step, "loss": 1.0, "step_seconds": 1e300}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    page = page_of(tmp_path)
+    assert page.text.count("not known") >= 3
+    assert "1970-01-01 00:00:00" in page.text
+
+
 def test_a_damaged_folder_is_noted_and_shown(finished_copy: RunFolder) -> None:
     with finished_copy.metrics.open("a") as file:
         file.write('{"step": 9, "loss": null, "skipped": 1.0}\n{"step": 10, "lo')

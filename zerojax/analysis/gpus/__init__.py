@@ -76,14 +76,14 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name.
+    """The GPU of a name, in any case.
 
     Raises:
         ConfigurationError: the name is unknown; lists the known ones.
     """
-    if name not in GPUS:
+    if (known := GPUS.get(name.lower())) is None:
         raise ConfigurationError(
             f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For another one take the nearest and "
             "correct it by --peak-tflops, --memory-gb, --memory-bandwidth and --local-bandwidth"
         )
-    return GPUS[name]
+    return known

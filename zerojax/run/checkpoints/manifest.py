@@ -17,6 +17,7 @@ import dacite
 
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.run.run_dir import write_whole
+from zerojax.validation.bounds import is_time, require
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 MANIFEST = "seal.json"
@@ -82,6 +83,9 @@ class Record:
     base: str = ""
     beside: dict[str, Beside] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        require(is_time(self.seconds), f"seconds = {self.seconds:.3g} is no time")
+
     @property
     def bases(self) -> set[str]:
         """Every ``base``: the run cannot go on without them."""
@@ -105,6 +109,9 @@ class Manifest:
     record: Record
     files: dict[str, tuple[int, int]]
     format: int = _FORMAT
+
+    def __post_init__(self) -> None:
+        require(is_time(self.saved_at), f"saved_at = {self.saved_at:.3g} is no time")
 
     @property
     def size(self) -> int:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from zerojax.formatting import abbreviated, percent, size
 from zerojax.run.html_report.charts import Chart, Series, draw, smoothed
 from zerojax.run.html_report.run_data import RunData
+from zerojax.validation.bounds import is_time
 
 
 def render(run: RunData, *, now: datetime | None = None) -> str:
@@ -185,7 +186,7 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
         ended = written
     lasted = "not known"
     # A clock that was set back in between tells nothing.
-    if isinstance(begun, int | float) and isinstance(ended, int | float) and begun <= ended:
+    if is_time(begun) and is_time(ended) and begun <= ended:
         lasted = "so far " * (session.get("status") == "running") + _duration(ended - begun)
     last = session.get("last_step")
     return {
@@ -218,7 +219,7 @@ def _typical(run: RunData, name: str) -> float | None:
 
 
 def _when(seconds: Any) -> str:
-    if not isinstance(seconds, int | float):
+    if not is_time(seconds):
         return "not known"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
@@ -226,6 +227,6 @@ def _when(seconds: Any) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
-    if seconds < 60:
+    if seconds < 60 or not is_time(seconds):
         return f"{seconds:.3g} s"
     return str(timedelta(seconds=round(seconds)))
