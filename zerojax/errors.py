@@ -1,11 +1,12 @@
 """The package's exceptions, and the exit codes of its processes."""
 
 import errno
-import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from zerojax import terminal
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -90,7 +91,7 @@ def report(error: BaseException) -> tuple[int, str]:
     for kind, code in EXIT_CODES.items():
         if isinstance(error, kind):
             line = str(error) or "interrupted"
-            print(f"zerojax: {line}", file=sys.stderr)
+            terminal.stderr.write(f"zerojax: {line}\n")
             return code, line
     return show_traceback(error)
 
@@ -137,5 +138,5 @@ def disk_errors(place: Path, after: str = "") -> Generator[None]:
 
 def show_traceback(error: BaseException) -> tuple[int, str]:
     """Print an error with its traceback; return the exit code and a one-line summary."""
-    traceback.print_exception(error)
+    terminal.stderr.write("".join(traceback.format_exception(error)))
     return EXIT_FAILED, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]

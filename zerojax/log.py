@@ -4,13 +4,13 @@ To redirect its messages, add handlers of your own to it before zerojax is impor
 """
 
 import logging
-import sys
+
+from zerojax import terminal
 
 
 class _StandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Looks up sys.stderr each time, as a test or a notebook may have replaced it.
-        print(f"zerojax: {record.getMessage()}", file=sys.stderr, flush=True)
+        terminal.stderr.write(f"zerojax: {record.getMessage()}\n")
 
 
 logger = logging.getLogger("zerojax")

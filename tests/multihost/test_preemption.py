@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from environment import for_programs
+from stopped_reader import full_pipe
 
 from zerojax.errors import EXIT_STOPPED
 from zerojax.run.checkpoints import newest_valid, read_manifest, step_dirs
@@ -59,14 +60,16 @@ def config(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *arguments: object, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     """A Python program, killed at the end if it has not ended by itself."""
     with subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env=for_programs(),
         text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
     ) as process:
         try:
             yield process
@@ -83,12 +86,14 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 
 
 def test_a_signal_saves_and_ends(config: Path, tmp_path: Path) -> None:
+    """Also where nobody reads the standard output."""
     run = tmp_path / "run"
-    with started("-m", "zerojax", "train", config, "--run-dir", run) as process:
+    command = ("-m", "zerojax", "train", config, "--run-dir", run)
+    with full_pipe() as (_, writer), started(*command, stdout=writer) as process:
         wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) > 5, process)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == EXIT_STOPPED, out + err
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, err
     step = newest_valid(run / "checkpoints").step
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, (step or 0) + 1))
     assert f"stopped on request at step {step} of 100000" in err
@@ -180,3 +185,13 @@ def test_the_second_signal_ends_at_once(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.stderr.readline() == f"zerojax: {number.name} again: ending at once\n"
         assert process.wait(timeout=20) == 128 + number
+
+
+def test_two_signals_end_a_process_whose_output_nobody_reads() -> None:
+    with full_pipe() as (_, writer), started("-c", BUSY, stderr=writer) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from stopped_reader import full_pipe
 
 from zerojax.multihost import supervisor
 
@@ -126,3 +127,28 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path):
     supervisor.kill()
     supervisor.wait()
     assert gone(pid)
+
+
+@pytest.mark.parametrize("end", ["a dead rank", "two signals"])
+def test_a_job_ends_although_nobody_reads_its_output(end, tmp_path):
+    deaf = f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done"
+    script = "exit 7" if end == "a dead rank" else deaf
+    program = (
+        "import os, sys; from zerojax.multihost import supervisor as s;"
+        "chatty = s.Task('rank 0', ['sh', '-c', 'while :; do echo on and on; sleep 0.01; done'], os.environ);"
+        f"last = s.Task('rank 1', ['sh', '-c', {script!r}], os.environ);"
+        "sys.exit(s.run([chatty, last], grace=0.5).code)"
+    )
+    with full_pipe() as (_, writer):
+        job = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=writer)
+        try:
+            if end == "two signals":
+                while not (tmp_path / "ready").exists():
+                    assert job.poll() is None
+                    time.sleep(0.02)
+                for _ in range(2):
+                    job.terminate()
+                    time.sleep(0.5)
+            assert job.wait(timeout=30) == (7 if end == "a dead rank" else 128 + signal.SIGTERM)
+        finally:
+            job.kill()

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zerojax import terminal
 from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, report
 from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         code, _ = report(error)
     if is_stuck():
-        sys.stdout.flush()
+        terminal.last_words("")
         os._exit(code)
     return code
 
@@ -107,5 +108,5 @@ def _usage() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"zerojax: {message}", file=sys.stderr)
+    terminal.stderr.write(f"zerojax: {message}\n")
     return code

@@ -6,6 +6,7 @@ import socket
 import threading
 from typing import Any, Self
 
+from zerojax import terminal
 from zerojax.log import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,7 +53,7 @@ class StopRequest:
             if number[0] not in _SIGNALS:
                 continue
             if self.received:
-                logger.warning("%s again: ending at once", name)
+                terminal.last_words(f"zerojax: {name} again: ending at once\n")
                 os._exit(128 + number[0])
             self._received.set()
             logger.warning("%s: saving after this step; once more ends at once", name)

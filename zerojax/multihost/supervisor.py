@@ -1,7 +1,7 @@
 """Run the processes of one job on this machine, and end them together.
 
-Their output is prefixed with their names, line by line; SIGTERM and SIGINT are forwarded; if one fails, the
-others are told to end and, after a grace period, killed.
+Their output is prefixed with their names, line by line, and never waits for its reader for long; SIGTERM and
+SIGINT are forwarded; if one fails, the others are told to end and, after a grace period, killed.
 """
 
 import os
@@ -16,8 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from zerojax import terminal
 from zerojax.log import logger
 from zerojax.multihost import pdeathsig
+
+# Seconds that the output of tasks waits for a reader before lines queue, and then are dropped.
+_PATIENCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def run(
     Raises:
         TimeoutError: ``timeout`` has passed; all tasks have ended.
     """
-    return _Job(tasks, grace, timeout, output or sys.stdout.buffer, good, follows).run()
+    return _Job(tasks, grace, timeout, output, good, follows).run()
 
 
 @dataclass
@@ -101,12 +105,11 @@ class _Job:
     tasks: Sequence[Task]
     grace: float
     timeout: float | None
-    output: BinaryIO
+    output: BinaryIO | None
     good: Collection[int]
     follows: int | None
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()
         # ("signal", number) or ("end", index). A signal handler may put to a SimpleQueue, not to a Queue.
         self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -174,7 +177,7 @@ class _Job:
                 self._tell(running, signal.SIGTERM, limited=True)
             else:
                 names = ", ".join(self.tasks[i].name for i in sorted(running))
-                self._say(f"killing {names}: still running {self.grace:g} s after being told to end")
+                logger.warning(f"killing {names}: still running {self.grace:g} s after being told to end")
                 self._tell(running, signal.SIGKILL, limited=False)
                 self.deadline = None
         return late
@@ -187,7 +190,7 @@ class _Job:
         if code == self.follows:
             self.told.add(ended)
         else:
-            self._say(f"{self.tasks[ended].name} ended with {describe(code)}; ending the others")
+            logger.warning(f"{self.tasks[ended].name} ended with {describe(code)}; ending the others")
         self._tell(running, signal.SIGTERM, limited=True)
 
     def _next_event(self, limit: float | None) -> tuple[str, int]:
@@ -218,13 +221,15 @@ class _Job:
         with stream:
             for line in stream:
                 # A reader that has exited (| head) must not stop the task.
-                with self.lock, suppress(OSError, ValueError):
-                    self.output.write(prefix + line.rstrip(b"\n") + b"\n")
-                    self.output.flush()
+                with suppress(OSError, ValueError):
+                    self._write(prefix + line.rstrip(b"\n") + b"\n")
 
-    def _say(self, line: str) -> None:
-        with self.lock:
-            logger.warning(line)
+    def _write(self, line: bytes) -> None:
+        if self.output is None:
+            terminal.stdout.put(line, _PATIENCE)
+        else:
+            self.output.write(line)
+            self.output.flush()
 
     @contextmanager
     def _forward_signals(self) -> Generator[None]:

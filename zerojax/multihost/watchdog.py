@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from zerojax import terminal
 from zerojax.multihost.background import attempt
 
 # Number of recent steps whose median duration is used, and the least number required.
@@ -137,5 +138,5 @@ def dump_stacks(path: Path) -> str:
 
 def end_alone(path: Path, line: str) -> None:
     """End this process, which is stuck and has no peers; exit code 1."""
-    os.write(2, f"zerojax: {line}{dump_stacks(path)}\n".encode())
+    terminal.last_words(f"zerojax: {line}{dump_stacks(path)}\n")
     os._exit(1)

@@ -56,7 +56,7 @@ def checked_seed(seed: int) -> np.uint32:
 
 
 def is_time(value: object) -> TypeGuard[float]:
-    """Whether a value can be a number of seconds, or a Unix time, that ``datetime`` holds: up to year 5138."""
+    """Whether a value can be a Unix time, or a number of seconds, of any run: until the year 5138."""
     return isinstance(value, int | float) and 0 <= value < 1e11
 
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zerojax import terminal
 from zerojax.errors import EXIT_PEER_LOST, NO_RESTART, ConfigurationError, JobError
 from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.coordinator import Coordinator
@@ -66,8 +66,7 @@ class Peers:
         """End this process, which has failed, with an exit code, after telling the others why (one line)."""
         self._ending = True
         self._report(Failure("failed", self.rank, f"rank {self.rank} failed: {why}", code))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        terminal.last_words("")
         os._exit(code)
 
     def wait_for_failure(self, seconds: float) -> None:
@@ -105,11 +104,11 @@ class Peers:
         if failure.kind == "stuck" and self._stacks is not None:
             where = dump_stacks(self._stacks)
             time.sleep(_LINGER)
-        # A disk or pipe that hangs must not keep the process alive.
-        last = threading.Thread(target=lambda: (self._note(failure.why), sys.stdout.flush()), daemon=True)
-        last.start()
-        last.join(2)
-        os.write(2, f"zerojax: {failure.why}{where}\n".encode())
+        # A disk that hangs must not keep the process alive.
+        note = threading.Thread(target=self._note, args=(failure.why,), daemon=True)
+        note.start()
+        note.join(2)
+        terminal.last_words(f"zerojax: {failure.why}{where}\n")
         os._exit(failure.code if failure.code in NO_RESTART else EXIT_PEER_LOST)
 
     def _do[T](self, work: Coroutine[Any, Any, T]) -> T:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from zerojax import terminal
 from zerojax.errors import file_errors
 from zerojax.run.config import DataSection, MixtureSource
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, load_template
@@ -34,7 +35,7 @@ _BATCH_BYTES = 1 << 22
 
 
 def _print(message: str) -> None:
-    print(message, flush=True)
+    terminal.stdout.write(f"{message}\n")
 
 
 def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _print) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from zerojax import terminal
 from zerojax.formatting import abbreviated, size
 
 # Weight of the newest step in the smoothed step time, half of which comes from the last seven steps.
@@ -42,7 +43,9 @@ class Progress:
         console: Console | None = None,
         shown: bool = True,
     ) -> None:
-        self._console = console or Console(soft_wrap=True, quiet=not shown)
+        self._console = console or Console(
+            file=cast(TextIO, terminal.stdout), soft_wrap=True, quiet=not shown
+        )
         self._steps = steps
         self._every = every
         self._seconds: float | None = None
