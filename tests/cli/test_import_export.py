@@ -100,6 +100,9 @@ def test_a_models_chat_template_is_kept_used_and_exported(
     for wanted in (template, CHATML):
         assert main(["export", run, str(out)]) == 0
         assert (out / "chat_template.jinja").read_text() == wanted
+        # The import had no such file; llama2's tokenizer writes <|end|>, the first of its tokens, in both.
+        ends = json.loads((out / "generation_config.json").read_text())
+        assert ends == {"bos_token_id": 0, "eos_token_id": 0}
         shutil.rmtree(out)
         folder = RunFolder(tmp_path / "run")
         config = folder.read_config()

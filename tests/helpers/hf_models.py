@@ -5,14 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from zerojax.interop.huggingface import ModelFolder, import_model
 from zerojax.interop.huggingface.source import model_section
 from zerojax.models import GPTConfig
+from zerojax.run.build import abstract_model
 from zerojax.run.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
 from zerojax.run.run_dir import RunFolder
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.param_tree import to_tree
+from zerojax.train.state import TrainState, begin_with
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "huggingface"
 NAMES = ("gpt2", "opt", "llama2", "llama3")
@@ -28,6 +33,17 @@ def run_config(model: GPTConfig, preset: str = "zero++") -> RunConfig:
         mesh=MeshSection(nodes=2, local=4),
         log=LogSection(trackers=()),
     )
+
+
+def random_state(config: RunConfig) -> TrainState:
+    """A state whose weights are all random."""
+    state = abstract_model(config)
+
+    def random(leaf: ParamLayout) -> jax.Array:
+        values = np.random.default_rng(leaf.index).standard_normal(leaf.stored_shape, np.float32)
+        return jax.device_put(values, state.spec.sharding(state.spec.param_spec(leaf)))
+
+    return begin_with(state, to_tree({leaf.path: random(leaf) for leaf in state.spec.leaves}), 0)
 
 
 def begin_run(model: Path, folder: RunFolder) -> None:

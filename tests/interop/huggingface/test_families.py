@@ -49,7 +49,8 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
     state, files = abstract_model(config), SafetensorFiles(folder)
     parts = family.parts(model, family.prefix)
     check_tensors(state.spec, files, family, parts)
-    return Loaded(folder, family, model, parts, begin_with(state, load_params(state.spec, files, parts), 0))
+    state = begin_with(state, load_params(state.spec, files, parts), 0)
+    return Loaded(folder, family, model, parts, state)
 
 
 def test_logits_are_those_of_transformers(loaded: Loaded):

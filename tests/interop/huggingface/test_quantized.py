@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_codec
-from hf_models import FIXTURES, run_config
+from hf_models import FIXTURES, random_state, run_config, tensors
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import (
@@ -16,6 +16,7 @@ from zerojax.interop.huggingface import (
     ModelFolder,
     WeightFormat,
     check_quantizable,
+    export_model,
     plan_export,
 )
 from zerojax.interop.huggingface.exporting import Target
@@ -114,3 +115,34 @@ def test_what_cannot_be_expressed_is_refused():
         check_quantizable(state, target, WeightFormat("int8", 128))
     with pytest.raises(ZeroError, match=r"k_proj\.weight has 64 outputs.*blocks of 128"):
         check_quantizable(state, target, WeightFormat("int8", 128, "output"))
+
+
+@pytest.mark.parametrize("along", ["input", "output"])
+@pytest.mark.parametrize("name", ["glm4", "phi3-longrope"])
+def test_layers_that_share_a_tensor_are_quantized_into_it(name: str, along: Direction, tmp_path: Path):
+    model = ModelFolder.open(FIXTURES / "families" / name).model
+    wide = {"layers": 1, "d_model": 64, "ffn": 64, "heads": 2, "kv_heads": 1, "head_width": 64}
+    if model.rope_scaling == "longrope":
+        wide |= dict.fromkeys(("rope_short_factors", "rope_long_factors"), (1.5,) * 24)
+    config, folder = run_config(replace(model, **wide)), RunFolder(tmp_path / "no-run")
+    state = random_state(config)
+    target, how = plan_export(state, config, folder, None), WeightFormat("int4", 64, along)
+    check_quantizable(state, target, how)
+    export_model(state, config, folder, target, tmp_path / "full")
+    export_model(state, config, folder, target, tmp_path / "out", how)
+    raw, full = SafetensorFiles(tmp_path / "out"), tensors(tmp_path / "full")
+    files, fused = QuantizedFiles(raw, how), "model.layers.0.mlp.gate_up_proj.weight"
+    np.testing.assert_array_equal(raw.read(f"{fused}_shape"), (128, 64))
+    assert files.specs.keys() == full.keys()
+    for tensor, values in full.items():
+        expected = values
+        if ".layers." in tensor and values.ndim == 2:
+            rows = values if along == "input" else values.T
+            rows = reference_codec.decode(reference_codec.encode(rows, "int4", 64), "int4", rows.shape[1], 64)
+            expected = rows if along == "input" else rows.T
+        whole = files.read(tensor, *(slice(None) for _ in values.shape))
+        np.testing.assert_array_equal(whole, expected, tensor)
+    larger = WeightFormat("int4", 128, "output")
+    gate = next(one for one in larger.tensors(state.spec, target.parts) if one.name == fused)
+    with pytest.raises(ZeroError, match=r"gate_up_proj\.weight has 64 outputs.*blocks of 128"):
+        larger.check(gate)

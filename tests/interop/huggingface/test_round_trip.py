@@ -7,18 +7,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hf_models import FIXTURES, copy_of, run_config, tensors
+import tokenizers
+from hf_models import FIXTURES, copy_of, random_state, run_config, tensors
 from imported_runs import Imported
 
 from zerojax import gather_model
 from zerojax.interop.huggingface import ModelFolder, export_model, plan_export
+from zerojax.interop.huggingface.exporting import _write_generation
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.save import each_tensor, tensor_specs
 from zerojax.run.build import abstract_model
+from zerojax.run.data import BPETokenizer, ChatTemplate
+from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
-from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.param_tree import to_tree
 from zerojax.train.state import begin_with
 
 
@@ -43,6 +45,22 @@ def test_a_round_trip_changes_no_bit(imported: Imported, tmp_path: Path):
         assert after[tensor].tobytes() == values.tobytes(), tensor
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (imported.model / file).read_bytes(), file
+
+
+def test_what_ends_a_message_is_named_among_the_ends(tmp_path: Path):
+    tokens = {"<s>": 0, "</s>": 1, "<|im_end|>": 2}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))
+    inner.add_special_tokens(list(tokens))
+    tokenizer, path = BPETokenizer(inner, "</s>", "<s>"), tmp_path / "generation_config.json"
+    chatml = ChatTemplate(CHATML, tokenizer.special_tokens)
+    for template, ends in ((None, 1), (chatml, [1, 2])):
+        path.unlink(missing_ok=True)
+        _write_generation(tokenizer, template, tmp_path)
+        assert json.loads(path.read_text()) == {"bos_token_id": 0, "eos_token_id": ends}
+    path.write_text('{"eos_token_id": 1, "temperature": 0.5}')
+    for template, ends in ((None, 1), (chatml, [1, 2]), (chatml, [1, 2])):
+        _write_generation(tokenizer, template, tmp_path)
+        assert json.loads(path.read_text()) == {"eos_token_id": ends, "temperature": 0.5}
 
 
 def test_files_are_split_where_they_grow_too_large(imported: Imported, tmp_path: Path):
@@ -103,15 +121,7 @@ def larger(tmp_path_factory):
         ModelFolder.open(FIXTURES / "llama3").model, d_model=64, vocab_size=256, ffn=128
     )
     config = run_config(model, "zero3")
-    state = abstract_model(config)
-    shapes = {leaf.path: leaf for leaf in state.spec.leaves}
-
-    def random(leaf: ParamLayout):
-        sharding = state.spec.sharding(state.spec.param_spec(leaf))
-        values = np.random.default_rng(leaf.index).standard_normal(leaf.stored_shape, np.float32)
-        return jax.device_put(values, sharding)
-
-    state = begin_with(state, to_tree({path: random(leaf) for path, leaf in shapes.items()}), 0)
+    state = random_state(config)
     folder = RunFolder(tmp_path_factory.mktemp("larger") / "run")
     out = folder.path.with_name("model")
     export_model(state, config, folder, plan_export(state, config, folder, None), out)

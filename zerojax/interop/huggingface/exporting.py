@@ -19,11 +19,12 @@ from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
-from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files, write_tokenizer
+from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, copy_files, write_tokenizer
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model, is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data import open_template, open_tokenizer
+from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
+from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import TEMPLATE
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState, begin_with
@@ -91,8 +92,7 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
     """Refuse a model that this format cannot quantize, before anything is written.
 
     Raises:
-        ConfigurationError: its layers are not ``torch.nn.Linear``, share a tensor, or do not divide into
-            blocks.
+        ConfigurationError: its layers are not ``torch.nn.Linear``, or do not divide into blocks.
     """
     if not target.family.linear:
         raise ConfigurationError(
@@ -100,11 +100,6 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
             f"{target.family.architecture}, only OPT and models like LLaMA; leave --weights out"
         )
     for tensor in how.tensors(state.spec, target.parts):
-        if tensor.part.rows is not None:
-            raise ConfigurationError(
-                f"--weights {how.format}: {tensor.name} joins several layers, which cannot be quantized "
-                "together; leave --weights out"
-            )
         how.check(tensor)
 
 
@@ -143,11 +138,13 @@ def export_model(
             if writer is None or name not in target.specs:
                 continue
             spec = target.specs[name]
+            first = tensor.part.first_row
             if how is not None and name in quantized:
                 for part, array in how.encode(name, values, spec).items():
-                    writer.write(part, array)
+                    if not (first and part.endswith("_shape")):  # that of the tensor is there
+                        writer.write(part, array, first * len(array) // len(values))
             else:
-                writer.write(name, cast(name, values, spec.dtype), tensor.part.first_row)
+                writer.write(name, cast(name, values, spec.dtype), first)
         if writer is not None:
             writer.close()
             _write_settings(target, how, config, folder, draft)
@@ -208,9 +205,26 @@ def _write_settings(
     if how is not None:
         values = values | {"quantization_config": how.config(["lm_head"])}
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    tokenizer, template = open_tokenizer(config.data, folder.data), None
     if target.imported is not None and config.data.tokenizer == str(folder.tokenizer.absolute()):
         copy_files(target.imported, out, KEPT)
     else:
-        write_tokenizer(open_tokenizer(config.data, folder.data), out)
+        write_tokenizer(tokenizer, out)
     if any(one.kind == "chat" for one in config.data.sources):
-        (out / TEMPLATE).write_text(open_template(config.data, folder.data).source, encoding="utf-8")
+        template = open_template(config.data, folder.data)
+        (out / TEMPLATE).write_text(template.source, encoding="utf-8")
+    _write_generation(tokenizer, template, out)
+
+
+def _write_generation(tokenizer: Tokenizer, template: ChatTemplate | None, out: Path) -> None:
+    """Name what begins and ends a text, unless the model's own file does, and what ends a message."""
+    own = (out / GENERATION).is_file()
+    plain = {"bos_token_id": tokenizer.begin_of_text, "eos_token_id": tokenizer.end_of_text}
+    values = read_config_json(out, GENERATION) if own else plain
+    given = values.get("eos_token_id")
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if template is not None and (end := AnswerEnd.of(tokenizer, template).token) not in ends:
+        values = values | {"eos_token_id": [*ends, end]}
+    elif own:
+        return
+    (out / GENERATION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -68,7 +68,7 @@ class WeightFormat:
             ConfigurationError: naming it and the way out.
         """
         height, width = self.block_shape
-        outputs, inputs = tensor.shape
+        inputs, outputs = tensor.leaf.shape[0], len(range(tensor.leaf.shape[1])[tensor.part.columns])
         if outputs % height or inputs % width:
             extent = inputs if self.along == "input" else outputs
             raise ConfigurationError(
@@ -93,7 +93,7 @@ class WeightFormat:
     def encode(
         self, name: str, values: Float32[np.ndarray, "outputs inputs"], spec: TensorSpec
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """The tensors of a file that encode one tensor.
+        """The tensors of a file that encode one tensor, or some of its rows.
 
         Raises:
             ConfigurationError: a weight is not finite.
@@ -116,7 +116,7 @@ class WeightFormat:
         return {
             f"{name}_packed": _pack(offset, self.bits),
             f"{name}_scale": scale,
-            f"{name}_shape": np.array(values.shape, np.int64),
+            f"{name}_shape": np.array(spec.shape, np.int64),
         }
 
     def config(self, ignored: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import tokenizers
 from zerojax.run.data import BPETokenizer, ByteTokenizer, DataError, Tokenizer
 from zerojax.run.data.tokenizer import END_OF_TEXT, SETTINGS, read_inner, read_settings, special_token
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 KEPT = (
     TOKENIZER,
     SETTINGS,
@@ -20,7 +20,7 @@ KEPT = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 """Files of a folder that a run keeps, for an export to write back."""
 
