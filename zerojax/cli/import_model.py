@@ -21,7 +21,7 @@ _NO_TOKENIZER = ""
 
 @dataclass(frozen=True)
 class Options:
-    """Start a run from the weights of a Hugging Face model: GPT-2, OPT, LLaMA, Mistral, Qwen, Phi-3 or Gemma.
+    """Start a run from the weights of a Hugging Face model: GPT-2, OPT, LLaMA, Qwen, Gemma and others.
 
     `zerojax train RUN/config.toml --run-dir RUN` trains it further; `zerojax sample RUN` and `zerojax eval
     RUN` use it. Architecture and tokenizer are the model's; all other settings are CONFIG's or the defaults,
