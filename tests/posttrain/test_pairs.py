@@ -58,11 +58,13 @@ def test_prompts_with_their_chosen_answers(tmp_path: Path) -> None:
 
 def test_pairs_that_are_too_long_or_equal_are_left_out(tmp_path: Path) -> None:
     rows = [row(i) for i in range(8)] + [row(8, rejected="x" * 9), row(9, rejected=" yes")]
+    rows.append(row(10, rejected=""))
     pairs = read(write(tmp_path / "rows.jsonl", rows), longest=12)
     assert len(pairs.train) + len(pairs.held_out) == 8
     assert pairs.notes(12) == [
         "1 pairs have more than 12 tokens, and are left out",
         "1 pairs are of two equal answers, and are left out",
+        "1 pairs have an empty answer, and are left out",
     ]
 
 
@@ -126,8 +128,8 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
         ([{"prompt": "a", "chosen": "b"}], r"rows.jsonl:1: .*'rejected'"),
         ([row(1, chosen=3)], r"rows.jsonl:1: column 'chosen' is int, not text"),
         ([row(1), row(2, rejected=[])], "rows.jsonl:2: column 'rejected' is list, not text"),
-        ([row(1, chosen="")], "column 'chosen' is empty"),
-        ([row(1, chosen="b" * 99)], "none of 1 pairs is left: 1 have more than 99 tokens"),
+        ([row(1, chosen="")], "none of 1 pairs is left: 1 have an empty answer"),
+        ([row(1, chosen="b" * 99)], "none of 1 pairs is left: 0 have an empty answer, 1 have more than 99"),
         ([row(1, chosen=" no")], "of 1 both answers are the same"),
         ([], "empty"),
     ],

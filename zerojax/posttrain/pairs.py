@@ -12,7 +12,7 @@ from zerojax.posttrain.prompts import files_of
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, evenly_spread, hold_out
 from zerojax.run.data.answers import AnswerEnd, Item
-from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, text_of
+from zerojax.run.data.examples import TOOLS, Completions, Conversations, Encoded, Examples, text_of
 from zerojax.run.data.formats import read_rows
 
 _AT_ONCE = 1024
@@ -70,12 +70,14 @@ class Pairs:
         held_out: those of evaluations.
         too_long: how many were left out for their length.
         equal: how many were left out because their answers are the same.
+        empty: how many were left out because an answer is empty.
     """
 
     train: Sequence[Pair]
     held_out: Sequence[Pair]
     too_long: int
     equal: int
+    empty: int
 
     @classmethod
     def read(
@@ -92,17 +94,19 @@ class Pairs:
         Raises:
             DataError: a file is damaged, a row is not as it should be, or no pair is left.
         """
-        every = list(_read(data, tokenizer, template))
+        read = list(_read(data, tokenizer, template))
+        every = [pair for pair in read if pair is not None]
+        empty = len(read) - len(every)
         fitting = [pair for pair in every if pair.length <= longest]
         pairs = [pair for pair in fitting if not np.array_equal(pair.chosen.tokens, pair.rejected.tokens)]
         if not pairs:
             raise DataError(
-                f"data.source {data.source!r}: none of {len(every):,} pairs is left: "
-                f"{len(every) - len(fitting):,} have more than {longest} tokens (train.sequence_length), "
-                f"and of {len(fitting):,} both answers are the same"
+                f"data.source {data.source!r}: none of {len(read):,} pairs is left: "
+                f"{empty:,} have an empty answer, {len(every) - len(fitting):,} have more than {longest} "
+                f"tokens (train.sequence_length), and of {len(fitting):,} both answers are the same"
             )
         train, held_out = hold_out(pairs, lambda pair: pair.prompt, data.validation)
-        return cls(train, held_out, len(every) - len(fitting), len(fitting) - len(pairs))
+        return cls(train, held_out, len(every) - len(fitting), len(fitting) - len(pairs), empty)
 
     def notes(self, longest: int) -> list[str]:
         """Lines about the pairs that are left out."""
@@ -111,6 +115,8 @@ class Pairs:
             notes.append(f"{self.too_long:,} pairs have more than {longest} tokens, and are left out")
         if self.equal:
             notes.append(f"{self.equal:,} pairs are of two equal answers, and are left out")
+        if self.empty:
+            notes.append(f"{self.empty:,} pairs have an empty answer, and are left out")
         return notes
 
 
@@ -124,17 +130,24 @@ def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
     return items
 
 
-def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair]:
+def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair | None]:
+    """The pairs of all files; None for one with an empty answer."""
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
     answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template)
-    rows = (row for path in files_of(data, "pairs") for row in read_rows(path, (given, *answers)))
+    rows = (
+        row
+        for path in files_of(data, "pairs")
+        for row in read_rows(path, (given, *answers), optional=(TOOLS,) if template else ())
+    )
     for some in itertools.batched(rows, _AT_ONCE):
-        documents = [
-            _document(row, column, place, data, template) for place, row in some for column in answers
+        both = [
+            tuple(_document(row, column, place, data, template) for column in answers) for place, row in some
         ]
-        encoded = examples.encode(tokenizer, documents)
-        for document, chosen, rejected in zip(documents[::2], encoded[::2], encoded[1::2], strict=True):
+        learnable = [documents for documents in both if all(document.targets for document in documents)]
+        yield from [None] * (len(both) - len(learnable))
+        encoded = examples.encode(tokenizer, [document for documents in learnable for document in documents])
+        for (document, _), chosen, rejected in zip(learnable, encoded[::2], encoded[1::2], strict=True):
             assert document.targets is not None
             start = document.targets[0][0]
             yield Pair(_ended(chosen, end), _ended(rejected, end), document.text.decode()[:start].encode())

@@ -10,7 +10,8 @@ from jaxtyping import Int32
 
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Tokenizer, evenly_spread, hold_out, open_source
-from zerojax.run.data.examples import checked_messages, text_of
+from zerojax.run.data.chat_template import text_of_content
+from zerojax.run.data.examples import TOOLS, checked_messages, checked_tools, text_of
 from zerojax.run.data.formats import encode_text, read_rows
 
 
@@ -96,7 +97,7 @@ def _read_table(
     path: Path, data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Iterator[Prompt]:
     column = data.prompt_column if template is None else data.messages_column
-    for place, row in read_rows(path, (column,), others=True):
+    for place, row in read_rows(path, (column,), optional=(TOOLS,) if template else (), others=True):
         rest = {key: value for key, value in row.items() if key != column}
         if taken := {"prompt", "completion"} & rest.keys():
             raise DataError(
@@ -115,7 +116,9 @@ def _encode(
         return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
     messages = checked_messages(row[column], column, place)
     try:
-        text = template.render(messages, add_generation_prompt=True)
+        text = template.render(messages, tools=checked_tools(row, place), add_generation_prompt=True)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-    return tokenizer.encode(encode_text(text, place)).astype(np.int32), messages[-1]["content"]
+    return tokenizer.encode(encode_text(text, place)).astype(np.int32), text_of_content(
+        messages[-1].get("content")
+    )

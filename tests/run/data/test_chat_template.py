@@ -46,6 +46,18 @@ def test_a_conversation_is_rendered_as_transformers_does(name: str) -> None:
             assert template(name).render_targets(messages)[1] == tuple(map(tuple, row["ranges"]))
 
 
+def test_tools_their_calls_and_lists_of_texts_are_rendered_as_transformers_does() -> None:
+    for case in KNOWN["tools"]:
+        assert template("tools").render(case["messages"], tools=case["tools"]) == case["text"]
+    # What a template does not write is refused; a list of texts is joined for those that read none.
+    call, tools = (KNOWN["tools"][0][name] for name in ("messages", "tools"))
+    assert "What is 1 + 2?  Be brief.<|im_end|>" in template("chatml").render(call[:1])
+    with pytest.raises(DataError, match="does not write the tools"):
+        template("chatml").render(call[:1], tools=tools)
+    with pytest.raises(DataError, match="message 1 has tool calls in place of a content"):
+        template("chatml").render(call)
+
+
 def test_the_built_in_template_is_the_published_one() -> None:
     for messages in KNOWN["conversations"].values():
         for prompt in (False, True):
@@ -93,6 +105,7 @@ def test_the_end_of_a_turn() -> None:
         "headers": "<|eot_id|>",
         "instruct": " </s>",
         "thinking": "<|im_end|>\n",
+        "tools": "<|im_end|>\n",
         "turns": "<end_of_turn>\n",
     }
 

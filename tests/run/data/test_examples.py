@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from environment import ROOT
 from pyarrow import parquet
 
 from zerojax.run.config import DataSection, MixtureSource
@@ -28,6 +29,7 @@ from zerojax.run.data.chat_template import CHATML
 from zerojax.run.data.examples import Completions, Conversations
 from zerojax.validation.checksummed_json import load_checked
 
+FIXTURES = ROOT / "tests" / "fixtures" / "chat"
 CHAT = DataSection(kind="chat", chat_template="chatml", packing="documents", validation=0.2)
 COMPLETION = DataSection(kind="completion", packing="documents", validation=0.2)
 
@@ -98,6 +100,42 @@ def test_of_conversations_the_assistants_turns_count(tmp_path: Path, name: str) 
     assert "of which count" in data.describe()
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_tools_of_a_conversation_reach_the_template(tmp_path: Path, name: str, as_text: bool) -> None:
+    known = json.loads((FIXTURES / "rendered.json").read_text())
+    case = known["tools"][0]
+    # A column of Parquet has one type, and its tables the keys of all rows.
+    messages = [
+        m | {"content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
+        for m in case["messages"]
+    ]
+    other = [
+        {"type": "function", "function": {"name": "none", "parameters": {"properties": {"c": {"type": "x"}}}}}
+    ]
+    tools = [json.dumps(one) if as_text else one for one in (case["tools"], other)]
+    rows = [{"messages": messages, "tools": one} for one in tools]
+    template = ChatTemplate((FIXTURES / "tools.jinja").read_text(), known["special_tokens"])
+    document, _ = Conversations(template).read(write_rows(tmp_path / name, rows))
+    assert document.text.decode() == case["text"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_an_empty_completion_is_left_out_and_counted(tmp_path: Path, name: str) -> None:
+    rows = questions(30)
+    for row in rows[4:6]:
+        row["completion"] = ""
+    settings = replace(COMPLETION, source=str(write_rows(tmp_path / name, rows)))
+    prepare(settings, tmp_path / "data")
+    data = open_dataset(settings, tmp_path / "data")
+    found = [
+        text for part in (data.parts[0].train, data.parts[0].validation) for text, _ in documents_of(part)
+    ]
+    kept = [row for row in rows if row["completion"]]
+    assert sorted(found) == sorted(f"\0{row['prompt']}{row['completion']}\0".encode() for row in kept)
+    assert data.notes(99) == [f"{settings.source}: 2 rows have an empty completion, and are left out"]
+
+
 def test_tokens_of_a_bpe_count_if_their_text_does(tmp_path: Path) -> None:
     text = [b"<|im_start|>assistant\nhello  hello\n\nw\xc3\xb6rld\n<|im_end|> \n" * 3]
     tokenizer = BPETokenizer.train(text * 30, 330)
@@ -142,6 +180,17 @@ MESSAGE = {"role": "user", "content": "a"}
             r"rows.jsonl:2: message 0 has no 'content' among \['role'\]",
         ),
         (CHAT, {"messages": [MESSAGE | {"content": None}]}, "rows.jsonl:2: message 0 has null as content"),
+        (
+            CHAT,
+            {"messages": [MESSAGE | {"content": [{"type": "image_url"}]}]},
+            "rows.jsonl:2: message 0 has {'type': 'image_url'} in its content: zerojax reads text only",
+        ),
+        (CHAT, {"messages": [MESSAGE], "tools": [3]}, r"rows.jsonl:2: column 'tools' is \[3\], not a list"),
+        (
+            CHAT,
+            {"messages": [MESSAGE], "tools": "x"},
+            "rows.jsonl:2: column 'tools' is text that is not JSON",
+        ),
         (CHAT, {"messages": [MESSAGE]}, "rows.jsonl:2: no message of the assistant"),
         (
             CHAT,
@@ -155,7 +204,6 @@ MESSAGE = {"role": "user", "content": "a"}
         ),
         (COMPLETION, {"prompt": "a"}, "rows.jsonl:2: no column 'completion'"),
         (COMPLETION, {"prompt": 3, "completion": "b"}, "rows.jsonl:2: column 'prompt' is int, not text"),
-        (COMPLETION, {"prompt": "a", "completion": ""}, "rows.jsonl:2: column 'completion' is empty"),
         (COMPLETION, {"prompt": "\0", "completion": "b"}, "rows.jsonl:2: a NUL byte"),
         (COMPLETION, ["a"], "rows.jsonl:2: a list instead of a JSON object"),
     ],

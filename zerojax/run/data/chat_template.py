@@ -39,9 +39,11 @@ BUILT_IN = {"chatml": CHATML}
 """Name -> template, for tokenizers that have none."""
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 Ranges = tuple[tuple[int, int], ...]
 
 _PROBE = "0f2c9a71"  # content that no template writes itself
+_TOOLS = re.compile(r"\btools\b")
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -74,19 +76,24 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"{self.name}: line {error.lineno}: {printable(str(error))}") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
+    ) -> str:
         """The text of a conversation.
 
         Args:
-            messages: each with "role" and "content", and perhaps other keys that the template knows.
+            messages: each with "role" and "content", and perhaps other keys that the template knows. The
+                content is a text, a list of texts as {"type": "text", "text": ...}, or, beside tool calls,
+                None.
+            tools: descriptions of what the assistant may call, as JSON schemas.
             add_generation_prompt: end with what begins an answer.
 
         Raises:
-            DataError: the template is not valid, or refuses the conversation.
+            DataError: the template is not valid, or refuses the conversation, or does not write its tools.
         """
-        return self._render(messages, add_generation_prompt)[0]
+        return self._render(messages, tools, add_generation_prompt)[0]
 
-    def render_targets(self, messages: Sequence[Message]) -> tuple[str, Ranges]:
+    def render_targets(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
         """The text of a conversation, and the ranges of its characters that an assistant is to write.
 
         These are what the template puts into ``{% generation %}`` blocks; in a template without them, what
@@ -97,19 +104,19 @@ class ChatTemplate:
             DataError: as for ``render``; there is nothing to learn; or the template has no blocks and does
                 not continue where the text of fewer messages ends.
         """
-        text, ranges = self._render(messages, False)
+        text, ranges = self._render(messages, tools, False)
         if not _BLOCK.search(self.source):
             turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-            ranges = tuple(self._turn(messages, number, text) for number in turns)
+            ranges = tuple(self._turn(messages, tools, number, text) for number in turns)
         ranges = tuple((start, end) for start, end in ranges if start < end)
         if not ranges:
             raise DataError("no message of the assistant, so there is nothing to learn")
         return text, ranges
 
-    def _turn(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+    def _turn(self, messages: Sequence[Message], tools: Tools, number: int, text: str) -> tuple[int, int]:
         """The range of an assistant's message in the text of the whole conversation."""
-        before, _ = self._render(messages[:number], True)
-        after, _ = self._render(messages[: number + 1], False)
+        before, _ = self._render(messages[:number], tools, True)
+        after, _ = self._render(messages[: number + 1], tools, False)
         if not (after.startswith(before) and text.startswith(after)):
             raise DataError(
                 f"{self.name} writes the messages up to {number} differently when others follow: mark what "
@@ -142,17 +149,48 @@ class ChatTemplate:
             )
         return ending
 
-    def _render(self, messages: Sequence[Message], prompt: bool) -> tuple[str, Ranges]:
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads contents that are lists of texts."""
+        parts = [{"type": "text", "text": _PROBE}]
+        try:
+            text, _ = self._run([{"role": role, "content": parts} for role in ("user", "assistant")])
+        except DataError:
+            return False
+        return text.count(_PROBE) == 2 and not re.search("['\"]type['\"]", text)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, prompt: bool) -> tuple[str, Ranges]:
+        if tools and not _TOOLS.search(self.source):
+            raise DataError(
+                f"{self.name} does not write the tools that come with the conversation: set "
+                "data.chat_template to one that does, or drop their column"
+            )
+        plain: list[Message] = []
+        for number, message in enumerate(messages):
+            # A column of Parquet has null for the keys that a message lacks.
+            own = {key: value for key, value in message.items() if value is not None or key == "content"}
+            content = own.get("content")
+            if content is None and "tool_calls" not in self.source:
+                raise DataError(
+                    f"message {number} has tool calls in place of a content, and {self.name} writes none: "
+                    "set data.chat_template to one that does"
+                )
+            if isinstance(content, list) and not self._reads_parts:
+                own["content"] = text_of_content(content)
+            plain.append(own)
+        return self._run(plain, tools, prompt)
+
+    def _run(
+        self, messages: Sequence[Message], tools: Tools = None, prompt: bool = False
+    ) -> tuple[str, Ranges]:
         template = self._compiled
-        # A column of Parquet has null for the keys that a message lacks.
-        plain = [{key: value for key, value in m.items() if value is not None} for m in messages]
         blocks: list[str] = []
         ranges: list[tuple[int, int]] = []
         try:
             with _GenerationBlocks.recorded(template.environment, blocks, ranges):
                 for block in template.generate(
-                    messages=plain,
-                    tools=None,
+                    messages=messages,
+                    tools=tools,
                     documents=None,
                     add_generation_prompt=prompt,
                     **self.special_tokens,
@@ -168,6 +206,13 @@ class ChatTemplate:
         ) as error:
             raise DataError(f"{self.name}: {printable(str(error))}") from error
         return "".join(blocks), tuple(ranges)
+
+
+def text_of_content(content: Any) -> str:
+    """The text of a message's content, as ``ChatTemplate.render`` takes it."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
 
 
 def find_template(folder: Path) -> str | None:

@@ -92,13 +92,15 @@ class Dataset:
         return f"{text} of the completions, whose perplexity is {perplexity(loss):.{digits}f}"
 
     def notes(self, length: int) -> list[str]:
-        """A line for each source some of whose prompts, completions or conversations do not fit into a row.
+        """Lines about what of each source is left out or cut: empty completions, and what fits into no row.
 
         Args:
             length: tokens that a row predicts.
         """
         found = []
         for part in self.parts:
+            if empty := part.train.header.empty:
+                found.append(f"{part.source}: {empty:,} rows have an empty completion, and are left out")
             if part.train.mask is None or not (short := shortened(part.train, length)).cut:
                 continue
             found.append(

@@ -11,7 +11,10 @@ from jaxtyping import Bool, UInt32
 from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.formats import DataError, Document, encode_text, read_rows
 from zerojax.run.data.tokenizer import Tokenizer
-from zerojax.validation.untrusted import short
+from zerojax.validation.untrusted import parse_json, short
+
+TOOLS = "tools"
+"""The column of the tools of a conversation."""
 
 
 class Encoded(NamedTuple):
@@ -66,14 +69,15 @@ class Completions:
     def document(self, row: Mapping[str, Any], place: str) -> Document:
         """The prompt and completion of one row.
 
+        Of an empty completion nothing counts.
+
         Raises:
-            DataError: they are not text, or the completion is empty.
+            DataError: they are not text.
         """
         prompt, completion = (text_of(row, column, place) for column in (self.prompt, self.completion))
-        if not completion:
-            raise DataError(f"{place}: column {self.completion!r} is empty, so there is nothing to learn")
         whole = prompt + completion
-        return Document(place, encode_text(whole, place), ((len(prompt), len(whole)),))
+        targets = ((len(prompt), len(whole)),) if completion else ()
+        return Document(place, encode_text(whole, place), targets)
 
     def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
         """The tokens of prompts and completions; see ``Examples``."""
@@ -97,6 +101,8 @@ class Completions:
 class Conversations:
     """Rows with a list of messages in one column, which a chat template turns into text.
 
+    The tools that the assistant may call are in the column "tools", where there is one.
+
     The tokens are those of the text as a whole, as with ``apply_chat_template`` in transformers: the template
     decides which special tokens there are. A token counts in the loss if any of its characters does.
     """
@@ -106,7 +112,7 @@ class Conversations:
 
     def read(self, path: Path) -> Iterator[Document]:
         """The conversations of a table; see ``Examples``."""
-        for place, row in read_rows(path, (self.messages,)):
+        for place, row in read_rows(path, (self.messages,), optional=(TOOLS,)):
             yield self.document(row, place)
 
     def document(self, row: Mapping[str, Any], place: str, answer: str | None = None) -> Document:
@@ -123,7 +129,7 @@ class Conversations:
         messages = checked_messages(row[self.messages], self.messages, place)
         added = [] if answer is None else [{"role": "assistant", "content": answer}]
         try:
-            text, targets = self.template.render_targets([*messages, *added])
+            text, targets = self.template.render_targets([*messages, *added], checked_tools(row, place))
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         return Document(place, encode_text(text, place), targets[-1:] if added else targets)
@@ -169,7 +175,8 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
         place: of the row, for messages to the user.
 
     Raises:
-        DataError: they are no list of messages with role and content.
+        DataError: they are no list of messages with role and content. The content is a text or a list of
+            texts, {"type": "text", "text": ...}; a message with tool calls needs none.
     """
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _kind(messages)
@@ -179,7 +186,10 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
         if not isinstance(message, dict):
             raise DataError(f"{here} is {_kind(message)}, not a table with role and content")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+            value = message.get(key)
+            if key == "content" and isinstance(value, list):
+                _check_parts(value, here)
+            elif not (isinstance(value, str) or (key == "content" and value is None and _calls(message))):
                 keys = short(list(message))
                 what = (
                     f"has no {key!r} among {keys}"
@@ -188,6 +198,43 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
                 )
                 raise DataError(f"{here} {what}: role and content are text")
     return messages
+
+
+def checked_tools(row: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
+    """The tools of a conversation's row; None if it has none.
+
+    Args:
+        row: of the table, whose column "tools" has a list of tables, or that list as a text of JSON.
+        place: of the row, for messages to the user.
+
+    Raises:
+        DataError: the column has something else.
+    """
+    tools = row.get(TOOLS)
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools) if tools.strip() else None
+        except ValueError as error:
+            raise DataError(f"{place}: column {TOOLS!r} is text that is not JSON: {error}") from error
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{place}: column {TOOLS!r} is {short(tools)}, not a list of tools: clean the data")
+    return [{key: value for key, value in tool.items() if value is not None} for tool in tools]
+
+
+def _check_parts(parts: list[Any], here: str) -> None:
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise DataError(
+                f"{here} has {short(part)} in its content: zerojax reads text only, as "
+                '{"type": "text", "text": ...}'
+            )
+
+
+def _calls(message: dict[str, Any]) -> bool:
+    calls = message.get("tool_calls")
+    return isinstance(calls, list) and len(calls) > 0
 
 
 def _kind(value: Any) -> str:

@@ -40,7 +40,8 @@ class Document:
     Attributes:
         place: for messages: a file, "FILE:LINE" or "FILE row ROW"; lines count from 1, rows from 0.
         text: its bytes; UTF-8, but those of a plain text file may be anything.
-        targets: the ranges of characters, in order, that count in the loss; None if all do.
+        targets: the ranges of characters, in order, that count in the loss; None if all do. Where there is
+            none, there is nothing to learn.
     """
 
     place: str
@@ -87,28 +88,34 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], *, others: bool = False
+    path: Path, columns: Sequence[str], *, optional: Sequence[str] = (), others: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a table: where each is, and its values of some columns.
 
     Args:
         path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow.
         columns: that every row must have.
-        others: whether to read the other columns as well.
+        optional: further columns to read where they are.
+        others: whether to read all other columns as well.
 
     Yields:
-        A place as in ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ...
+        A place as in ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ... In
+        a list of tables, what is null inside of a table of Parquet or Arrow is left out: such a table has the
+        keys of all rows.
 
     Raises:
         DataError: the file is damaged or not a table, a row lacks a column, or the format's reader is not
             installed; names the file and the row.
     """
     if _lines_suffix(path) is not None:
-        yield from _json_rows(path, columns, others=others)
+        yield from _json_rows(path, columns, optional=optional, others=others)
     elif is_table(path):
-        for first, batch in _batches(path, columns, others=others):
+        for first, batch in _batches(path, columns, optional=optional, others=others):
             _validate(batch, path, first)
             for row, values in enumerate(batch.to_pylist(), first):
+                for column in (*columns, *optional):
+                    if isinstance(tables := values.get(column), list):
+                        values[column] = [_own_keys(table) for table in tables]
                 yield f"{path} row {row}", values
     else:
         raise DataError(
@@ -145,8 +152,19 @@ def _lines_suffix(path: Path) -> str | None:
     return packed if suffixes and suffixes[-1] in _LINES else None
 
 
+def _own_keys(table: Any) -> Any:
+    """A table without the keys that only the tables inside of other rows have; nulls of its own stay."""
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: pruned(item) for key, item in value.items() if item is not None}
+        return [pruned(item) for item in value] if isinstance(value, list) else value
+
+    return {key: pruned(value) for key, value in table.items()} if isinstance(table, dict) else table
+
+
 def _json_rows(
-    path: Path, columns: Sequence[str], *, others: bool = False
+    path: Path, columns: Sequence[str], *, optional: Sequence[str] = (), others: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     with _readable(path), _open_lines(path) as lines:
         for number in itertools.count(1):
@@ -158,7 +176,8 @@ def _json_rows(
                 raise DataError(f"{place}: a line of more than {LONGEST_LINE >> 20} MiB")
             if not line.isspace():
                 row = _json_row(line, columns, place)
-                yield place, row if others else {column: row[column] for column in columns}
+                wanted = (*columns, *(column for column in optional if column in row))
+                yield place, row if others else {column: row[column] for column in wanted}
 
 
 def _open_lines(path: Path) -> Any:
@@ -207,15 +226,21 @@ def encode_text(text: str, place: str) -> bytes:
 
 
 def _batches(
-    path: Path, columns: Sequence[str], *, texts: bool = False, others: bool = False
+    path: Path,
+    columns: Sequence[str],
+    *,
+    optional: Sequence[str] = (),
+    texts: bool = False,
+    others: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
     Args:
         path: of the file.
         columns: to read.
+        optional: further columns to read where they are.
         texts: whether the columns must be of text.
-        others: whether to read the other columns as well.
+        others: whether to read all other columns as well.
     """
     arrow = _pyarrow(path)
     row = 0
@@ -225,17 +250,19 @@ def _batches(
             from pyarrow import parquet
 
             file = stack.enter_context(parquet.ParquetFile(path, memory_map=True))
-            wanted = None if others else list(columns)
-            schema, batches = file.schema_arrow, file.iter_batches(_ROWS, columns=wanted)
+            schema = file.schema_arrow
+            there = [column for column in optional if column in schema.names]
+            batches = file.iter_batches(_ROWS, columns=None if others else [*columns, *there])
         else:
             schema, batches = _record_batches(arrow, stack.enter_context(arrow.memory_map(str(path))), stack)
+            there = [column for column in optional if column in schema.names]
         for column in columns:
             if column not in schema.names:
                 raise _no_column(str(path), column, schema.names)
             if texts:
                 _check_text(arrow, schema, column, path)
         for batch in batches:
-            yield row, batch if others else batch.select(list(columns))
+            yield row, batch if others else batch.select([*columns, *there])
             row += batch.num_rows
 
 

@@ -151,7 +151,15 @@ def _write_splits(
             )
             for split in SPLITS
         )
-        for documents in _batches(source.documents()):
+
+        def counted() -> Iterator[Document]:
+            for document in source.rows():
+                if document.targets == ():
+                    train.empty += 1
+                else:
+                    yield document
+
+        for documents in _batches(counted()):
             writers = [validation if rank(document.text) < limit else train for document in documents]
             tokens = 0
             if examples is None:

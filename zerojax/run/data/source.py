@@ -40,6 +40,14 @@ class TextSource:
     examples: Examples | None = None
 
     def documents(self) -> Iterator[Document]:
+        """The documents with something to learn, in order.
+
+        Raises:
+            DataError: as for ``rows``.
+        """
+        return (document for document in self.rows() if document.targets != ())
+
+    def rows(self) -> Iterator[Document]:
         """All documents, in order; a single file of plain text is cut into about 64.
 
         Raises:

@@ -46,6 +46,8 @@ class Header:
         format: version of this layout.
         targets: the number of tokens that count in the loss; None if there is no mask, and all do.
         mask_crc32: checksum of the .mask file, or None.
+        empty: rows of the source, of both splits, that are left out because their completion is empty; None
+            if there is none.
     """
 
     tokens: int
@@ -60,6 +62,7 @@ class Header:
     format: int = _FORMAT
     targets: int | None = None
     mask_crc32: int | None = None
+    empty: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,11 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes a token file, document by document, and its header at the end if there was no error."""
+    """Writes a token file, document by document, and its header at the end if there was no error.
+
+    Attributes:
+        empty: as in the header.
+    """
 
     def __init__(
         self, path: Path, tokenizer: Tokenizer, tokenizer_crc32: int = 0, *, masked: bool = False
@@ -99,6 +106,7 @@ class TokenWriter:
         Raises:
             DataError: a file cannot be written.
         """
+        self.empty = 0
         self._path = path
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_crc32 = tokenizer_crc32
@@ -188,6 +196,7 @@ class TokenWriter:
                 tokenizer_crc32=self._tokenizer_crc32,
                 targets=None if self._mask is None else self._targets,
                 mask_crc32=None if self._mask is None else self._mask_crc,
+                empty=self.empty or None,
             )
             # Without a mask, the header is as it was before there were masks.
             values = {name: value for name, value in asdict(header).items() if value is not None}
