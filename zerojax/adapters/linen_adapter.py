@@ -3,15 +3,18 @@
 The interceptor is active only while a bound model runs, so the user's classes are not changed.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from flax.core import meta
 from flax.core.scope import DenyList, in_filter, intersect_filters
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -20,16 +23,68 @@ from jaxtyping import Array, Num
 from zerojax.adapters.adapter import Bound, LossFn, ModelState, Parameter, Weights, call_loss
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
-from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.sharded import Sharded, read_outside, translated_errors
 from zerojax.schedule.unit import call_unit
 from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.param_tree import Path, by_name, from_tree, to_tree
 
 Shape = tuple[int, ...]
 PARAMS = "params"
 # Collections that live for one call only.
 _PASSING = frozenset({"intermediates", "perturbations"})
+_ANOTHER_AXIS = (
+    "along an axis other than 0: use variable_axes={'params': 0} (in MaxText param_scan_axis=0), or leave "
+    "its class out of ZeroConfig.units."
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class _InScope(Sharded, meta.AxisMetadata[Any]):
+    """A unit's parameter in a scope of Flax's: a box, which ``Module.param`` opens."""
+
+    def unbox(self) -> "_Unread":
+        """What ``setup`` gets outside of the unit's call."""
+        return _Unread(**vars(self))
+
+    def replace_boxed(self, val: Any) -> Any:
+        """A new value has no use for the box."""
+        return val
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """See ``AxisMetadata``."""
+        del index, params
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """Called where a loop or a map over layers slices the parameter."""
+        del params
+        if index != 0:
+            raise ConfigurationError(f"the unit's parameter {self.leaf.name!r} is scanned {_ANOTHER_AXIS}")
+        return self
+
+
+class _Unread(Sharded):
+    """A leaf of the shape that Flax expects of the parameter, which cannot be read."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole parameter."""
+        return self.leaf.shape
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse all other attributes of arrays."""
+        raise WeightReadError(read_outside(self.leaf.name))
+
+    @property
+    def __jax_array__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (JAX calls no leaf's)
+        """Refuse when JAX looks whether this could be an array."""
+        raise ConfigurationError(read_outside(self.leaf.name))
+
+
+class WeightReadError(ConfigurationError, AttributeError):
+    """A weight was read outside its unit's call. It is an AttributeError too, so that ``hasattr`` works."""
 
 
 class _LinenModel:
@@ -88,7 +143,8 @@ class BoundLinen(_LinenModel):
         state = [name for name in self.variables if name != PARAMS]
         mutable = kwargs.pop("mutable", None)
         self._key, key = jax.random.split(self._key)
-        rngs = kwargs.pop("rngs", {"params": key, "dropout": key})
+        # "params" is also every other stream's: Flax counts their draws from it.
+        rngs = kwargs.pop("rngs", {"params": jax.random.fold_in(key, 1), "dropout": key})
         every = state if mutable is None else mutable
         result = self.apply(self.variables, *args, rngs=rngs, mutable=every, **kwargs)
         if every is False:
@@ -123,23 +179,41 @@ class BoundLinen(_LinenModel):
         A function that is not the module's own method of that name runs unchanged: its calls are such parts.
         """
         module = context.module
-        within = any(module.path[:n] in self._units for n in range(len(module.path) + 1))
-        if within and _is_method(type(module), context):
-            weights = from_tree(module.variables.get(PARAMS, {}))
-            if any(isinstance(weight, Sharded) for weight in weights.values()):
-                return _call_module(module, context.method_name, weights, args, kwargs)
-        return run(*args, **kwargs)
+        if not any(module.path[:n] in self._units for n in range(len(module.path) + 1)):
+            return run(*args, **kwargs)
+        weights = from_tree(module.variables.get(PARAMS, {}))
+        if not any(isinstance(weight, Sharded) for weight in weights.values()):
+            return run(*args, **kwargs)
+        if context.method_name == "setup":
+            # It runs again, on whole weights, in the call; here it only creates submodules.
+            with contextlib.suppress(ConfigurationError), translated_errors():
+                run(*args, **kwargs)
+            return None
+        if not _is_method(type(module), context):
+            return run(*args, **kwargs)
+        return _call_module(module, context.method_name, weights, args, kwargs)
 
 
 class _Pass:
     """See ``Bound``."""
 
-    def __init__(self, model: BoundLinen) -> None:
+    def __init__(self, model: BoundLinen, state: Mapping[str, Path]) -> None:
         self.model = model
+        self._state = state
 
     def model_state(self) -> ModelState:
-        """The state after the calls so far."""
-        return _model_state(self.model.variables)
+        """The state after the calls so far.
+
+        Raises:
+            ConfigurationError: the model made variables that it did not make at its creation.
+        """
+        values = _state(self.model.variables)
+        if new := values.keys() - self._state.values():
+            raise ConfigurationError(
+                f"the model made the variable {'/'.join(min(new))!r} in a step, but not when it was created: "
+                "let the module make it in every call."
+            )
+        return {name: values[path] for name, path in self._state.items()}
 
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.updated``."""
@@ -157,6 +231,7 @@ class _Unbound(_LinenModel):
         mutable = kwargs.pop("mutable", None)
         kwargs.pop("rngs", None)
         out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
+        variables = meta.unbox(variables)
         kept = {name: value for name, value in variables.items() if name not in _PASSING}
         self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}))
         if mutable is None or mutable is False:
@@ -224,9 +299,11 @@ class LinenAdapter:
             sample_batch,
         )
         self._axes = ((NODE, world.nodes), (LOCAL, world.local))
-        _, (weights, self.abstract_model_state) = self._trace(self._init, jax.random.key(0))
+        _, (weights, state) = self._trace(self._init, jax.random.key(0))
         if not weights:
             raise ConfigurationError("loss_fn made no parameters: it must call the model it is given.")
+        self._state = by_name(state)
+        self.abstract_model_state: ModelState = {name: state[path] for name, path in self._state.items()}
         found = self._find_units(weights)
         for cls in units:
             if not any(cls in kinds for _, kinds in found.values()):
@@ -251,9 +328,10 @@ class LinenAdapter:
                 f"an initial value depends on a collective ({error}): values are made before they are "
                 "spread over the mesh, so make it of local ones."
             ) from error
-        return jax.tree.unflatten(jax.tree.structure(shapes), values)
+        weights, state = jax.tree.unflatten(jax.tree.structure(shapes), values)
+        return weights, {name: state[path] for name, path in self._state.items()}
 
-    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
+    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], dict[Path, Any]]:
         params_key, dropout_key = jax.random.split(key)
         unbound = _Unbound(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
@@ -266,17 +344,23 @@ class LinenAdapter:
             raise ConfigurationError(
                 f"parameters {names} are not floating-point: keep them in another collection."
             )
-        return floats, _model_state(unbound.variables)
+        return floats, _state(unbound.variables)
 
     def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``; a Linen module learns of evaluation from its own call's arguments."""
         del train
         key = jax.random.key(0) if key is None else key
-        return _Pass(BoundLinen(self._module, self._paths, _variables(weights, model_state), key))
+        variables = self._variables(weights, model_state)
+        return _Pass(BoundLinen(self._module, self._paths, variables, key), self._state)
 
     def whole(self, weights: Weights, model_state: ModelState) -> Callable[..., Any]:
         """See ``Adapter.whole``: the module's ``apply`` with its variables."""
-        return functools.partial(self._module.apply, _variables(weights, model_state))
+        return functools.partial(self._module.apply, self._variables(weights, model_state))
+
+    def _variables(self, weights: Weights, model_state: ModelState) -> dict[str, Any]:
+        rest = to_tree({path: model_state[name] for name, path in self._state.items()})
+        boxed = {path: _InScope(**vars(x)) if isinstance(x, Sharded) else x for path, x in weights.items()}
+        return {PARAMS: to_tree(boxed), **rest}
 
     def _trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         """The jaxpr and result shapes of one device's computation; no device is used."""
@@ -302,7 +386,8 @@ class LinenAdapter:
             return run(*args, **kwargs)
 
         def look(weights: Any, model_state: Any, batch: Any) -> Array:
-            model = BoundLinen(self._module, frozenset(), _variables(weights, model_state), jax.random.key(0))
+            variables = self._variables(weights, model_state)
+            model = BoundLinen(self._module, frozenset(), variables, jax.random.key(0))
             with linen.intercept_methods(intercept), master_weights(model, MasterWeights()):
                 return call_loss(self._loss_fn, model, batch, jax.random.key(0))[0]
 
@@ -310,25 +395,19 @@ class LinenAdapter:
         return found
 
 
-def _model_state(variables: Mapping[str, Any]) -> ModelState:
-    kept = {name: value for name, value in variables.items() if name not in {PARAMS, *_PASSING}}
-    return {"/".join(path): value for path, value in from_tree(kept).items()}
-
-
-def _variables(weights: Weights, model_state: ModelState) -> dict[str, Any]:
-    rest = to_tree({tuple(name.split("/")): x for name, x in model_state.items()})
-    return {PARAMS: to_tree(weights), **rest}
+def _state(variables: Mapping[str, Any]) -> dict[Path, Any]:
+    """What is kept between calls, besides parameters."""
+    return from_tree({name: value for name, value in variables.items() if name not in {PARAMS, *_PASSING}})
 
 
 def _stack(whole: Any, sliced: Any) -> Shape:
     """The ``Parameter.stack`` of a parameter ``whole``, of which a unit gets ``sliced``."""
-    if whole.shape == sliced.shape:
-        return ()
-    if whole.shape[1:] == sliced.shape:
-        return whole.shape[:1]
+    loops = whole.ndim - sliced.ndim
+    if whole.shape[loops:] == sliced.shape:
+        return whole.shape[:loops]
     raise ConfigurationError(
-        f"a unit's parameter of shape {sliced.shape} is scanned out of one of shape {whole.shape} along an "
-        "axis other than 0: use variable_axes={'params': 0}."
+        f"a unit's parameter of shape {sliced.shape} is scanned out of one of shape {whole.shape} "
+        f"{_ANOTHER_AXIS}"
     )
 
 

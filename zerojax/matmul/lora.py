@@ -103,7 +103,7 @@ class LoRA:
             key: a random key.
             path: of the weight, joined by "/".
             shape: of the weight.
-            stack: ``(layers,)``, if it is stacked.
+            stack: as ``ParamShape.stack``.
 
         Returns:
             fp32, by the names of ``shapes``.

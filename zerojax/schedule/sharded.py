@@ -85,8 +85,8 @@ def read_outside(weight: str) -> str:
     """The error message for a weight that is read outside a call of its unit."""
     return (
         f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
-        "use zerojax.weight_sum; for its values call the unit's own methods, or leave its class out of "
-        "ZeroConfig.units."
+        "use zerojax.weight_sum; for its values call one of the unit's own methods (in NNX none whose name "
+        'begins with "_", in Linen none under nn.nowrap), or leave its class out of ZeroConfig.units.'
     )
 
 

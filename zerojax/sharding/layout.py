@@ -43,7 +43,8 @@ class ParamShape:
         path: its path in the model.
         shape: unsharded shape; of one layer, if it is stacked.
         dtype: its dtype in the model.
-        stack: ``(layers,)`` if that many layers are stacked along a leading axis, else ``()``.
+        stack: ``(layers,)`` if that many layers are stacked along a leading axis, more extents if they are
+            scanned by nested loops, else ``()``.
     """
 
     path: Path
@@ -180,10 +181,17 @@ def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "...
 
 def to_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
     """Convert a leaf of unsharded shape, with all layers, to the shape that the train state stores."""
-    flat = jax.vmap(lambda y: flatten(y, leaf))(x) if leaf.stack else flatten(x, leaf)
+    flat = jax.vmap(lambda y: flatten(y, leaf))(in_a_row(x, leaf.stack)) if leaf.stack else flatten(x, leaf)
     return flat.reshape(leaf.stored_shape)
 
 
 def from_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``to_stored``."""
-    return jax.vmap(lambda y: unflatten(y, leaf))(x) if leaf.stack else unflatten(x, leaf)
+    if not leaf.stack:
+        return unflatten(x, leaf)
+    return jax.vmap(lambda y: unflatten(y, leaf))(in_a_row(x, leaf.stack)).reshape(leaf.unsharded_shape)
+
+
+def in_a_row(x: Num[Array, "..."], stack: tuple[int, ...]) -> Num[Array, "layers ..."]:
+    """The layers of a stacked array along one axis."""
+    return x.reshape(math.prod(stack), *x.shape[len(stack) :])

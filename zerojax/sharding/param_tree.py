@@ -1,11 +1,44 @@
-"""Paths to a model's leaves, and trees of values by path."""
+"""Paths to a model's leaves, their names, and trees of values by path."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import traverse_util
 
+from zerojax.errors import ConfigurationError
+
 Path = tuple[str, ...]
+
+
+def by_name(paths: Collection[Path]) -> dict[str, Path]:
+    """The paths of a model's leaves by name: their parts, joined by "/".
+
+    Patterns choose by names, and checkpoints are folders of them. Parts may have a "/" in them, as those of
+    ``flax.linen.SpectralNorm`` do.
+
+    Raises:
+        ConfigurationError: two of them, or the modules that hold them, have the same name; or one is named
+            like a folder of another.
+    """
+    found: dict[str, Path] = {}
+    named = {"/".join(path): path for path in paths}
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            other = found.setdefault("/".join(path[:depth]), path[:depth])
+            if other != path[:depth]:
+                raise _ambiguous(path[:depth], other)
+        parts = "/".join(path).split("/")
+        for depth in range(1, len(parts)):
+            if other := named.get("/".join(parts[:depth])):
+                raise _ambiguous(path, other)
+    return named
+
+
+def _ambiguous(one: Path, other: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f'the names of {one} and {other} in the model, which are these parts joined by "/", are the same or '
+        'one is a folder of the other: rename a variable or module that has a "/" in its name.'
+    )
 
 
 def to_tree(values: Mapping[Path, Any]) -> dict[str, Any]:

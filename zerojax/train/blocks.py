@@ -11,7 +11,7 @@ from jaxtyping import Array, Num
 
 from zerojax.comm.collectives import UnitComm
 from zerojax.schedule.stacked import layer_at, put_layer
-from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -59,8 +59,10 @@ def _over_layers(
 
     Otherwise the compiler would hold the old and the new values of all layers at once.
     """
-    if not group.stack:
+    stack = group.stack
+    if not stack:
         return hop(seed, *values)
+    values = jax.tree.map(lambda x: in_a_row(x, stack), values)
     *given, last = values
 
     def layer(index: Array, own: Any) -> tuple[Any, ...]:
@@ -75,5 +77,7 @@ def _over_layers(
     one = jax.eval_shape(lambda all_: (layer(indices[0], first(all_)), first(all_[-1])), values)
     result, replaced = jax.tree.map(lambda x: (x.shape, x.dtype), one)
     if result == replaced:
-        return lax.scan(in_place, last, (indices, tuple(given)))[0]
-    return lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
+        results = lax.scan(in_place, last, (indices, tuple(given)))[0]
+    else:
+        results = lax.map(lambda xs: layer(*xs), (indices, tuple(values)))
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), results)

@@ -144,7 +144,7 @@ def place_weights(
     for number, group in enumerate(spec.groups):
         own = mix(seed, number)
         if group.stack:
-            own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers))
+            own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers)).reshape(group.stack)
         strategy = spec.strategy
         if any(leaf.path in weights.copies for leaf in group.leaves):
             strategy = dataclasses.replace(strategy, source="primary")

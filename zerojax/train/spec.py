@@ -20,7 +20,7 @@ from zerojax.matmul.operand import Scaled
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
-from zerojax.sharding.param_tree import Path
+from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import MATMUL_WEIGHTS, refuse_idle
@@ -199,6 +199,7 @@ def build(
     adapter = adapt(model, zero.units, loss_fn, sample_batch, world)
     if not adapter.parameters:
         raise ConfigurationError("the model has no floating-point parameters to train.")
+    by_name([p.path for p in adapter.parameters])
     parameters = (*adapter.parameters, *adapter_parameters(adapter.parameters, zero, lora))
     own = len(adapter.parameters)
     layouts = [lay_out(p, i, world, zero, adapter=i >= own) for i, p in enumerate(parameters)]
