@@ -100,8 +100,11 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
 
 @pytest.mark.parametrize(
     ("family", "order"),
-    [(LLAMA, "depth"), (GEMMA, "breadth"), (MIXED, "breadth")],
-    ids=["depth", "gemma-breadth", "mixed-breadth"],
+    [
+        pytest.param(LLAMA, "depth", id="depth"),
+        pytest.param(GEMMA, "breadth", id="gemma-breadth"),
+        pytest.param(MIXED, "breadth", id="mixed-breadth", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order):
     documents, batch = draw()
