@@ -1,8 +1,6 @@
 """Writes the page of every config key from the sections' own docstrings and defaults, at each build."""
 
 import dataclasses
-import inspect
-import re
 import typing
 from typing import Any
 
@@ -11,6 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from zerojax.run.config import RunConfig
+from zerojax.run.config.schema import documentation
 
 _INTRODUCTION = """# Every config key
 
@@ -34,19 +33,13 @@ def page() -> str:
 
 
 def _section(name: str, kind: type[Any]) -> str:
-    summary, meanings = _documentation(kind)
+    summary, meanings = documentation(kind)
     lines = [f"## [{name}]", "", summary, "", "| key | default | meaning |", "|---|---|---|"]
     for key in dataclasses.fields(kind):
+        meaning = meanings[key.name].replace("|", "\\|")
         absent = "the preset's" if name == "zero" else "none"
-        lines.append(f"| `{key.name}` | {_value(key, absent)} | {meanings[key.name]} |")
+        lines.append(f"| `{key.name}` | {_value(key, absent)} | {meaning} |")
     return "\n".join([*lines, ""])
-
-
-def _documentation(kind: type[Any]) -> tuple[str, dict[str, str]]:
-    """The text before `Attributes:`, and each attribute's meaning on one line."""
-    text, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n(?:        .*)?)*)", attributes, re.MULTILINE)
-    return text.strip(), {name: " ".join(meaning.split()).replace("|", "\\|") for name, meaning in found}
 
 
 def _value(key: dataclasses.Field[Any], absent: str) -> str:

@@ -1,10 +1,14 @@
-"""The folder of a run, by its name or its config."""
+"""The folder of a run, what it begins with, and dry runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from zerojax.cli.run_options import folder_of
+from zerojax.cli import main
+from zerojax.cli.run_options import folder_of, read_run
+from zerojax.cli.train import Options
+from zerojax.models import GPTConfig
 
 
 def test_a_config_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,3 +17,54 @@ def test_a_config_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for config in ("llama-3.2", "llama-3.2.toml", str(tmp_path / "llama-3.2.toml")):
         assert folder_of(config, None).path == Path("runs/llama-3.2")
     assert folder_of("llama-3.2", tmp_path / "mine").path == tmp_path / "mine"
+
+
+def test_a_name_of_the_hub_gets_the_way_to_its_folder(tmp_path, capsys):
+    run = ["--run-dir", str(tmp_path / "run")]
+    assert main(["train", "gpt-tiny", "--init-from", "Qwen/Qwen3-0.6B", *run]) == 2
+    error = capsys.readouterr().err
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, and give --init-from Qwen3-0.6B" in error
+    assert main(["train", "gpt-tiny", "--init-from", str(tmp_path / "no" / "where"), *run]) == 2
+    assert "where: no such folder\n" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_brings_its_shape_and_tokenizer(finished, tmp_path):
+    theirs = finished.read_config()
+    arguments = ["gpt-tiny", "--init-from", str(finished.path), "--run-dir", str(tmp_path / "run")]
+    length = ["--train.sequence-length", str(theirs.train.sequence_length)]
+    options, _ = read_run(Options, "train", [*arguments, *length])
+    assert options.settings.model == replace(theirs.model, attention=GPTConfig.attention)
+    assert options.settings.data.tokenizer == theirs.data.tokenizer
+    changed, _ = read_run(Options, "train", [*arguments, *length, "--model.dropout", "0.25"])
+    assert changed.settings.model == replace(options.settings.model, dropout=0.25)
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    command = ["train", "gpt-tiny", "--dry-run", "--train.steps", "2000", "--run-dir", str(run)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "between nodes, per node and step" in out
+    assert out.endswith(f"{run}: would begin anew, and train until step 2,000; nothing was written\n")
+    assert main([*command, "--train.batch-size", "3"]) == 2
+    assert "train.batch_size 3 does not divide" in capsys.readouterr().err
+    assert main([*command, "--data.source", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert main([*command, "--resume", "must"]) == 2
+    assert not run.exists()
+
+
+def test_all_settings_that_do_not_fit_are_reported_at_once(tmp_path, capsys):
+    wrong = ["--train.steps", "0", "--data.validation", "2", "--optimizer.learning-rate", "-1"]
+    assert main(["train", "gpt-tiny", "--run-dir", str(tmp_path / "run"), *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "zerojax: 3 settings do not fit:"
+    assert sorted(lines[1:]) == [
+        "  data.validation must lie between 0 and 1",
+        "  optimizer.learning_rate must be positive",
+        "  train.steps must be at least 1",
+    ]
+    (tmp_path / "wrong.toml").write_text("[train]\nsteps = 0\n[data]\nvalidation = 2.0\n[mesh]\nnodes = -1\n")
+    assert main(["train", str(tmp_path / "wrong.toml")]) == 2
+    assert "wrong.toml: 3 settings do not fit:\n  train.steps" in capsys.readouterr().err

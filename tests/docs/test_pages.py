@@ -5,7 +5,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import griffe
 import pytest
+import yaml
 from environment import for_programs
 from pages import PAGES, REASONS, ROOT, RUN, SHOWN, CodeBlock, blocks
 
@@ -99,3 +101,13 @@ def test_the_blocks_are_found():
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.*")), ids=lambda path: path.name)
 def test_a_script_that_names_its_interpreter_can_be_started(script: Path):
     assert script.read_bytes().startswith(b"#!") == bool(script.stat().st_mode & 0o100)
+
+
+def test_what_a_function_returns_is_one_row_of_the_api_page():
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
+    options = settings["plugins"][1]["mkdocstrings"]["handlers"]["python"]["options"]["docstring_options"]
+    assert set(options.values()) == {"false"}
+    text = "Sum.\n\nReturns:\n    The first line of a text: it has a colon,\n    and a second line.\n"
+    sections = griffe.Docstring(text).parse("google", **dict.fromkeys(options, False))
+    [row] = sections[1].value
+    assert row.description == "The first line of a text: it has a colon,\nand a second line."

@@ -29,6 +29,7 @@ def config(text: Path, tmp_path: Path) -> Path:
 def run_through(*arguments: object) -> None:
     done = zerojax(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "[Gloo]" not in done.stdout, "only zerojax's own output is on the terminal"
 
 
 @pytest.mark.slow

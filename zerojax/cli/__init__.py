@@ -32,6 +32,8 @@ COMMANDS = {
     "launch": ("zerojax.cli.launch", "start training in several processes on this machine"),
     "emulate": ("zerojax.cli.emulate", "run a command on every node of an emulated cluster"),
     "links": ("zerojax.cli.links", "measure the network between the nodes of a job, and what limits it"),
+    "schema": ("zerojax.cli.schema", "print the JSON schema of configs, for editors"),
+    "completion": ("zerojax.cli.completion", "print what makes bash or zsh complete the command line"),
     "doctor": ("zerojax.cli.doctor", "show devices, versions and kernels, and suggest a mesh and preset"),
 }
 

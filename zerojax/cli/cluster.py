@@ -1,11 +1,17 @@
 """Set-up of emulated devices and of the job's processes, before JAX initialises its devices."""
 
 import os
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
 
+# JAX's public option would also change the levels of its Python loggers.
+from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
+
+from zerojax import terminal
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import distributed
 from zerojax.multihost.peers import Peers
@@ -62,19 +68,22 @@ class JobOptions:
     insecure: bool = False
 
 
+@contextmanager
 def joined_cluster(
     mesh: MeshSection,
     cluster: ClusterSection,
     job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
-) -> AbstractContextManager[Peers | None]:
+) -> Generator[Peers | None]:
     """Emulate devices if the settings say so, and join the other processes if there are any.
+
+    In a job of several processes, only zerojax's own output is on the terminal from then on.
 
     Arguments and errors as for ``emulate_devices`` and ``zerojax.distributed.joined``.
     """
     job = job or JobOptions()
     emulate_devices(mesh, job.num_processes)
-    return distributed.joined(
+    with distributed.joined(
         job.coordinator,
         job.process_id,
         job.num_processes,
@@ -82,7 +91,30 @@ def joined_cluster(
         insecure=job.insecure or cluster.insecure,
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
-    )
+    ) as peers:
+        if peers is not None:
+            only_own_output()
+        yield peers
+
+
+def only_own_output() -> None:
+    """Keep off the terminal what libraries in C++ print about jobs that work.
+
+    XLA logs to standard error: only what ends the process stays. Gloo has no levels, and prints to standard
+    output. ``TF_CPP_MIN_LOG_LEVEL=0`` leaves all of it, ``NCCL_DEBUG`` standard output, where NCCL prints.
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # for the plugins of GPUs, which are not loaded yet
+    utils.absl_set_min_log_level(3)
+    if "NCCL_DEBUG" not in os.environ and sys.stdout is sys.__stdout__ is not None:
+        own = os.dup(1)
+        sys.stdout.flush()
+        sys.stdout = sys.__stdout__ = open(  # noqa: SIM115
+            own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors
+        )
+        terminal.stdout.descriptor = own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def facts_of(config: RunConfig, **more: object) -> dict[str, str]:

@@ -11,7 +11,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zerojax.errors import ConfigurationError
-from zerojax.validation.bounds import check_numbers
+from zerojax.validation.bounds import all_at_once, check_numbers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -60,7 +60,7 @@ def read_options[Options: "DataclassInstance"](
     """
     program, errors = f"zerojax {command}", io.StringIO()
     try:
-        with redirect_stderr(errors):
+        with redirect_stderr(errors), all_at_once():
             if default is None:
                 read = tyro.cli(options, args=arguments, prog=program, registry=_REGISTRY)
             else:

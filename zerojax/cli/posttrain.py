@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zerojax.cli.cluster import facts_of, joined_cluster
-from zerojax.cli.run_options import RunOptions, read_run
+from zerojax.cli.run_options import RunOptions, read_run, show_plan
 from zerojax.interop.huggingface import ModelReader, begin_run
 from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.methods import PREFERENCES
@@ -27,6 +27,9 @@ def run(arguments: list[str]) -> None:
     """Read the config and options, join the other processes, and train."""
     options, source = read_run(Options, "posttrain", arguments)
     settings, folder = options.settings, options.folder
+    if options.dry_run:
+        show_plan(options)
+        return
     facts = facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from})
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
         if source is not None:

@@ -1,15 +1,22 @@
 """What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
 
 import itertools
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerojax.analysis.plan import describe_plan
 from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions
-from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import ModelFolder, is_model, run_settings
-from zerojax.run.config import RunConfig, find_config
-from zerojax.run.run_dir import Resume, RunFolder
+from zerojax.cli.untrained import abstract_run
+from zerojax.errors import ConfigurationError, RunError
+from zerojax.interop.huggingface import ModelFolder, ModelReader, is_model, run_settings
+from zerojax.run import checkpoints
+from zerojax.run.build import check_batch
+from zerojax.run.config import RunConfig, config_from_dict, find_config
+from zerojax.run.data import check_source_exists, tokenizer_file
+from zerojax.run.run_dir import Resume, RunFolder, check_start
+from zerojax.run.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,15 @@ class RunOptions(JobOptions, on_config.Options):
         resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
         init_from: Start a new run from the weights of a run, a checkpoint, or the folder of a Hugging Face
             model, which also sets [model] and the tokenizer (a run that resumes uses only these two).
-            Optimizer and step start afresh.
+            Optimizer and step start afresh. A run or checkpoint brings its shape and tokenizer, too.
+        dry_run: Check the settings and files, show what the run would do, and stop; uses no device and writes
+            nothing.
     """
 
     run_dir: Path | None = None
     resume: Resume = "auto"
     init_from: Path | None = None
+    dry_run: bool = False
 
     @property
     def folder(self) -> RunFolder:
@@ -43,14 +53,18 @@ def read_run[O: RunOptions](
         ConfigurationError: an invalid setting, a model that zerojax does not support, or one that is gone.
     """
     named = path_of("--init-from", arguments)
+    if named is not None and not named.exists():
+        _refuse_missing(named, folder_of(arguments[0], path_of("--run-dir", arguments)))
     source = ModelFolder.open(named) if named is not None and is_model(named) else None
 
     def with_model(settings: RunConfig) -> RunConfig:
-        if source is None:
+        if named is None or not named.exists():
             return settings
         # Read early: the config's own length may be too long for the model, which it did not know.
         length = value_of("--train.sequence-length", arguments) or ""
         folder = folder_of(arguments[0], path_of("--run-dir", arguments))
+        if source is None:
+            return _as_trained(named, settings, folder, int(length) if length.isdecimal() else None)
         return run_settings(source, settings, folder, int(length) if length.isdecimal() else None)
 
     read = on_config.parse(options, command, arguments, with_model)
@@ -78,6 +92,80 @@ def value_of(option: str, arguments: list[str]) -> str | None:
         if name.replace("_", "-") == option:
             found = value if equals else following
     return found
+
+
+def _refuse_missing(named: Path, folder: RunFolder) -> None:
+    """Refuse an --init-from that is not there, unless a run resumes, which no longer needs it.
+
+    Raises:
+        ConfigurationError: says how to get a model of Hugging Face's hub, if the name looks like one.
+    """
+    if folder.config.is_file():
+        return
+    hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(named))
+    raise ConfigurationError(
+        f"--init-from {named}: no such folder"
+        + f". zerojax downloads nothing: get a model of Hugging Face's hub by `hf download {named} "
+        f"--local-dir {named.name}`, and give --init-from {named.name}" * (hub is not None)
+    )
+
+
+def _as_trained(named: Path, settings: RunConfig, folder: RunFolder, length: int | None) -> RunConfig:
+    """Settings with the shape and the tokenizer of the run that --init-from names."""
+    try:
+        path = checkpoints.find(named)
+        before = checkpoints.read_manifest(path).record.config
+    except (ConfigurationError, RunError):  # reported when the weights are read, by a run that needs them
+        return settings
+    if not before:  # of a loop of one's own
+        return settings
+    theirs, model = config_from_dict(before), settings.model
+    outputs = theirs.model.outputs if model.outputs is None else model.outputs
+    shape = replace(
+        theirs.model,
+        attention=model.attention,
+        loss_chunk=model.loss_chunk,
+        dropout=model.dropout,
+        outputs=outputs,
+        tied=theirs.model.tied if outputs == theirs.model.outputs else model.tied,
+    )
+    tokenizer = settings.data.tokenizer
+    if folder.config.is_file():
+        tokenizer = folder.read_config().data.tokenizer
+    elif theirs.data.tokenizer == "byte":
+        tokenizer = "byte"
+    elif (file := tokenizer_file(theirs.data, RunFolder(path.parent.parent).data)).is_file():
+        tokenizer = str(file.absolute())
+    return replace(
+        settings,
+        model=shape,
+        data=replace(settings.data, tokenizer=tokenizer),
+        train=settings.train if length is None else replace(settings.train, sequence_length=length),
+    )
+
+
+def show_plan(options: RunOptions) -> None:
+    """What a run would do, after checks of its settings, files and sources; for --dry-run.
+
+    Raises:
+        ConfigurationError: something that the run needs is missing or does not fit.
+    """
+    settings, folder = options.settings, options.folder
+    state, _ = abstract_run(settings)
+    check_trackers(settings.log.trackers)
+    check_batch(settings.train, state.spec.mesh)
+    latest = checkpoints.newest_valid(folder.checkpoints, checksums=settings.checkpoint.verify).step
+    check_start(latest, options.resume, folder)
+    if latest is not None:
+        begins = f"would resume from step {latest}"
+    elif options.init_from is not None:
+        begins = f"would begin with the weights of {ModelReader().find(options.init_from)}"
+    else:
+        begins = "would begin anew"
+    for one in () if folder.data.exists() else settings.data.sources:
+        check_source_exists(one.source, one.pattern)
+    print(describe_plan(state))
+    print(f"{folder.path}: {begins}, and train until step {settings.train.steps:,}; nothing was written")
 
 
 def check_source(init_from: Path | None, settings: RunConfig, folder: RunFolder, command: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerojax.analysis.profile import parse_steps
 from zerojax.cli.cluster import facts_of, joined_cluster
-from zerojax.cli.run_options import RunOptions, read_run
+from zerojax.cli.run_options import RunOptions, read_run, show_plan
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     ModelReader,
@@ -48,6 +48,9 @@ def run(arguments: list[str]) -> None:
         settings = replace(settings, lora=LoRASection(**vars(adapter_lora(options.adapter, settings.model))))
     from_files = {"--init-from": options.init_from, "--adapter": options.adapter}
     profile = None if options.profile is None else parse_steps(options.profile)
+    if options.dry_run:
+        show_plan(options)
+        return
     facts = facts_of(settings, **{"--resume": options.resume} | from_files)
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
         if source is not None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -37,10 +39,11 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
     for field in dataclasses.fields(settings):
         given = getattr(settings, field.name)
         for value in given if isinstance(given, tuple) else (given,):
-            if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-                raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
+            if isinstance(value, float):
+                finite = abs(value) <= LARGEST_FLOAT
+                require(finite, f"{name(field.name)} = {value} must be a finite number of 32 bits")
+            if isinstance(value, int):
+                require(abs(value) <= LARGEST, f"{name(field.name)} must lie within {LARGEST:,} of 0")
 
 
 def checked_seed(seed: int) -> np.uint32:
@@ -64,7 +67,38 @@ def require(condition: bool, message: str) -> None:
     """Refuse a setting.
 
     Raises:
-        ConfigurationError: with the message, unless the condition holds.
+        ConfigurationError: with the message, unless the condition holds; in ``all_at_once`` at its end.
     """
-    if not condition:
+    if condition:
+        return
+    if (found := _found.get()) is None:
         raise ConfigurationError(message)
+    found.append(message)
+
+
+_found: ContextVar[list[str] | None] = ContextVar("refused", default=None)
+
+
+@contextmanager
+def all_at_once() -> Generator[None]:
+    """Collect what ``require`` refuses in a block, which therefore goes on, and report all of it at the end.
+
+    Raises:
+        ConfigurationError: with the one message, or a list of them.
+    """
+    found: list[str] = []
+    token = _found.set(found)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigurationError):
+            found.append(str(error))
+        elif not found:
+            raise  # otherwise it may be due to a value that was refused
+    finally:
+        _found.reset(token)
+    if found := list(dict.fromkeys(found)):
+        several = f"{len(found)} settings do not fit:\n"
+        raise ConfigurationError(
+            found[0] if len(found) == 1 else several + "\n".join(f"  {m}" for m in found)
+        )

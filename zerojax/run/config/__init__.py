@@ -10,6 +10,7 @@ from zerojax.run.config.toml import (
     config_to_dict,
     dump_config,
     find_config,
+    known_configs,
     load_config,
 )
 from zerojax.run.config.training import CheckpointSection, LogSection, OptimizerSection, TrainSection
@@ -33,5 +34,6 @@ __all__ = [
     "config_to_dict",
     "dump_config",
     "find_config",
+    "known_configs",
     "load_config",
 ]

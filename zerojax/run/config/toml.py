@@ -14,6 +14,7 @@ import tomli_w
 
 from zerojax.errors import ConfigurationError
 from zerojax.run.config.run_config import RunConfig
+from zerojax.validation.bounds import all_at_once
 from zerojax.validation.untrusted import parse_toml, printable, short
 
 
@@ -35,12 +36,21 @@ def find_config(name: str) -> Path:
         if path.is_file():
             return path
         raise ConfigError(f"{name}: no such file")
-    places = [Path(), Path("configs"), Path(__file__).parents[3] / "configs"]
-    for place in places:
+    for place in _places():
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"
-    known = sorted({file.stem for place in places[1:] for file in place.glob("*.toml")})
+    known = known_configs()
     raise ConfigError(f"{name}: no such config{_suggest(name, known)}; there are: {known}")
+
+
+def known_configs() -> list[str]:
+    """The names of the configs in ./configs and of those that come with zerojax."""
+    return sorted({file.stem for place in _places()[1:] for file in place.glob("*.toml")})
+
+
+def _places() -> list[Path]:
+    # Beside the package in a source tree, inside it in a wheel.
+    return [Path(), Path("configs"), *(parent / "configs" for parent in Path(__file__).parents[2:4])]
 
 
 def load_config(path: Path | str) -> RunConfig:
@@ -73,14 +83,16 @@ def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
     # Accept a TOML integer for a float, and turn lists into tuples.
     hooks = {float: lambda value: float(value) if type(value) is int else value}
     try:
-        return dacite.from_dict(RunConfig, _tuples(data), dacite.Config(strict=True, type_hooks=hooks))
+        with all_at_once():
+            return dacite.from_dict(RunConfig, _tuples(data), dacite.Config(strict=True, type_hooks=hooks))
     except dacite.WrongTypeError as error:
         raise ConfigError(
             f"{origin}: {error.field_path} = {short(_look_up(data, error.field_path))} should be "
             f"{_type_name(error.field_type)}"
         ) from error
     except (dacite.DaciteError, ValueError, TypeError) as error:
-        raise ConfigError(f"{origin}: {printable(str(error))}") from error
+        lines = map(printable, str(error).split("\n"))
+        raise ConfigError(f"{origin}: " + "\n".join(lines)) from error
 
 
 def config_to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:

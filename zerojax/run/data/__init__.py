@@ -18,12 +18,13 @@ from zerojax.run.data.dataset import (
     open_template,
     open_tokenizer,
     perplexity,
+    tokenizer_file,
 )
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows, best_fit
 from zerojax.run.data.prepare import keep_tokenizer, prepare
-from zerojax.run.data.source import TextSource, open_source
+from zerojax.run.data.source import TextSource, check_source_exists, open_source
 from zerojax.run.data.split import evenly_spread, hold_out, rank, validation_limit
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import Header, TokenFile, TokenWriter, open_tokens
@@ -48,6 +49,7 @@ __all__ = [
     "TrainBatches",
     "Windows",
     "best_fit",
+    "check_source_exists",
     "evenly_spread",
     "find_template",
     "hold_out",
@@ -65,6 +67,7 @@ __all__ = [
     "prepare",
     "rank",
     "same_tokenizer",
+    "tokenizer_file",
     "validation_batches",
     "validation_limit",
 ]

@@ -208,6 +208,16 @@ def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
     return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
 
 
+def tokenizer_file(settings: DataSection, folder: Path) -> Path:
+    """Where a run keeps its tokenizer; there is no file if that is "byte", or before the data are prepared.
+
+    Args:
+        settings: of the run.
+        folder: of its tokens.
+    """
+    return part_folders(settings, folder)[0] / TOKENIZER
+
+
 def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
     """The chat template that made the tokens of a run, or that will make them.
 

@@ -83,6 +83,16 @@ def open_source(
     return TextSource(_find_files(source, pattern), column, examples)
 
 
+def check_source_exists(source: str, pattern: str | None) -> None:
+    """Look for a source, without reading it; the tokens of an earlier run are one as well.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    if source != "stdlib" and not user_path(source).exists():
+        _find_files(source, pattern or "**/*")
+
+
 def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
