@@ -105,9 +105,10 @@ def test_a_script_that_names_its_interpreter_can_be_started(script: Path):
 
 def test_what_a_function_returns_is_one_row_of_the_api_page():
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
-    options = settings["plugins"][1]["mkdocstrings"]["handlers"]["python"]["options"]["docstring_options"]
-    assert set(options.values()) == {"false"}
+    [options] = [plugin["mkdocstrings"] for plugin in settings["plugins"] if "mkdocstrings" in plugin]
+    options = options["handlers"]["python"]["options"]["docstring_options"]
+    assert options == {"returns_multiple_items": "false"}
     text = "Sum.\n\nReturns:\n    The first line of a text: it has a colon,\n    and a second line.\n"
-    sections = griffe.Docstring(text).parse("google", **dict.fromkeys(options, False))
+    sections = griffe.Docstring(text).parse("google", returns_multiple_items=False)
     [row] = sections[1].value
     assert row.description == "The first line of a text: it has a colon,\nand a second line."

@@ -39,11 +39,10 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
     for field in dataclasses.fields(settings):
         given = getattr(settings, field.name)
         for value in given if isinstance(given, tuple) else (given,):
-            if isinstance(value, float):
-                finite = abs(value) <= LARGEST_FLOAT
-                require(finite, f"{name(field.name)} = {value} must be a finite number of 32 bits")
-            if isinstance(value, int):
-                require(abs(value) <= LARGEST, f"{name(field.name)} must lie within {LARGEST:,} of 0")
+            if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+                raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
 
 
 def checked_seed(seed: int) -> np.uint32:
@@ -98,7 +97,5 @@ def all_at_once() -> Generator[None]:
     finally:
         _found.reset(token)
     if found := list(dict.fromkeys(found)):
-        several = f"{len(found)} settings do not fit:\n"
-        raise ConfigurationError(
-            found[0] if len(found) == 1 else several + "\n".join(f"  {m}" for m in found)
-        )
+        several = f"{len(found)} settings do not fit: " * (len(found) > 1)
+        raise ConfigurationError(several + "; ".join(found))

@@ -91,8 +91,7 @@ def config_from_dict(data: dict[str, Any], origin: str = "config") -> RunConfig:
             f"{_type_name(error.field_type)}"
         ) from error
     except (dacite.DaciteError, ValueError, TypeError) as error:
-        lines = map(printable, str(error).split("\n"))
-        raise ConfigError(f"{origin}: " + "\n".join(lines)) from error
+        raise ConfigError(f"{origin}: {printable(str(error))}") from error
 
 
 def config_to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
