@@ -75,7 +75,8 @@ MODELS: dict[str, tuple[Any, torch.dtype, str]] = {
     ),
 }
 
-# name of a model -> settings of an adapter for it: a part of the modules, and both ways to scale.
+SEVEN = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+# folder of a model -> settings of an adapter for it: all of PEFT's that zerojax imports.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "r": 3,
@@ -90,6 +91,28 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "use_rslora": True,
         "target_modules": ["q_proj", "v_proj", "down_proj"],
     },
+    "llama3": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": SEVEN,
+        "rank_pattern": {"v_proj": 2, r"layers\.1\.mlp\.up_proj": 3},
+        "alpha_pattern": {"down_proj": 6, "0.self_attn.k_proj": 5},
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "opt": {"r": 2, "lora_alpha": 3, "target_modules": ["k_proj", "fc1"], "bias": "all"},
+    "families/mistral": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["o_proj", "embed_tokens", "lm_head"],
+        "modules_to_save": ["model.norm", "1.mlp.gate_proj"],
+    },
+    "families/phi3": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    },
+    "families/qwen2": {"r": 4, "lora_alpha": 8, "target_modules": SEVEN, "bias": "lora_only"},
 }
 
 
@@ -293,7 +316,7 @@ def write_adapters(folder: Path, models: Path) -> None:
     import peft  # needed here alone
 
     for name, settings in ADAPTERS.items():
-        out = folder / name
+        out = folder / Path(name).name
         shutil.rmtree(out, ignore_errors=True)
         base = transformers.AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
         base.name_or_path = name  # not a path of this machine

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,35 @@ def settings(folder: Path) -> dict[str, Any]:
 
 def modules(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A and B of each module that has an adapter, by the module's name in transformers."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, x in load_file(folder / "adapter_model.safetensors").items():
+        if match := re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(\.weight)?", name):
+            found.setdefault(match[1], {})[match[2]] = x
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def whole(folder: Path) -> Tensors:
+    """The tensors of the model itself, by their names in transformers."""
     found = load_file(folder / "adapter_model.safetensors")
-    ends = {name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for name in found}
-    key = "base_model.model.{}.lora_{}.weight".format
-    assert found.keys() == {key(end, kind) for end in ends for kind in "AB"}
-    return {end: (found[key(end, "A")], found[key(end, "B")]) for end in ends}
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): x
+        for name, x in found.items()
+        if ".lora_" not in name
+    }
 
 
 def merged(base: Tensors, folder: Path) -> Tensors:
     """The tensors of a model with an adapter added to its weights."""
     about = settings(folder)
-    rank = about["r"]
-    scale = about["lora_alpha"] / (math.sqrt(rank) if about["use_rslora"] else rank)
-    out = dict(base)
+    out = base | whole(folder)
     for module, (a, b) in modules(folder).items():
-        added = scale * b @ a
-        weight = base[f"{module}.weight"]
-        out[f"{module}.weight"] = weight + (added.T if about["fan_in_fan_out"] else added)
+        alphas = (
+            alpha for key, alpha in about["alpha_pattern"].items() if re.fullmatch(rf"(.*\.)?({key})", module)
+        )
+        alpha, rank = next(alphas, about["lora_alpha"]), len(a)
+        added = alpha / (math.sqrt(rank) if about["use_rslora"] else rank) * b @ a
+        turned = about["fan_in_fan_out"] or module.endswith("embed_tokens")
+        out[f"{module}.weight"] = out[f"{module}.weight"] + (added.T if turned else added)
     return out
 
 

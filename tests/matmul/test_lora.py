@@ -1,5 +1,7 @@
 """A weight with an adapter acts as W + A B in every matmul, whatever moves the weight before."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,46 @@ def test_every_way_to_a_matmul(name):
         np.testing.assert_allclose(*bounded(own, other), atol=2 * within)
 
 
+@pytest.mark.parametrize("name", ["dot", "transposed", "nnx.Linear"])
+def test_pieces_have_adapters_of_their_own(name):
+    own = ("block/w", 8, 1, 2.0), ("block/w", 8, 0, 1.0), ("block/w", 0, 2, 6.0)
+    lora = replace(LORA, pieces=own)
+    assert lora.shapes("block/w", (16, 32)) == {"lora_a": (16, 3), "lora_b": (2, 32)}
+    w, x, (a, _), b = exact(0, 16, 32), exact(1, *CUBE), adapter(), exact(6, 2, 32)
+
+    def whole(w, a, b):
+        parts = 2 * a[:, :1] @ b[:1, :8], jnp.zeros((16, 8)), 3 * a[:, 1:] @ b[:, 16:]
+        return w + jnp.concatenate(parts, axis=1)
+
+    def run(a, b):
+        weight = LowRankOperand.of(w, a, b, jnp.uint32(0), lora, "block/w")
+        return at_matmuls(lambda weights, x: MATMULS[name](weights[0], x))((weight,), x)
+
+    found, pull = jax.vjp(run, a, b)
+    wanted, wanted_pull = jax.vjp(lambda a, b: MATMULS[name](whole(w, a, b), x), a, b)
+    within = 2**-6 if name == "nnx.Linear" else 1e-6
+    np.testing.assert_allclose(*bounded(found, wanted), atol=within)
+    cotangent = exact(2, *wanted.shape).astype(wanted.dtype)
+    for mine, other in zip(pull(cotangent), wanted_pull(cotangent), strict=True):
+        np.testing.assert_allclose(*bounded(mine, other), atol=2 * within)
+    np.testing.assert_array_equal(merged(w, a, b, lora, "block/w"), whole(w, a, b))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ((("*w", 40, 1, 1.0),), r"LoRA.pieces has 40 columns for 'block/w', which has 32"),
+        ((("*w", 8, 1, 1.0),), "8 columns for"),
+        ((("*w", 0, 1, 1.0), ("*w", 8, 1, 1.0)), r"0 \+ 8 columns for"),
+        ((("*w", 0, -1, 1.0),), "columns and rank must be 0 or more"),
+        ((("*w", 0, 1, 0.0),), "LoRA.alpha=0.0"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(pieces, words):
+    with pytest.raises(ZeroError, match=words):
+        replace(LORA, pieces=pieces).pieces_of("block/w", 32)
+
+
 def test_beside_fp8_codes():
     w, x = exact(0, 16, 32), exact(1, *CUBE)
     a, b = adapter()
@@ -76,7 +118,7 @@ def test_merging_is_in_fp32_and_rounds_once():
     w = np.asarray(exact(0, 16, 32)).astype(jnp.bfloat16)
     a, b = (np.asarray(x) for x in adapter())
     wanted = (w.astype(np.float32) + 2 * a @ b).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(merged(w, a, b, LORA), wanted)
+    np.testing.assert_array_equal(merged(w, a, b, LORA, "block/w"), wanted)
 
 
 def test_dropout_keeps_the_mean():

@@ -16,10 +16,10 @@ from zerojax.interop.huggingface import (
     Direction,
     Format,
     WeightFormat,
+    adapter_base,
     check_quantizable,
     export_adapter,
     export_model,
-    imported_from,
     plan_export,
     quantized_state,
 )
@@ -111,7 +111,7 @@ def run(arguments: list[str]) -> None:
 def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightFormat | None) -> None:
     trained = open_trained(folder, config, options.mesh, ema=options.ema)
     if options.adapter:
-        _export_adapter(options, trained)
+        _export_adapter(options, folder, trained)
         return
     target = plan_export(trained.state, trained.config, folder, options.dtype)
     if how is not None:
@@ -135,13 +135,13 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
         )
 
 
-def _export_adapter(options: Options, trained: TrainedRun) -> None:
+def _export_adapter(options: Options, folder: RunFolder, trained: TrainedRun) -> None:
     if trained.state.spec.lora is None:
         raise ConfigurationError(f"--adapter: {options.run} has trained no adapters: see [lora]")
-    base = None if trained.base is None else imported_from(trained.base)
-    targets = export_adapter(
-        trained.state, trained.config.model, options.out, base=base, dtype=options.dtype or "float32"
-    )
+    model = trained.config.model
+    base, family = adapter_base(trained.base, folder, model)
+    dtype = options.dtype or "float32"
+    targets = export_adapter(trained.state, model, options.out, base=base, family=family, dtype=dtype)
     if is_first():
         print(f"{options.out}: adapters of {', '.join(targets)}, from step {trained.step} of {options.run}")
         if base is None:

@@ -9,11 +9,12 @@ from zerojax.cli.run_options import RunOptions, read_run, show_plan
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     ModelReader,
+    adapter_frozen,
     adapter_lora,
     begin_run,
     load_adapter,
 )
-from zerojax.run.config import LoRASection
+from zerojax.run.config import LoRASection, RunConfig
 from zerojax.run.trainer import Trainer
 
 
@@ -25,8 +26,8 @@ class Options(RunOptions):
     can be overridden; the defaults below are those of the config.
 
     Attributes:
-        adapter: Start a new run's adapters from the folder of a PEFT adapter; sets [lora] if lora.rank is 0.
-            The run's base is an imported model, or from --init-from.
+        adapter: Start a new run's adapters from the folder of a PEFT adapter; sets [lora] if lora.rank is 0,
+            and zero.frozen if its files train more. The run's base is an imported model, or from --init-from.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
     """
 
@@ -44,8 +45,8 @@ def run(arguments: list[str]) -> None:
             "it out"
         )
     settings.model.check_language_model("zerojax train")
-    if options.adapter is not None and not settings.lora.rank:
-        settings = replace(settings, lora=LoRASection(**vars(adapter_lora(options.adapter, settings.model))))
+    if options.adapter is not None:
+        settings = with_adapter(settings, options.adapter)
     from_files = {"--init-from": options.init_from, "--adapter": options.adapter}
     profile = None if options.profile is None else parse_steps(options.profile)
     if options.dry_run:
@@ -64,6 +65,16 @@ def run(arguments: list[str]) -> None:
                 if options.adapter is not None:
                     start_from(options.adapter, trainer)
             trainer.train()
+
+
+def with_adapter(settings: RunConfig, adapter: Path) -> RunConfig:
+    """The settings of a run that can hold PEFT's files, where they say nothing else."""
+    model, zero, lora = settings.model, settings.zero, settings.lora
+    if not lora.rank:
+        lora = LoRASection(**vars(adapter_lora(adapter, model)))
+    if zero.frozen is None and (frozen := adapter_frozen(adapter, model)) != ("*",):
+        zero = replace(zero, frozen=frozen)
+    return replace(settings, lora=lora, zero=zero)
 
 
 def start_from(adapter: Path, trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import array_moved, array_product
-from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, why_not
+from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, matches, why_not
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""
@@ -46,6 +46,10 @@ class LoRA:
         dropout: probability of zeroing an element of the input of A, in training: others at each read, but
             the same in all iterations of a loop (``jax.lax.scan``) of the model's own around a unit.
         rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
+        pieces: ``(pattern, columns, rank, alpha)``, for other ranks and alphas: a weight whose path matches
+            has an adapter of this rank for so many of its columns (outputs), those after the columns of the
+            tuple before that matches; 0 columns are all that are left, and rank 0 is no adapter. So query,
+            key and value, which are one weight, get adapters of their own, as in PEFT.
     """
 
     rank: int = 16
@@ -53,6 +57,7 @@ class LoRA:
     targets: tuple[str, ...] = MATMUL_WEIGHTS
     dropout: float = 0.0
     rslora: bool = False
+    pieces: tuple[tuple[str, int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work.
@@ -63,8 +68,11 @@ class LoRA:
         object.__setattr__(self, "targets", as_patterns("LoRA.targets", self.targets))
         if self.rank < 1:
             raise ConfigurationError(f"LoRA.rank={self.rank} must be at least 1.")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigurationError(f"LoRA.alpha={self.alpha} must be a positive number.")
+        for alpha in (self.alpha, *(alpha for *_, alpha in self.pieces)):
+            if not (math.isfinite(alpha) and alpha > 0):
+                raise ConfigurationError(f"LoRA.alpha={alpha} must be a positive number.")
+        if bad := [piece for piece in self.pieces if min(piece[1:3]) < 0]:
+            raise ConfigurationError(f"LoRA.pieces has {bad[0]}: columns and rank must be 0 or more.")
         if not 0 <= self.dropout < 1:
             raise ConfigurationError(f"LoRA.dropout={self.dropout} must be from 0 to below 1.")
         if not self.targets:
@@ -72,8 +80,42 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What A B is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """What A B is multiplied by, where ``pieces`` has nothing else."""
+        return self.scale_of(self.rank, self.alpha)
+
+    def scale_of(self, rank: int, alpha: float) -> float:
+        """What A B of a rank and an alpha is multiplied by."""
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def alpha_of(self, rank: int, scale: float) -> float:
+        """The inverse of ``scale_of``."""
+        return scale * (math.sqrt(rank) if self.rslora else rank)
+
+    def pieces_of(self, path: str, columns: int) -> "tuple[Piece, ...]":
+        """The adapters of a weight, for one range of columns after the other; those of rank 0 are left out.
+
+        Args:
+            path: the weight's path, joined by "/".
+            columns: the weight's.
+
+        Raises:
+            ConfigurationError: ``pieces`` has too few columns or too many.
+        """
+        own = [piece[1:] for piece in self.pieces if matches(piece[0], path)] or [(0, self.rank, self.alpha)]
+        found, start, first = [], 0, 0
+        for width, rank, alpha in own:
+            stop = start + (width or columns - start)
+            if not start < stop <= columns:
+                break
+            if rank:
+                scale = self.scale_of(rank, alpha)
+                found.append(Piece(slice(start, stop), slice(first, first + rank), scale))
+            start, first = stop, first + rank
+        else:
+            if start == columns:
+                return tuple(found)
+        widths = " + ".join(str(width) for width, *_ in own)
+        raise ConfigurationError(f"LoRA.pieces has {widths} columns for {path!r}, which has {columns}.")
 
     def without(self, path: str, shape: Sequence[int], unit: str | None) -> str | None:
         """Why a weight has no adapter; None if it has one.
@@ -87,12 +129,20 @@ class LoRA:
             return reason
         if unit is None:
             return "in no unit"
-        return None if input_axes(path, shape) else "neither two-dimensional nor a kernel of attention"
+        if not (inputs := input_axes(path, shape)):
+            return "neither two-dimensional nor a kernel of attention"
+        return None if self.pieces_of(path, math.prod(shape[inputs:])) else "of rank 0 in LoRA.pieces"
 
     def shapes(self, path: str, shape: Sequence[int]) -> Mapping[str, tuple[int, int]]:
-        """The shapes of A and B for a weight that is ``[inputs, outputs]``, or is reshaped to that."""
+        """The shapes of A and B for a weight that is ``[inputs, outputs]``, or is reshaped to that.
+
+        A has the columns of all pieces side by side. B is their block-diagonal matrix without what lies
+        outside the blocks: each piece has the first rows of its own columns, and the rest of them is zero.
+        """
         inputs = math.prod(shape[: input_axes(path, shape)])
-        return {A: (inputs, self.rank), B: (self.rank, math.prod(shape) // inputs)}
+        columns = math.prod(shape) // inputs
+        ranks = [piece.rank for piece in self.pieces_of(path, columns)]
+        return {A: (inputs, sum(ranks)), B: (max(ranks, default=0), columns)}
 
     def init(
         self, key: Array, path: str, shape: Sequence[int], stack: Sequence[int] = ()
@@ -116,6 +166,25 @@ class LoRA:
         }
 
 
+class Piece(NamedTuple):
+    """The adapter of some of a weight's columns.
+
+    Attributes:
+        columns: of the weight, and of B.
+        ranks: the columns of A.
+        scale: what A B is multiplied by.
+    """
+
+    columns: slice
+    ranks: slice
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of A, and of rows of B."""
+        return self.ranks.stop - self.ranks.start
+
+
 def input_axes(path: str, shape: Sequence[int]) -> int:
     """How many of a weight's axes, from the first on, are inputs of its products; 0 if that is not known.
 
@@ -128,18 +197,39 @@ def input_axes(path: str, shape: Sequence[int]) -> int:
     return int(len(shape) == 2)
 
 
-def merged(weight: Any, a: Any, b: Any, lora: LoRA) -> np.ndarray:
+def merged(weight: Any, a: Any, b: Any, lora: LoRA, path: str) -> np.ndarray:
     """``weight + scale a b``, computed in fp32 on the host and rounded to the weight's dtype.
 
     Args:
         weight: ``[.., inputs, outputs]``, or with more axes for inputs or outputs.
         a: ``[.., inputs, rank]``.
         b: ``[.., rank, outputs]``.
-        lora: gives the scale.
+        lora: gives the scale, and the pieces.
+        path: of the weight, joined by "/".
     """
-    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
-    product = np.float32(lora.scale) * product.reshape(weight.shape)
-    return (np.asarray(weight, np.float32) + product).astype(weight.dtype)
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    product = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    for columns, ranks, scale in lora.pieces_of(path, b.shape[-1]):
+        part = a[..., ranks] @ b[..., : ranks.stop - ranks.start, columns]
+        product[..., columns] = np.float32(scale) * part
+    return (np.asarray(weight, np.float32) + product.reshape(weight.shape)).astype(weight.dtype)
+
+
+def _scaled(a: Array, b: Array, lora: LoRA, path: str) -> tuple[Array, Array]:
+    """A transposed and multiplied by the scale, and B with its blocks on the diagonal: ``[rank, ..]``."""
+    pieces = lora.pieces_of(path, b.shape[-1])
+    scales = np.repeat([piece.scale for piece in pieces], [piece.rank for piece in pieces])
+    scale = scales[:, None] if len({*scales}) > 1 else scales[0]
+    if [piece.columns for piece in pieces] != [slice(0, b.shape[-1])]:
+        rows = [
+            jnp.pad(
+                b[: piece.rank, piece.columns],
+                ((0, 0), (piece.columns.start, b.shape[-1] - piece.columns.stop)),
+            )
+            for piece in pieces
+        ]
+        b = jnp.concatenate(rows)
+    return a.T * jnp.asarray(scale, a.dtype), b
 
 
 @dataclass(frozen=True)
@@ -176,10 +266,10 @@ class LowRankOperand:
     def of(cls, base: Any, a: Array, b: Array, seed: Array, lora: LoRA, name: str) -> "LowRankOperand":
         """From ``[inputs, rank]`` and ``[rank, outputs]``."""
         shape = getattr(base, "aval", base).shape
-        cut, rank = input_axes(name, shape), b.shape[0]
-        first = (a.T * jnp.asarray(lora.scale, a.dtype)).reshape(rank, *shape[:cut])
+        cut, (first, second) = input_axes(name, shape), _scaled(a, b, lora, name)
+        first, second = (x.reshape(-1, *own) for x, own in ((first, shape[:cut]), (second, shape[cut:])))
         factors = "a" * cut + "b" * (len(shape) - cut)
-        return cls(base, first, b.reshape(rank, *shape[cut:]), seed, factors, lora.dropout, name)
+        return cls(base, first, second, seed, factors, lora.dropout, name)
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:

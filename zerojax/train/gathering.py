@@ -40,7 +40,7 @@ def gather_params(state: TrainState) -> dict[str, Any]:
         if adapter := spec.adapters.get(leaf.path):
             assert spec.lora is not None
             a, b = (whole.pop(part.path) for part in adapter)
-            weight = merged(weight, a, b, spec.lora)
+            weight = merged(weight, a, b, spec.lora, leaf.name)
         whole[leaf.path] = weight
     return to_tree(whole)
 

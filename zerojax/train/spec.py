@@ -249,7 +249,9 @@ def adapter_parameters(
     """
     if lora is None:
         return []
-    refuse_idle("LoRA.targets", lora.targets, [p.name for p in parameters], default=MATMUL_WEIGHTS)
+    names = [p.name for p in parameters]
+    refuse_idle("LoRA.targets", lora.targets, names, default=MATMUL_WEIGHTS)
+    refuse_idle("LoRA.pieces", [pattern for pattern, *_ in lora.pieces], names)
     if lora.dropout and zero.accumulate_order == "breadth":
         raise ConfigurationError(
             "LoRA.dropout would zero the same elements in all micro-batches in breadth: set "

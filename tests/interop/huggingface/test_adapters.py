@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import peft_by_hand
@@ -17,7 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from zerojax import LoRA, TrainState, ZeroError, checkpoints
-from zerojax.interop.huggingface import ModelFolder, adapter_lora, export_adapter, load_adapter
+from zerojax.interop.huggingface import (
+    ModelFolder,
+    adapter_frozen,
+    adapter_lora,
+    export_adapter,
+    load_adapter,
+    load_weights,
+)
 from zerojax.interop.huggingface.peft_files import target_modules
 from zerojax.interop.huggingface.save import each_tensor, gather_layer
 from zerojax.matmul.lora import A, B
@@ -60,8 +68,9 @@ def tuned(imported: Imported) -> Tuned:
     config = folder.read_config()
     lora = adapter_lora(ADAPTERS / name, config.model)
     if name == "llama2":
-        rank = lora.rank + SPARE
-        lora = replace(lora, rank=rank, alpha=lora.scale * math.sqrt(rank), targets=LoRA().targets)
+        rank = 2 * lora.rank + SPARE  # of the queries and the values side by side
+        alpha = lora.scale * math.sqrt(rank)
+        lora = replace(lora, rank=rank, alpha=alpha, targets=LoRA().targets, pieces=())
     config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
     before = start_run(
         RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None
@@ -90,7 +99,13 @@ def test_the_model_is_exported_with_its_adapters_merged(tuned: Tuned):
 @BOTH
 def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_path: Path):
     base, out = tensors(FIXTURES / tuned.name), tmp_path / "out"
-    export_adapter(tuned.state, tuned.model, out, base="a-model")
+    export_adapter(
+        tuned.state,
+        tuned.model,
+        out,
+        base="a-model",
+        family=ModelFolder.open(FIXTURES / tuned.name).family.model_type,
+    )
     ours, theirs = (peft_by_hand.merged(base, folder) for folder in (out, tuned.files))
     for name, values in theirs.items():
         np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-6)
@@ -99,7 +114,7 @@ def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_pat
     assert about["base_model_name_or_path"] == "a-model"
     assert about["fan_in_fan_out"] == (tuned.name == "gpt2")
     again = load_adapter(tuned.before, out, tuned.model)  # query, key and value have one A now
-    assert adapter_lora(out, tuned.model).rank == tuned.rank
+    assert (adapter_lora(out, tuned.model).rank, adapter_lora(out, tuned.model).pieces) == (tuned.rank, ())
     gathered = (from_tree(zerojax.gather_adapters(state)) for state in (again, tuned.state))
     for mine, first in zip(*(x.values() for x in gathered), strict=True):
         np.testing.assert_array_equal(mine, first)
@@ -109,8 +124,8 @@ def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_pat
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own
 def test_peft_reads_what_is_written(tuned: Tuned, tmp_path: Path):
     peft, torch, transformers = map(pytest.importorskip, ("peft", "torch", "transformers"))
-    export_adapter(tuned.state, tuned.model, tmp_path / "out")
     source = FIXTURES / tuned.name
+    export_adapter(tuned.state, tuned.model, tmp_path / "out", base=str(source))
     base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
     tokens = np.load(source / "expected.npz")["tokens"]
@@ -158,7 +173,9 @@ def test_adapters_side_by_side_and_what_is_left_of_larger_ones(tuned: Tuned):
 def test_settings_keep_the_scale():
     model = ModelFolder.open(FIXTURES / "llama2").model
     lora = adapter_lora(ADAPTERS / "llama2", model)
-    assert (lora.rank, lora.rslora) == (4, True)
+    assert (lora.rank, lora.rslora) == (2, True)
+    qkv = "blocks/*/attention/qkv/kernel"
+    assert lora.pieces == ((qkv, 16, 2, 3.0), (qkv, 8, 0, 3.0), (qkv, 8, 2, 3.0))
     assert lora.scale == pytest.approx(3 / math.sqrt(2))
     assert lora.targets == ("blocks/*/attention/qkv/kernel", "blocks/*/mlp/down/kernel")
     lora = adapter_lora(ADAPTERS / "gpt2", ModelFolder.open(FIXTURES / "gpt2").model)
@@ -169,7 +186,7 @@ def test_targets_are_the_shortest_ends_of_names():
     every = {f"h.{i}.{part}" for i in range(12) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")}
     assert target_modules({one for one in every if one.endswith("c_attn")}, every) == ["c_attn"]
     assert target_modules({one for one in every if "attn.c_proj" in one}, every) == ["attn.c_proj"]
-    assert target_modules({"h.1.mlp.c_proj"}, every) == ["1.mlp.c_proj"]
+    assert target_modules({"h.1.mlp.c_proj"}, every) == ["h.1.mlp.c_proj"]  # not h.11
 
 
 def changed(folder: Path, keys: dict[str, object], arrays: dict[str, np.ndarray | None]) -> Path:
@@ -183,16 +200,36 @@ def changed(folder: Path, keys: dict[str, object], arrays: dict[str, np.ndarray 
 
 
 NAME = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
+WTE = "base_model.model.transformer.wte.weight"
 
 
 @pytest.mark.parametrize(
     ("keys", "arrays", "words"),
     [
-        ({"use_dora": True}, {}, "options other than those of LoRA and rsLoRA: use_dora = True"),
-        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
-        ({"rank_pattern": {"c_attn": 4}}, {}, "rank_pattern"),
-        ({"layers_to_transform": [1]}, {}, "layers_to_transform"),
-        ({"bias": "all"}, {}, "bias = 'all' is not supported, only 'none'"),
+        (
+            {"use_dora": True},
+            {},
+            r"merge_and_unload\), and import that, as zerojax lacks .*: use_dora = True",
+        ),
+        ({"modules_to_save": ["lm_head"]}, {}, "the files lack 'lm_head', which modules_to_save has"),
+        ({"modules_to_save": [3]}, {}, "modules_to_save = .* should be names"),
+        ({"rank_pattern": {"c_attn": 4}}, {}, r"has shape \(3, 16\), and \(4, 16\) would fit"),
+        ({"rank_pattern": {"c_attn": "4"}}, {}, "rank_pattern has '4' for 'c_attn'"),
+        ({"rank_pattern": {"c_attn": 0}}, {}, "LoRA.rank=0"),
+        ({"rank_pattern": {"(": 4}}, {}, r"rank_pattern: '\(' is no pattern"),
+        ({"alpha_pattern": {"(.+)+x": 4}}, {}, r"alpha_pattern: .* repeats too much"),
+        ({"bias": "some"}, {}, "bias = 'some' is not supported, only 'none' or 'all' or 'lora_only'"),
+        ({}, {WTE: np.zeros((80, 16), np.float32)}, "neither bias nor modules_to_save"),
+        (
+            {"modules_to_save": ["wte"]},
+            {WTE: np.zeros((80, 16), np.float32)},
+            "embedding and the output .* differ",
+        ),
+        (
+            {"modules_to_save": ["c_attn"]},
+            {NAME.replace("lora_A.", ""): np.zeros((16, 48), np.float32)},
+            "an adapter of 'block/attention/qkv/kernel', which holds it",
+        ),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights = 'pissa'"),
         ({"peft_type": "IA3"}, {}, "peft_type = 'IA3'"),
         ({"task_type": "SEQ_CLS"}, {}, "task_type = 'SEQ_CLS'"),
@@ -227,8 +264,8 @@ def test_of_another_family_and_of_no_folder(tmp_path):
     ("change", "words"),
     [
         (None, "the state has no adapters: create the state with lora=huggingface.adapter_lora"),
-        ({"rank": 2, "alpha": 10 / 3}, "rank 2 and scale 1.66667, and those of .* need rank 3"),
-        ({"alpha": 6.0}, "scale 2, and"),
+        ({"rank": 2}, "of 'block/attention/qkv/kernel' has rank 2, and those of .* need rank 3"),
+        ({"pieces": (("*qkv/kernel", 40, 3, 5.0), ("*qkv/kernel", 8, 0, 5.0))}, "fewer columns"),
         ({"targets": ("*qkv/kernel",)}, "an adapter for 'block/mlp/down/kernel' of block 0"),
     ],
 )
@@ -255,5 +292,151 @@ def test_what_an_adapter_cannot_hold_is_not_exported(tmp_path):
     model = ModelFolder.open(FIXTURES / "gpt2").model
     with pytest.raises(ZeroError, match="no adapters to export"):
         export_adapter(abstract(model, None), model, tmp_path / "out")
-    with pytest.raises(ZeroError, match=r"'norm/bias' is trained as well.*export the whole model"):
-        export_adapter(abstract(model, LoRA(), frozen=("*", "!norm/*")), model, tmp_path / "out")
+    phi, folder = ModelFolder.open(FIXTURES / "families" / "phi3"), tmp_path / "out"
+    with pytest.raises(
+        ZeroError, match=r"MistralForCausalLM and Phi3.* different modules.* such as 'mistral'"
+    ):
+        export_adapter(abstract(phi.model, LoRA()), phi.model, folder)
+    with pytest.raises(ZeroError, match=r"family='gpt2' does not fit this model, only mistral.* phi3"):
+        export_adapter(abstract(phi.model, LoRA()), phi.model, folder, family="gpt2")
+    gate = abstract(phi.model, LoRA(targets=("*up/kernel",)), frozen=("*", "!*gate/kernel"))
+    with pytest.raises(
+        ZeroError, match=r"0.mlp.gate_up_proj' holds a weight that is trained, and one with an"
+    ):
+        export_adapter(gate, phi.model, folder, family="phi3")
+
+
+ALL = (
+    "llama3",
+    "mistral",
+    "qwen2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "phi3")),
+)
+"""Models with adapters of everything that zerojax imports; see ADAPTERS of hf_fixtures.py."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A committed model, loaded from its files, with PEFT's adapter for it."""
+
+    name: str
+    source: ModelFolder
+    state: TrainState
+
+    @property
+    def files(self) -> Path:
+        return ADAPTERS / self.name
+
+    def export(self, out: Path) -> Path:
+        export_adapter(self.state, self.source.model, out, base=str(self.source.folder))
+        return out
+
+
+def created(source: ModelFolder, files: Path, **options: Any) -> TrainState:
+    """A state that can hold an adapter, with the weights of the model's files."""
+    state = TrainState.create(
+        lambda rngs: GPT(source.model, rngs=rngs),
+        optax.sgd(0.1),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 2, devices=jax.devices()[:2]),
+        zero=zerojax.ZeroConfig(
+            compute_dtype="float32", frozen=adapter_frozen(files, source.model), **options
+        ),
+        lora=adapter_lora(files, source.model),
+    )
+    return load_weights(state, source.folder)
+
+
+@pytest.fixture(scope="module", params=ALL)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    name = request.param
+    folder = FIXTURES / name if (FIXTURES / name).exists() else FIXTURES / "families" / name
+    source = ModelFolder.open(folder)
+    state = load_adapter(created(source, ADAPTERS / name), ADAPTERS / name, source.model)
+    return Loaded(name, source, state)
+
+
+def merged_by_hand(source: ModelFolder, files: Path) -> dict[str, np.ndarray]:
+    base = {name: x.astype(np.float32) for name, x in tensors(source.folder).items()}
+    return peft_by_hand.merged(base, files)
+
+
+def assert_merged(state: TrainState, source: ModelFolder, files: Path) -> None:
+    """The model of a state is that of the files with PEFT's adapter."""
+    wanted, parts = merged_by_hand(source, files), source.family.parts(source.model, source.family.prefix)
+    fused: dict[str, list[np.ndarray]] = {}
+    for tensor, values in each_tensor(state, parts):
+        fused.setdefault(tensor.name, []).append(values)
+    for name, values in fused.items():
+        if name in wanted:  # the second copy of a tied matrix is not
+            np.testing.assert_allclose(np.concatenate(values), wanted[name], rtol=0, atol=3e-6, err_msg=name)
+
+
+def test_logits_with_all_that_peft_has(loaded: Loaded):
+    tokens = np.load(loaded.source.folder / "expected.npz")["tokens"]
+    logits = zerojax.gather_model(loaded.state)(tokens)
+    np.testing.assert_allclose(logits, np.load(loaded.files / "expected.npz")["logits"], rtol=0, atol=2e-5)
+
+
+def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
+    assert_merged(loaded.state, loaded.source, loaded.files)
+    out = loaded.export(tmp_path / "out")
+    assert_merged(loaded.state, loaded.source, out)
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, loaded.files))
+    about, before = peft_by_hand.settings(out), peft_by_hand.settings(loaded.files)
+    if loaded.name == "mistral":  # embeddings and heads with adapters come back as a whole
+        assert about["modules_to_save"] == ["embed_tokens", "gate_proj", "lm_head", "model.norm"]
+        return
+    if loaded.name == "llama3":  # one layer's rank and alpha are now all layers'
+        assert (about["rank_pattern"], about["alpha_pattern"]) == (
+            {"v_proj": 2},
+            {"down_proj": 6, "k_proj": 5},
+        )
+        assert before["rank_pattern"]["v_proj"] == 2
+        assert ours.keys() == theirs.keys()
+        return
+    same = ("r", "lora_alpha", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+    assert {key: about[key] for key in same} == {key: before[key] for key in same}
+    assert {*about["target_modules"]} == {*before["target_modules"]}
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_array_equal(ours[name], x, err_msg=name)
+
+
+def test_a_fused_module_is_trained_on(tmp_path: Path):
+    source = ModelFolder.open(FIXTURES / "families" / "phi3")
+    before = created(source, ADAPTERS / "phi3")
+    state = load_adapter(before, ADAPTERS / "phi3", source.model)
+    batch = {"tokens": np.random.default_rng(0).integers(0, 80, (4, 9)).astype(np.int32)}
+    state, _ = zerojax.train_step(state, batch)
+    out = tmp_path / "out"
+    targets = export_adapter(state, source.model, out, family="phi3")
+    assert targets == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+    assert_merged(state, source, out)
+    about = peft_by_hand.settings(out)  # gate and up have an A each now
+    assert (about["rank_pattern"], about["alpha_pattern"]) == ({"gate_up_proj": 8}, {"gate_up_proj": 12})
+    assert adapter_lora(out, source.model) == state.spec.lora  # and rank 4 each again
+    trained = zerojax.gather_adapters(state)
+    again = load_adapter(load_adapter(state, ADAPTERS / "phi3", source.model), out, source.model)
+    jax.tree.map(np.testing.assert_array_equal, zerojax.gather_adapters(again), trained)
+
+
+@pytest.mark.parametrize("name", ["opt", "mistral"])
+def test_a_state_that_freezes_what_the_files_train_is_refused(name: str):
+    folder = FIXTURES / name if (FIXTURES / name).exists() else FIXTURES / "families" / name
+    model = ModelFolder.open(folder).model
+    state = abstract(model, adapter_lora(ADAPTERS / name, model))
+    with pytest.raises(ZeroError, match=r"has values for .*, and the state freezes it: .*adapter_frozen\("):
+        load_adapter(state, ADAPTERS / name, model)
+
+
+def test_names_of_another_family_of_the_same_shape_are_read(tmp_path: Path):
+    """An adapter of LLaMA's modules for a model whose own family fuses them."""
+    model = ModelFolder.open(FIXTURES / "families" / "phi3").model
+    lora = adapter_lora(ADAPTERS / "phi3", model)
+    assert lora.targets == tuple(
+        f"blocks/*/{x}/kernel" for x in ("attention/out", "attention/qkv", "mlp/down", "mlp/gate", "mlp/up")
+    )
+    with pytest.raises(ZeroError, match=r"no such module is in this MistralForCausalLM.*another model"):
+        adapter_lora(ADAPTERS / "gpt2", model)
+    assert adapter_lora(ADAPTERS / "mistral", model).targets == ("blocks/*/attention/out/kernel",)

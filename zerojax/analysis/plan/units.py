@@ -77,7 +77,13 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         where = "each node" if spec.strategy.frozen == "secondary" else "all nodes together"
         yield f"frozen: {frozen:,} of {frozen + own:,} parameters, once in {where}, in {formats}"
     if spec.lora is not None:
-        yield f"trained: low-rank adapters of rank {spec.lora.rank}, scaled by {spec.lora.scale:g}"
+        pieces = [
+            spec.lora.pieces_of(leaf.name, leaf.shape[-1])
+            for leaf in spec.frozen
+            if leaf.path in spec.adapters
+        ]
+        kinds = dict.fromkeys(f"of rank {one.rank}, scaled by {one.scale:g}" for own in pieces for one in own)
+        yield f"trained: low-rank adapters {'; '.join(kinds)}"
     if zero.matmul_dtype == "fp8":
         yield "matmuls with weights of units: in fp8, forward and backward"
     if zero.chunks > 1:

@@ -1,6 +1,12 @@
 """Hugging Face models: imports them into runs, and exports runs to them; adapters in the files of PEFT."""
 
-from zerojax.interop.huggingface.adapters import adapter_lora, export_adapter, imported_from, load_adapter
+from zerojax.interop.huggingface.adapters import (
+    adapter_base,
+    adapter_frozen,
+    adapter_lora,
+    export_adapter,
+    load_adapter,
+)
 from zerojax.interop.huggingface.exporting import (
     EXPORT_DTYPES,
     check_quantizable,
@@ -22,13 +28,14 @@ __all__ = [
     "ModelFolder",
     "ModelReader",
     "WeightFormat",
+    "adapter_base",
+    "adapter_frozen",
     "adapter_lora",
     "begin_run",
     "check_quantizable",
     "export_adapter",
     "export_model",
     "import_model",
-    "imported_from",
     "is_model",
     "load_adapter",
     "load_base",

@@ -1,42 +1,48 @@
 """Moves adapters between train states and the files of PEFT."""
 
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float32
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
-from zerojax.interop.huggingface.families import describe_model
-from zerojax.interop.huggingface.mapping import (
-    Tensor,
-    layer_tensors,
-    layers_of,
-    place_of,
-    tensors_of,
-)
+from zerojax.interop.huggingface.families import FAMILIES, Family, describe_model, fitting, read_model
+from zerojax.interop.huggingface.mapping import TensorPart, layers_of, place_of
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
     WEIGHTS,
+    Factor,
     PeftAdapter,
+    Place,
+    Settings,
+    alpha_for,
+    config_values,
     key_of,
     module_of,
+    parts_of,
+    path_pattern,
+    places_of,
+    side_by_side,
     target_modules,
+    weight_shapes,
+    whole_key,
+    within,
     write_config,
 )
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, gather_layer
-from zerojax.interop.huggingface.source import is_model
-from zerojax.matmul.lora import LoRA
+from zerojax.interop.huggingface.source import CONFIG, is_model, read_config_json
+from zerojax.matmul.lora import A, B, LoRA
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.checkpoints.canonical import abstract_weight, with_weights
 from zerojax.run.run_dir import RunFolder
+from zerojax.sharding import param_tree
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.gathering import gather_adapters
@@ -44,74 +50,100 @@ from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 from zerojax.validation.dtypes import dtype_name
 
+Arrays = Mapping[param_tree.Path, Float32[np.ndarray, "..."]]
+Tensors = dict[str, Float32[np.ndarray, "..."]]
+TensorPlaces = Mapping[str, list[tuple[Place, TensorPart]]]
+
 
 def export_adapter(
-    state: TrainState, model: GPTConfig, out: Path, *, base: str | None = None, dtype: str = "float32"
+    state: TrainState,
+    model: GPTConfig,
+    out: Path,
+    *,
+    base: str | None = None,
+    family: str | None = None,
+    dtype: str = "float32",
 ) -> list[str]:
     """Write a state's adapters as PEFT's files; all processes must call it, and the first one writes.
+
+    What is trained beside them is written, too: biases alone as PEFT's ``bias``, other modules as a whole, as
+    its ``modules_to_save``.
 
     Args:
         state: of a ``zerojax.models.GPT``, filled.
         model: its shape.
         out: the folder to create; it appears when it is complete.
         base: for ``base_model_name_or_path``: the model that the adapters belong to, if it is known.
+        family: the ``model_type`` of that model. It can be left out if ``base`` is its folder, or if all
+            families of this shape have the same modules.
         dtype: of the tensors: float32, float16 or bfloat16.
 
     Returns:
         ``target_modules``: the ends of the names of the modules that have adapters.
 
     Raises:
-        ConfigurationError: there are no adapters, or other weights are trained as well, or ``out`` exists, or
-            no Hugging Face family fits the model, or a value is out of the dtype's range.
+        ConfigurationError: there are no adapters, or a module with one is trained as well, or ``out`` exists;
+            no Hugging Face family fits the model, or several whose modules differ, so that PEFT might find a
+            part of them only; or a value is out of the dtype's range.
     """
     kind = EXPORT_DTYPES[dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))]
-    spec, lora = state.spec, _only_adapters(state.spec)
+    spec = state.spec
+    if spec.lora is None:
+        raise ConfigurationError("there are no adapters to export: the state was created without lora=")
+    own = _family(spec, model, base, family)
+    places = places_of(parts_of(own, model), model.layers)
+    modules = [module_of(tensor) for tensor in places]
+    adapted = [module_of(tensor) for tensor in _tensors_with(spec, places, _is_adapted)]
+    whole, biases = _trained_beside(spec, places, adapted)
     check_there(state)
-    family, _ = describe_model(model)
-    parts = family.parts(model, family.prefix)
-    adapted = _adapted(spec)
-    tensors = [tensor for leaf in adapted for tensor in tensors_of(leaf, parts)]
-    every = {module_of(tensor.name) for leaf in spec.weights for tensor in tensors_of(leaf, parts)}
-    targets = target_modules({module_of(tensor.name) for tensor in tensors}, every)
-    specs = {
-        name: TensorSpec(kind, shape) for tensor in tensors for name, shape in _shapes(tensor, lora).items()
-    }
-    params = from_tree(state.params)
-    every_layer = [(leaf, layer) for leaf in adapted for layer in layers_of(leaf)]
+    ranks, alphas, tensors = _adapter_tensors(state, spec.lora, places)
+    for tensor in places:
+        if tensor in biases or module_of(tensor) in whole:
+            tensors[whole_key(tensor, adapted)] = _gathered(state, places[tensor])
+    settings = Settings(
+        spec.lora,
+        _by_ends(ranks, spec.lora.rank),
+        _by_ends(alphas, spec.lora.alpha),
+        "none" if not biases else "lora_only" if {*map(module_of, biases)} <= {*adapted} else "all",
+        tuple(target_modules(whole, modules)),
+    )
+    targets = target_modules(ranks, modules)
     with new_folder(out) as draft:
-        writer = SafetensorWriter(draft, specs, sys.maxsize, WEIGHTS) if is_first() else None
-        for leaf, layer in every_layer:
-            a, b = (gather_layer(spec, part, params[part.path], layer) for part in spec.adapters[leaf.path])
-            if writer is None:
-                continue
-            for tensor in layer_tensors(leaf, layer, parts):
-                for name, x in zip(_shapes(tensor, lora), (a, b[:, tensor.part.columns]), strict=True):
-                    writer.write(name, cast(name, x.T, kind))
-        if writer is not None:
+        if is_first():
+            specs = {name: TensorSpec(kind, x.shape) for name, x in tensors.items()}
+            writer = SafetensorWriter(draft, specs, sys.maxsize, WEIGHTS)
+            for name, x in tensors.items():
+                writer.write(name, cast(name, x, kind))
             writer.close()
-            write_config(draft, lora, family, targets, base)
+            write_config(draft, config_values(settings, own, targets, base))
     return targets
 
 
-def imported_from(base: Path) -> str | None:
-    """The Hugging Face folder that a run's frozen weights are from; None if they are others.
+def adapter_base(base: Path | None, folder: RunFolder, model: GPTConfig) -> tuple[str | None, str]:
+    """The Hugging Face folder that a run's frozen weights are from, or None, and the family of their names.
 
     Args:
-        base: that folder, or the checkpoint that holds them.
+        base: that folder, or the checkpoint that holds them; None if they are from nowhere.
+        folder: of the run.
+        model: its shape.
     """
-    if is_model(base):
-        return str(base)
-    if read_manifest(base).record.position:  # it was trained
-        return None
-    source = RunFolder(base.parents[1]).read_summary().get("source")
-    return source if isinstance(source, str) else None
+    source, owner = None, folder
+    if base is not None and is_model(base):
+        source = str(base)
+    elif base is not None:
+        owner = RunFolder(base.parents[1])
+        if not read_manifest(base).record.position:  # else it was trained since
+            source = owner.read_summary().get("source")
+    if is_model(owner.huggingface):
+        return source, _family_of_folder(owner.huggingface).model_type
+    return source, describe_model(model)[0].model_type
 
 
 def adapter_lora(folder: Path, model: GPTConfig) -> LoRA:
-    """The settings of adapters that can hold those of PEFT's files: create the state with them.
+    """The settings of adapters that hold those of PEFT's files: create the state with them.
 
-    zerojax holds query, key and value side by side, so their adapters become one of their joint rank, unless
-    they have the same A. ``alpha`` grows with the rank, so that the scale stays the same.
+    Each module's adapter keeps its rank and scale. Query, key and value, which zerojax holds side by side,
+    have adapters of their own (``LoRA.pieces``), unless those of the files have the same A.
 
     Args:
         folder: holds adapter_config.json and adapter_model.safetensors.
@@ -124,79 +156,226 @@ def adapter_lora(folder: Path, model: GPTConfig) -> LoRA:
     return PeftAdapter.open(folder, model).lora
 
 
+def adapter_frozen(folder: Path, model: GPTConfig) -> tuple[str, ...]:
+    """The ``ZeroConfig.frozen`` of a state that can hold all of PEFT's files.
+
+    The patterns freeze all but the biases and modules that the files have as a whole, and the embeddings and
+    heads with an adapter, which is added to them.
+
+    Args:
+        folder: as for ``adapter_lora``.
+        model: as for ``adapter_lora``.
+
+    Raises:
+        ConfigurationError: as ``adapter_lora``.
+    """
+    return PeftAdapter.open(folder, model).frozen
+
+
 def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainState:
     """A state whose adapters are those of PEFT's files; all processes must call it.
 
     Where the state's adapters are larger, or the files have none, A keeps the state's values and B is zero.
-    The optimizer's state is unchanged. The result shares all other arrays with ``state``, so a step from
-    either donates those of both.
+    Where they have another scale, B makes up for it. The optimizer's state is unchanged. The result shares
+    all other arrays with ``state``, so a step from either donates those of both.
 
     Args:
         state: of a ``zerojax.models.GPT``, filled, created with ``lora=adapter_lora(folder, model)`` or with
-            adapters for more weights, or of a larger rank and the same scale.
+            adapters for more weights or of larger ranks, and ``frozen=adapter_frozen(folder, model)`` or
+            fewer weights frozen. Of what the files have as a whole, it has the base model's values.
         folder: holds adapter_config.json and adapter_model.safetensors.
         model: the model's shape.
 
     Raises:
-        ConfigurationError: as ``adapter_lora``, or the state's adapters cannot hold these.
+        ConfigurationError: as ``adapter_lora``, or the state cannot hold these.
     """
     found = PeftAdapter.open(folder, model)
     _check_fits(state.spec, found)
     check_there(state)
     values = from_tree(gather_adapters(state))
-    placed: dict[tuple[str, ...], jax.Array] = {}
+    placed: dict[param_tree.Path, jax.Array] = {}
     for leaf in _adapted(state.spec):
         adapter = state.spec.adapters[leaf.path]
         a, b = (values[part.path].copy() for part in adapter)
         for layer in layers_of(leaf):
             at = () if layer is None else (layer,)
-            _fill(a[at], b[at], found, place_of(leaf, layer))
+            _fill(state.spec, leaf, a[at], b[at], found.factors.get(place_of(leaf, layer), []))
         placed |= {part.path: _placed(state, part, x) for part, x in zip(adapter, (a, b), strict=True)}
+    for leaf in state.spec.weights:
+        if any(place_of(leaf, layer) in found.given for layer in layers_of(leaf)):
+            placed[leaf.path] = _placed(state, leaf, _with_given(state, leaf, found))
     return with_weights(state, {"params": to_tree(placed)})
 
 
-def _only_adapters(spec: TrainSpec) -> LoRA:
-    """The settings of a state's adapters, which must be all that is trained."""
-    if spec.lora is None:
-        raise ConfigurationError("there are no adapters to export: the state was created without lora=")
-    if others := [leaf.name for leaf in spec.weights if not leaf.frozen]:
+def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | None) -> Family:
+    """The family whose names an export has."""
+    if named is not None:
+        family = FAMILIES.get(named)
+        if family is None or weight_shapes(model).keys() != parts_of(family, model).keys():
+            known = ", ".join(one.model_type for one in fitting(model))
+            raise ConfigurationError(f"family={named!r} does not fit this model, only {known}")
+        return family
+    if base is not None and is_model(Path(base)):
+        return _family_of_folder(Path(base))
+    first, _ = describe_model(model)
+
+    def written(family: Family) -> set[str]:
+        places = places_of(parts_of(family, model), model.layers)
+        return {*_tensors_with(spec, places, _is_adapted), *_tensors_with(spec, places, _is_trained)}
+
+    if others := [family for family in fitting(model) if written(family) != written(first)]:
         raise ConfigurationError(
-            f"{others[0]!r} is trained as well as the adapters, and PEFT's files would lack it: export the "
-            "whole model, with its adapters merged"
+            f"{first.architecture} and {others[0].architecture} have this shape and different modules, and "
+            "PEFT would load the adapters only of those that it finds: pass the base's folder as base=, or "
+            f"its model_type as family=, such as {first.model_type!r}"
         )
-    return spec.lora
+    return first
 
 
-def _shapes(tensor: Tensor, lora: LoRA) -> dict[str, tuple[int, int]]:
-    """The names and shapes of A and B in a file for a tensor of a model."""
-    inputs, outputs = tensor.shape[::-1] if tensor.part.transposed else tensor.shape
-    shapes = (lora.rank, inputs), (outputs, lora.rank)
-    return dict(zip((key_of(module_of(tensor.name), kind) for kind in KINDS), shapes, strict=True))
+def _family_of_folder(folder: Path) -> Family:
+    return read_model(read_config_json(folder), str(folder / CONFIG))[0]
+
+
+def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
+    """The layout and layer of each weight, by its place."""
+    return {place_of(leaf, layer): (leaf, layer) for leaf in spec.weights for layer in layers_of(leaf)}
+
+
+def _tensors_with(
+    spec: TrainSpec, places: TensorPlaces, has: Callable[[TrainSpec, ParamLayout, TensorPart], bool]
+) -> Iterator[str]:
+    """The tensors of which some part has a property."""
+    leaves = _leaves(spec)
+    for tensor, own in places.items():
+        if any(has(spec, leaves[place][0], part) for place, part in own):
+            yield tensor
+
+
+def _is_adapted(spec: TrainSpec, leaf: ParamLayout, part: TensorPart) -> bool:
+    """Whether some of a part's columns have an adapter."""
+    if spec.lora is None or leaf.path not in spec.adapters:
+        return False
+    columns = range(leaf.shape[-1])
+    own = columns[part.columns]
+    pieces = spec.lora.pieces_of(leaf.name, len(columns))
+    return any(piece.columns.start < own.stop and own.start < piece.columns.stop for piece in pieces)
+
+
+def _is_trained(spec: TrainSpec, leaf: ParamLayout, part: TensorPart) -> bool:
+    del spec, part
+    return not leaf.frozen
+
+
+def _trained_beside(
+    spec: TrainSpec, places: TensorPlaces, adapted: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """The modules that are trained as a whole, and the biases that are trained alone.
+
+    Raises:
+        ConfigurationError: PEFT has no such mixture.
+    """
+    trained = {*_tensors_with(spec, places, _is_trained)}
+    whole = {module_of(tensor) for tensor in trained if not tensor.endswith(".bias")}
+    if both := sorted(whole & {*adapted}):
+        raise ConfigurationError(
+            f"{both[0]!r} holds a weight that is trained, and one with an adapter, and PEFT has either: "
+            "freeze the first (ZeroConfig.frozen), or export the whole model, with its adapters merged"
+        )
+    return whole, {tensor for tensor in trained if module_of(tensor) not in whole}
+
+
+def _adapter_tensors(
+    state: TrainState, lora: LoRA, places: TensorPlaces
+) -> tuple[dict[str, int], dict[str, float], Tensors]:
+    """The rank and alpha of each module that has an adapter, and the tensors of these."""
+    values, leaves = from_tree(gather_adapters(state)), _leaves(state.spec)
+    ranks, alphas, tensors = dict[str, int](), dict[str, float](), Tensors()
+    for tensor, own in places.items():
+        factors, module = list[Factor](), module_of(tensor)
+        for place, part in own:
+            leaf, layer = leaves[place]
+            if leaf.path in state.spec.adapters:
+                start, stop, _ = part.columns.indices(leaf.shape[-1])
+                factors += within(_factors(lora, leaf, layer, values), start, stop, part.first_row)
+        if factors:
+            (_, part), scale = own[0], factors[0].scale
+            outputs = part.rows or len(range(leaves[own[0][0]][0].shape[-1])[part.columns])
+            a, b = side_by_side(factors, outputs, scale)
+            tensors |= {key_of(module, kind): x.T for kind, x in zip(KINDS, (a, b), strict=True)}
+            ranks[module], alphas[module] = len(b), alpha_for(lora, len(b), scale)
+    return ranks, alphas, tensors
+
+
+def _factors(lora: LoRA, leaf: ParamLayout, layer: int | None, values: Arrays) -> list[Factor]:
+    """The pieces of one layer of a weight's adapter."""
+    at = () if layer is None else (layer,)
+    a, b = (values[*leaf.path, name][at] for name in (A, B))
+    return [
+        Factor(a[:, piece.ranks], b[: piece.rank, piece.columns], piece.columns.start, piece.scale)
+        for piece in lora.pieces_of(leaf.name, leaf.shape[-1])
+    ]
+
+
+def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
+    """The values that are not the default, by the ends of the modules' names."""
+    found = {}
+    for value in {x for x in values.values() if x != default}:
+        own = [module for module, x in values.items() if x == value]
+        found |= dict.fromkeys(target_modules(own, values), value)
+    return dict(sorted(found.items()))
+
+
+def _gathered(state: TrainState, own: list[tuple[Place, TensorPart]]) -> Float32[np.ndarray, "..."]:
+    """A tensor of the model, of the weights that it holds, decoded if they are frozen."""
+    leaves, stored = _leaves(state.spec), from_tree(state.params) | from_tree(state.frozen)
+    rows = []
+    for place, part in sorted(own, key=lambda one: one[1].first_row):
+        leaf, layer = leaves[place]
+        values = gather_layer(state.spec, leaf, stored[leaf.path], layer)[..., part.columns]
+        rows.append(values.T if part.transposed else values)
+    return np.concatenate(rows)
 
 
 def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
-    """Refuse a state whose adapters cannot hold those of a file."""
-    wanted, lora = found.lora, spec.lora
+    """Refuse a state that cannot hold all of the files."""
     way_out = f"create the state with lora=huggingface.adapter_lora({str(found.origin)!r}, model)"
-    if lora is None:
+    if (lora := spec.lora) is None:
         raise ConfigurationError(f"the state has no adapters: {way_out}")
-    if lora.rank < wanted.rank or not math.isclose(lora.scale, wanted.scale, rel_tol=1e-6):
-        raise ConfigurationError(
-            f"the state's adapters have rank {lora.rank} and scale {lora.scale:g}, and those of "
-            f"{found.origin} need rank {wanted.rank} and scale {wanted.scale:g}: {way_out}"
-        )
-    for leaf in spec.weights:
-        name, _ = place_of(leaf, None if not leaf.stack else 0)
-        if name in found.shapes and leaf.shape != found.shapes[name]:
+    leaves = _leaves(spec)
+    for place, (leaf, _) in leaves.items():
+        if found.shapes.get(place[0], leaf.shape) != leaf.shape:
             raise ConfigurationError(
-                f"{leaf.name!r} of the state has shape {leaf.shape}, and {found.shapes[name]} by model="
+                f"{leaf.name!r} of the state has shape {leaf.shape}, and {found.shapes[place[0]]} by model="
             )
-    adapted = set(_places(spec))
-    if lacking := sorted(place for place in found.factors if place not in adapted):
-        name, layer = lacking[0]
-        raise ConfigurationError(
-            f"{found.origin} has an adapter for {name!r} of block {layer}, and the state has none: {way_out}"
-        )
+    for place, factors in sorted(found.factors.items()):
+        leaf = leaves[place][0] if place in leaves else None
+        if leaf is None or leaf.path not in spec.adapters:
+            raise ConfigurationError(
+                f"{found.origin} has an adapter for {place[0]!r} of block {place[1]}, and the state has none"
+                f": {way_out}"
+            )
+        held = 0
+        for piece in lora.pieces_of(leaf.name, leaf.shape[-1]):
+            own = within(factors, piece.columns.start, piece.columns.stop)
+            held += sum(one.b.shape[1] for one in own)
+            needed = side_by_side(own, leaf.shape[-1], 1.0)[0].shape[1] if own else 0
+            if needed > piece.rank:
+                raise ConfigurationError(
+                    f"the state's adapter of {place[0]!r} has rank {piece.rank}, and those of {found.origin} "
+                    f"need rank {needed}: {way_out}"
+                )
+        if held < sum(one.b.shape[1] for one in factors):
+            raise ConfigurationError(
+                f"the state has adapters for fewer columns of {place[0]!r} than {found.origin}: {way_out}"
+            )
+    for place in sorted(found.given, key=str):
+        leaf = leaves[place][0] if place in leaves else None
+        if leaf is None or leaf.frozen:
+            raise ConfigurationError(
+                f"{found.origin} has values for {place[0]!r}, and the state freezes it: train it by "
+                f"ZeroConfig(frozen=(\"*\", '!{path_pattern(place[0])}')), or all that the files have by "
+                f"frozen=huggingface.adapter_frozen({str(found.origin)!r}, model)"
+            )
 
 
 def _adapted(spec: TrainSpec) -> list[ParamLayout]:
@@ -204,21 +383,28 @@ def _adapted(spec: TrainSpec) -> list[ParamLayout]:
     return [leaf for leaf in spec.frozen if leaf.path in spec.adapters]
 
 
-def _places(spec: TrainSpec) -> Iterator[tuple[str, int | None]]:
-    """The name in ``TensorParts`` and the block of each weight that has an adapter."""
-    for leaf in _adapted(spec):
-        yield from (place_of(leaf, layer) for layer in layers_of(leaf))
-
-
-def _fill(a: np.ndarray, b: np.ndarray, found: PeftAdapter, place: tuple[Any, Any]) -> None:
-    """Put the factors of one weight side by side, each with its own columns of B."""
+def _fill(spec: TrainSpec, leaf: ParamLayout, a: np.ndarray, b: np.ndarray, factors: list[Factor]) -> None:
+    """Put the factors of one layer of a weight into its adapter."""
+    assert spec.lora is not None
     b[...] = 0
-    rank = found.own.rank
-    for number, factor in enumerate(found.factors.get(place, ())):
-        ranks = slice(number * rank, (number + 1) * rank)
-        a[:, ranks] = factor.a
-        for columns, values in factor.b:
-            b[ranks, columns] = values
+    for piece in spec.lora.pieces_of(leaf.name, leaf.shape[-1]):
+        start, stop = piece.columns.start, piece.columns.stop
+        if own := within(factors, start, stop):
+            first, second = side_by_side(own, stop - start, piece.scale)
+            a[:, piece.ranks.start :][:, : len(second)] = first
+            b[: len(second), piece.columns] = second
+
+
+def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Float32[np.ndarray, "..."]:
+    """A trained weight of unsharded shape, with the values of the files."""
+    stored = from_tree(state.params)[leaf.path]
+    layers = []
+    for layer in layers_of(leaf):
+        values = np.array(gather_layer(state.spec, leaf, stored, layer))
+        for one in found.given.get(place_of(leaf, layer), []):
+            values[..., one.columns] = one.values + values[..., one.columns] * one.added
+        layers.append(values)
+    return np.stack(layers) if leaf.stack else layers[0]
 
 
 def _placed(state: TrainState, leaf: ParamLayout, values: np.ndarray) -> jax.Array:

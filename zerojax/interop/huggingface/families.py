@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,3 +166,13 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
         }
         return family, about | config | {"initializer_range": model.init_std}
     raise ConfigurationError(f"no Hugging Face family fits this model: {'; '.join(reasons)}")
+
+
+def fitting(model: GPTConfig) -> list[Family]:
+    """All families of a model; ``describe_model`` takes the first, of which others may differ in names."""
+    found = []
+    for family in FAMILIES.values():
+        with suppress(ConfigurationError):
+            family.write(model)
+            found.append(family)
+    return found

@@ -63,7 +63,7 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
             )
             if factors:
                 assert spec.lora is not None
-                whole = merged(whole, factors[0], factors[1], spec.lora)
+                whole = merged(whole, factors[0], factors[1], spec.lora, leaf.name)
             for tensor in layer_tensors(leaf, layer, parts):
                 values = whole[..., tensor.part.columns] if whole.ndim else whole
                 yield tensor, values.T if tensor.part.transposed else values

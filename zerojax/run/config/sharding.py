@@ -166,6 +166,8 @@ class LoRASection:
             decides.
         dropout: Probability of zeroing an element of an adapter's input.
         rslora: Multiply by alpha / sqrt(rank) instead.
+        pieces: Tuples of a path pattern, columns, rank and alpha: weights whose path matches have an adapter
+            of their own for so many columns, from left to right; 0 columns are all that are left.
     """
 
     rank: int = 0
@@ -173,6 +175,7 @@ class LoRASection:
     targets: tuple[str, ...] = MATMUL_WEIGHTS
     dropout: float = 0.0
     rslora: bool = False
+    pieces: tuple[tuple[str, int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_numbers(self, "lora.{}".format)
