@@ -18,8 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from zerojax import LoRA, TrainState, ZeroError, checkpoints
+from zerojax.cli.train import with_adapter
 from zerojax.interop.huggingface import (
     ModelFolder,
+    adapter_base,
     adapter_frozen,
     adapter_lora,
     export_adapter,
@@ -33,7 +35,8 @@ from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest
-from zerojax.run.config import LoRASection, MeshSection
+from zerojax.run.config import LoRASection, MeshSection, RunConfig, TrainSection
+from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.frozen import decode_frozen
@@ -440,3 +443,25 @@ def test_names_of_another_family_of_the_same_shape_are_read(tmp_path: Path):
     with pytest.raises(ZeroError, match=r"no such module is in this MistralForCausalLM.*another model"):
         adapter_lora(ADAPTERS / "gpt2", model)
     assert adapter_lora(ADAPTERS / "mistral", model).targets == ("blocks/*/attention/out/kernel",)
+
+
+def test_the_family_of_a_run_is_that_of_the_model_it_began_with(tmp_path: Path):
+    phi = FIXTURES / "families" / "phi3"
+    run, model = RunFolder(tmp_path / "run"), ModelFolder.open(phi).model
+    assert adapter_base(None, run, model) == (None, "mistral")
+    run.huggingface.mkdir(parents=True)
+    shutil.copy(phi / "config.json", run.huggingface)
+    assert adapter_base(None, run, model) == (None, "phi3")
+    assert adapter_base(phi, run, model) == (str(phi), "phi3")
+
+
+def test_the_settings_of_a_run_can_hold_an_adapter():
+    def settings(name: str, rank: int = 0) -> RunConfig:
+        model, train = ModelFolder.open(FIXTURES / name).model, TrainSection(sequence_length=16)
+        return with_adapter(RunConfig(model=model, train=train, lora=LoRASection(rank)), ADAPTERS / name)
+
+    opt = settings("opt")
+    assert (opt.lora.rank, len(opt.lora.pieces)) == (2, 3)
+    assert "!norm/bias" in (opt.zero.frozen or ())
+    llama = settings("llama2", 9)
+    assert (llama.lora.rank, llama.lora.pieces, llama.zero.frozen) == (9, (), None)

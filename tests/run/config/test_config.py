@@ -66,6 +66,7 @@ def test_round_trip(tmp_path: Path) -> None:
         {
             "train": {"steps": 7, "seed": 3},
             "zero": {"grads": ["int8", "compute"], "precise": [["*", "int4"]]},
+            "lora": {"rank": 4, "pieces": [["*qkv*", 16, 4, 8.0], ["*qkv*", 0, 0, 8]]},
             "optimizer": {"learning_rate": 1.25e-3, "schedule": "wsd"},
             "data": {"source": 'a "quoted" \\ path'},
         }
@@ -183,7 +184,7 @@ def test_options_are_frozen_in() -> None:
         "train": 12,
         "data": 16,
         "optimizer": 12,
-        "lora": 5,
+        "lora": 6,
         "posttrain": 22,
         "critic": 10,
         "mesh": 3,
