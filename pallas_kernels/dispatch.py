@@ -28,7 +28,12 @@ def dispatch(
     name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
 ) -> Any:
     """Call the target platform's implementation of ``name``; only that one is lowered."""
-    default = partial(getattr(specification, name), **static)
+
+    def default(*arrays: jax.Array | None) -> Any:
+        # Whatever the caller has set for ranks: it is meant for the caller's own code.
+        with jax.numpy_rank_promotion("allow"):
+            return getattr(specification, name)(*arrays, **static)
+
     kernel = cuda_implementation(name)
     if kernel is None:
         return default(*arrays)

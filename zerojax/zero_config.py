@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from jax.typing import DTypeLike
+import numpy as np
 
 from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
@@ -26,6 +26,10 @@ NF4 = "nf4"
 NF4_BLOCK = 64
 FROZEN_FORMATS = (*FORMATS, NF4)
 
+WireFormat = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2", "float32", "bfloat16"]
+"""The formats of ``pallas_kernels.FORMATS``, and other names of the first two."""
+FrozenFormat = WireFormat | Literal["nf4"]
+ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
 AccumulateOrder = Literal["depth", "breadth"]
 FrozenSpread = Literal["node", "world"]
 GradSync = Literal["micro", "step"]
@@ -53,7 +57,8 @@ class ZeroConfig:
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
             parameters (ZeRO, Rajbhandari et al.).
         units: module classes whose weights are gathered just before use and dropped after
-            (``zerojax.Stack`` needs no mention). Without any, the whole model is one unit.
+            (``zerojax.Stack`` needs no mention); one class, or a list, is kept as a tuple. Without any, the
+            whole model is one unit.
         compute_dtype: bfloat16 or float32, as a name ("bfloat16", "bf16") or a dtype (``jnp.bfloat16``); kept
             as the long name. The dtype of the gathered weights: master weights and optimizer state are
             always fp32.
@@ -102,30 +107,30 @@ class ZeroConfig:
             well, in the forward and in the backward pass.
     """
 
-    stage: int = 3
+    stage: Literal[0, 1, 2, 3] = 3
     units: tuple[type, ...] = ()
-    compute_dtype: DTypeLike = "bfloat16"
+    compute_dtype: ComputeDtype = "bfloat16"
     remat: Remat = "full"
     accumulate: int = 1
     accumulate_order: AccumulateOrder = "depth"
-    weights: str | None = None
+    weights: WireFormat | None = None
     weights_delta: bool = False
     delta_resync: int = 0
-    local_weights: str | None = None
+    local_weights: WireFormat | None = None
     hpz: bool = False
-    grads: tuple[str | None, str | None] = (None, None)
-    grads_hops: int = 2
+    grads: tuple[WireFormat | None, WireFormat | None] = (None, None)
+    grads_hops: Literal[1, 2] = 2
     grad_sync: GradSync = "micro"
     block_size: int = 256
     rounding: Rounding = "nearest"
-    rotation: int = 0
+    rotation: Literal[0, 32] = 0
     error_feedback: bool = False
     chunks: int = 1
-    precise: tuple[tuple[str, str], ...] = (("*embed*", "int8"),)
+    precise: tuple[tuple[str, WireFormat], ...] = (("*embed*", "int8"),)
     matmul_dtype: MatmulDtype = "compute"
     fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
-    frozen_weights: str | None = None
+    frozen_weights: FrozenFormat | None = None
     frozen_spread: FrozenSpread = "node"
 
     def __post_init__(self) -> None:
@@ -254,8 +259,9 @@ class ZeroConfig:
         refuse_idle("ZeroConfig.frozen", self.frozen, paths)
 
     def _take_names(self) -> None:
-        """Replace dtypes and aliases by their canonical names."""
+        """Replace dtypes and aliases by their canonical names, and one class by a tuple of it."""
         names: dict[str, Any] = {
+            "units": _classes(self.units),
             "compute_dtype": dtype_name(
                 self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
             ),
@@ -419,6 +425,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "block_size": 128,
     },
 }
+
+
+def _classes(given: Any) -> tuple[type, ...]:
+    """The classes of ``units``, from one or several."""
+    classes = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
+    for one in classes:
+        if not isinstance(one, type):
+            name = one if isinstance(one, str) else type(one).__name__
+            raise ConfigurationError(
+                f"ZeroConfig.units={given!r} must hold classes, and {one!r} is none: name the class of the "
+                f"model's blocks itself, such as units=({name},)."
+            )
+    return classes
 
 
 def _floors(given: Iterable[Any]) -> tuple[tuple[str, str | None], ...]:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from core_models import CASES
+from flax import traverse_util
 from optax import contrib
 from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
@@ -113,6 +114,51 @@ def test_a_mask_by_sizes_is_refused(chosen):
     tx = optax.adamw(1e-2, mask=functools.partial(jax.tree.map, chosen))
     with pytest.raises(zerojax.ZeroError, match="a mask that goes by sizes of leaves"):
         check_shardable(tx, leaves()[1:3])
+
+
+def test_a_mask_by_ndim_of_a_stack_is_warned_of(recwarn):
+    """A stacked norm has two dimensions: it would decay like a matrix."""
+    by_ndim = optax.adamw(1e-2, mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1))
+    by_path = optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda label: label == "frozen", label(p)))
+    zero, world = zerojax.ZeroConfig(), MeshShape(2, 4)
+    norm = make_layout(
+        ParamShape(("blocks", "scale"), (200,), "float32", (3,)), index=4, world=world, zero=zero
+    )
+    check_shardable(by_path, (*leaves(), norm))
+    check_shardable(by_ndim, leaves()[:3])  # a stacked matrix is one in both
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="'blocks/scale' has 2,.*Choose leaves by their path"):
+        check_shardable(by_ndim, (*leaves(), norm))
+
+
+def of_items(params: Any) -> Any:
+    return {name: "free" if name == "last" else "frozen" for name, _ in params.items()}
+
+
+def of_paths(params: Any) -> Any:
+    return traverse_util.path_aware_map(lambda path, _: "free" if path[0] == "last" else "frozen", params)
+
+
+def of_flat(params: Any) -> Any:
+    flat = traverse_util.flatten_dict(params)
+    return traverse_util.unflatten_dict({p: "free" if p[0] == "last" else "frozen" for p in flat})
+
+
+def test_labels_by_functions_that_walk_the_dict():
+    """Moments are found, and spread like their parameters; others are not taken for them."""
+    case = CASES["stack"]
+    for labels in (of_items, of_paths, of_flat):
+        tx = optax.multi_transform({"free": optax.adam(1e-2), "frozen": optax.sgd(0.1, momentum=0.9)}, labels)
+        abstract = zerojax.TrainState.abstract(case.model, tx, case.loss, mesh=zerojax.make_mesh(2, 2))
+        params = by_path(abstract.params)
+        inner = abstract.opt_state.inner_states
+        adam = by_path(inner["free"].inner_state[0].mu["last"])
+        stack = by_path(inner["frozen"].inner_state[0].trace["stack"])
+        assert len(adam) + len(stack) == len(params)
+        for top, moments in (("last", adam), ("stack", stack)):
+            for path, moment in moments.items():
+                assert moment.sharding == params[top, *path].sharding
+        assert inner["free"].inner_state[0].count.sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize(

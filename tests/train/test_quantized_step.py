@@ -288,3 +288,24 @@ def test_no_weight_or_gradient_crosses_nodes_wider_than_asked():
     for leaf in state.spec.leaves:
         wanted = ("int4", "int8", "int4") if len(leaf.shape) > 1 else ("bf16", "bf16", "bf16")
         assert (leaf.weights.node.fmt, leaf.grads.local.fmt, leaf.grads.node.fmt) == wanted
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero++", "delta"])
+def test_a_step_promotes_no_ranks_for_the_user(preset):
+    """``jax_numpy_rank_promotion="raise"`` finds the user's own, and none of zerojax's."""
+    case = CASES["stack"]
+    batch = case.batches(8, 1)[0]
+
+    def promoting(model: Any, batch: Any) -> Any:
+        return case.loss(model, batch) + jnp.sum(batch["x"] + jnp.ones(batch["x"].shape[1]))
+
+    def lower(loss: Any) -> Any:
+        zero = zerojax.ZeroConfig.preset(preset)
+        mesh = zerojax.make_mesh(2, 2)
+        state = zerojax.TrainState.abstract(case.model, optax.sgd(0.1), loss, mesh=mesh, zero=zero)
+        return zerojax.lower_train_step(state, batch)
+
+    with jax.numpy_rank_promotion("raise"):
+        lower(case.loss)
+        with pytest.raises(ValueError, match="rank_promotion"):
+            lower(promoting)

@@ -1,10 +1,12 @@
 """Wrong use is refused before a device is touched, by a message that names the thing and the way out."""
 
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
 import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,9 @@ from flax import linen, nnx
 from fp8_models import Fp8Block, Fp8Model
 
 import zerojax
+from pallas_kernels import FORMATS
 from zerojax import TrainState, ZeroConfig, ZeroError
+from zerojax.zero_config import COMPUTE_FORMAT, WireFormat
 
 BATCH = regression_batch(np.random.default_rng(0), 8)
 
@@ -86,6 +90,35 @@ def refused(message: str) -> Any:
 def test_config(options, message):
     with refused(message):
         ZeroConfig(**options)
+
+
+def test_units_are_classes():
+    """One, or several in whichever container."""
+    several: Any = (Block, [Block], (Block,))
+    for given in several:
+        assert ZeroConfig(units=given).units == (Block,)
+    with refused(r"units=\('Block',\) must hold classes, and 'Block' is none: .* units=\(Block,\)"):
+        ZeroConfig(units=("Block",))  # pyright: ignore[reportArgumentType]
+    with refused(r"units='Block' must hold classes"):
+        ZeroConfig(units="Block")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_formats_of_types_are_those_of_values():
+    assert set(get_args(WireFormat)) == {*FORMATS, *COMPUTE_FORMAT}
+    with refused("'int7' is not one of"):
+        ZeroConfig(weights="int7")  # pyright: ignore[reportArgumentType]  (an editor flags it)
+
+
+def test_another_mesh_is_the_current_one():
+    state = create()
+    other = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(other):
+        for use in (lambda: zerojax.train_step(state, BATCH), create, lambda: zerojax.gather_params(state)):
+            with refused(r"jax\.set_mesh has set a mesh with the axes \('data',\).*leave its `with` block"):
+                use()
+    with jax.set_mesh(state.spec.mesh):
+        create()
+        zerojax.lower_train_step(state, BATCH)
 
 
 def test_unknown_preset():

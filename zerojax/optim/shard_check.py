@@ -7,7 +7,8 @@ check finds it by comparing updates of unsharded and of flat leaves on a small c
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +75,23 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
     _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
-    if _operations(tx, leaves, stored=False) != _operations(tx, leaves, stored=True):
+    shapes = {leaf.path: leaf.unsharded_shape for leaf in leaves}
+    operations = _operations(tx, shapes)
+    if operations != _operations(tx, {leaf.path: leaf.stored_shape for leaf in leaves}):
         raise ConfigurationError(
             "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
             "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
+        )
+    # The same leaves as the layers of a list would have them; a scalar has no other rank to be stored in.
+    stacked = [leaf for leaf in leaves if leaf.stack and leaf.shape]
+    alone = {leaf.path: (leaf.layers * leaf.shape[0], *leaf.shape[1:]) for leaf in stacked}
+    if stacked and operations != _operations(tx, shapes | alone):
+        first = min(stacked, key=lambda leaf: len(leaf.shape))
+        warnings.warn(
+            "the optimizer goes by the ndim of leaves, and stacked ones have one more than those of a layer: "
+            f"{first.name!r} has {len(first.unsharded_shape)}, so a mask such as ndim > 1 takes norms and "
+            "biases for matrices. Choose leaves by their path.",
+            stacklevel=5,
         )
 
 
@@ -168,18 +182,9 @@ def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]
     return {path: np.asarray(x) for path, x in from_tree(total).items()}
 
 
-def _operations(
-    tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], *, stored: bool
-) -> list[str]:
-    """The operations of an update of leaves as they are stored, or as the model has them, in order."""
-    params = to_tree(
-        {
-            leaf.path: jax.ShapeDtypeStruct(
-                leaf.stored_shape if stored else leaf.unsharded_shape, jnp.float32
-            )
-            for leaf in leaves
-        }
-    )
+def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, tuple[int, ...]]) -> list[str]:
+    """The operations of an update of leaves of these shapes, in order."""
+    params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()})
     traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
     names: list[str] = []
     pending = [traced.jaxpr]

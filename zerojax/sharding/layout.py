@@ -121,7 +121,7 @@ class ParamLayout(ParamShape):
         """The shape in the train state: flat, but of the unsharded rank.
 
         Trailing ones keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the same result as
-        on the model.
+        on the model, in which a stacked leaf has an axis more than one layer's.
         """
         return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
 

@@ -93,6 +93,21 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
+def refuse_another(mesh: Mesh) -> None:
+    """Refuse to run where ``jax.set_mesh`` has made another mesh the current one: JAX would not trace.
+
+    Raises:
+        ConfigurationError: naming its axes.
+    """
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty and current != mesh.abstract_mesh:
+        raise ConfigurationError(
+            f"jax.set_mesh has set a mesh with the axes {current.axis_names}, and this state is on one from "
+            "zerojax.make_mesh: leave its `with` block before calling zerojax, or set the state's own mesh, "
+            "jax.set_mesh(mesh)."
+        )
+
+
 def on_gpus(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
     """Whether any is a GPU, real or described (``zerojax.aot``)."""
     return any(device.platform in ("gpu", "cuda") for device in devices)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -26,7 +25,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
     opt_state = jax.eval_shape(spec.tx.init, params)
-    places = by_moment(spec, params, opt_state, spec.param_spec, PartitionSpec())
+    places = by_moment(spec, opt_state, spec.param_spec, PartitionSpec())
     return {
         "step": like(scalar),
         "skipped_in_row": like(scalar),
@@ -42,25 +41,21 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     }
 
 
-def by_moment(
-    spec: TrainSpec, params: PyTree, opt_state: PyTree, make: Callable[[ParamLayout], Any], other: Any
-) -> PyTree:
-    """The tree of the optimizer's state: for each moment ``make(leaf)`` of its parameter, else ``other``."""
+def by_moment(spec: TrainSpec, opt_state: PyTree, make: Callable[[ParamLayout], Any], other: Any) -> PyTree:
+    """The tree of the optimizer's state: for each moment ``make(leaf)`` of its parameter, else ``other``.
 
-    def choose(x: Any, param: Any, value: Any) -> Any:
-        if isinstance(x, optax.MaskedNode):
-            return x
-        return value if x.shape == param.shape else other
+    A moment is nested like its parameter, in whatever it is a part of, and has its shape. (optax itself
+    initialises with a placeholder in place of the parameters, which label functions cannot walk.)
+    """
+    known = {leaf.path: leaf for leaf in spec.leaves}
 
-    return optax.tree_utils.tree_map_params(
-        spec.tx,
-        choose,
-        opt_state,
-        params,
-        to_tree(spec.by_path(make)),
-        transform_non_params=lambda _: other,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
+    def choose(keys: tuple[Any, ...], x: Any) -> Any:
+        names = [str(getattr(key, "key", key)) for key in keys]
+        endings = (tuple(names[first:]) for first in range(len(names)))
+        leaf = next((known[ending] for ending in endings if ending in known), None)
+        return other if leaf is None or x.shape != leaf.stored_shape else make(leaf)
+
+    return jax.tree_util.tree_map_with_path(choose, opt_state)
 
 
 def state_specs(spec: TrainSpec) -> dict[str, PyTree]:

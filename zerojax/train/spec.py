@@ -19,7 +19,7 @@ from zerojax.matmul.lora import A, B, LoRA
 from zerojax.matmul.operand import Scaled
 from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
-from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape
+from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
@@ -194,6 +194,7 @@ def build(
     """
     if tuple(mesh.axis_names) != AXES:
         raise ConfigurationError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
+    refuse_another(mesh)
     world = MeshShape.of(mesh)
     check_options(zero, world)
     adapter = adapt(model, zero.units, loss_fn, sample_batch, world)

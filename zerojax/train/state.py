@@ -16,6 +16,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.shard_check import Optimizer
+from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
 from zerojax.train.fields import abstract_fields, copied, shardings_of
@@ -188,8 +189,10 @@ def check_there(state: TrainState) -> None:
     """Refuse a state without values, which no compiled function accepts.
 
     Raises:
-        ConfigurationError: its arrays were donated to a step, or never created.
+        ConfigurationError: its arrays were donated to a step, or never created; or the current mesh of
+            ``jax.set_mesh`` is another.
     """
+    refuse_another(state.spec.mesh)
     if isinstance(state.step, jax.ShapeDtypeStruct):
         raise ConfigurationError(
             "the state is abstract: make it by TrainState.create, or restore a checkpoint into it."

@@ -163,7 +163,7 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
                 entries |= {f"{name}/values": (leaves[path], x.values), f"{name}/scale": (None, x.scale)}
             else:
                 entries[name] = (leaves[path], x)
-    layouts = by_moment(state.spec, state.params, state.opt_state, lambda leaf: leaf, 0)
+    layouts = by_moment(state.spec, state.opt_state, lambda leaf: leaf, 0)
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     for (path, x), layout in zip(moments, jax.tree.leaves(layouts), strict=True):
         entries[_optimizer_name(path)] = (layout or None, x)
