@@ -280,11 +280,14 @@ def path_pattern(name: str) -> str:
 
 def weight_shapes(model: GPTConfig) -> dict[str, Shape]:
     """The shapes of a model's weights (of one layer), by their names in ``TensorParts``."""
-    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=False, layers=1), rngs=nnx.Rngs(0)))
-    return {
-        "/".join(("block", *map(str, path[2:])) if path[0] == "blocks" else map(str, path)): x.shape
-        for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param))
-    }
+    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
+    found: dict[str, Shape] = {}
+    for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
+        if path[0] == "blocks":  # ("blocks", "block", ...), stacked
+            found["/".join(map(str, path[1:]))] = x.shape[1:]
+        else:
+            found["/".join(map(str, path))] = x.shape
+    return found
 
 
 def parts_of(family: Family, model: GPTConfig) -> TensorParts:
