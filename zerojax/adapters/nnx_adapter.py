@@ -19,10 +19,18 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
+from zerojax.adapters.nnx_creation import (
+    create,
+    forget_shapes,
+    leaf_path,
+    leaves_of,
+    leaves_within,
+    stack_of,
+)
 from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.partition import split_arrays
-from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.partition import partition, split_arrays
+from zerojax.schedule.sharded import is_sharded
 from zerojax.schedule.unit import call_unit
 from zerojax.sharding.param_tree import Path
 
@@ -42,8 +50,9 @@ class BoundNNX:
     def updated(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.updated``."""
         copies: dict[Path, Num[Array, ...]] = {}
-        for _, variable in nnx.to_flat_state(nnx.state(self.model, _is_sharded)):
-            copies |= variable.get_raw_value().secondary_copies()
+        for weight in jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=is_sharded):
+            if is_sharded(weight):
+                copies |= weight.secondary_copies()
         return copies
 
 
@@ -60,16 +69,12 @@ class NNXAdapter:
         Raises:
             ConfigurationError: the factory returns no ``nnx.Module``, or a unit class does not occur in it.
         """
-        self._factory = factory
-        abstract = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
-        if not isinstance(abstract, nnx.Module):
-            raise ConfigurationError(
-                f"model(rngs) returned a {type(abstract).__name__}, not an nnx.Module. Pass a callable "
-                "that takes nnx.Rngs and returns the model, or a Linen module with sample_batch=."
-            )
-        self._plain = nnx.graphdef(abstract)
+        self._create = functools.partial(create, factory, stacked=(Stack, *units))
+        abstract = nnx.eval_shape(lambda: self._create(nnx.Rngs(0)))
         # By the module: two stacks may share a block.
         found = list({id(unit.module): unit for unit in _find_units(abstract, units)}.values())
+        forget_shapes(abstract)
+        self._plain = nnx.graphdef(abstract)
         for cls in units:
             if not any(isinstance(unit.module, cls) for unit in found):
                 inside = any(isinstance(module, cls) for _, module in nnx.iter_modules(abstract))
@@ -79,26 +84,20 @@ class NNXAdapter:
         self.updating = _updating(found)
         for unit in found:
             unit.module.__class__ = _gathering_class(type(unit.module))
-        self._graph, params, model_state = nnx.split(abstract, _is_weight, ...)
-        self._params = {_key(path): (path, variable) for path, variable in nnx.to_flat_state(params)}
-        self._model_state = {
-            "/".join(_key(path)): (path, variable) for path, variable in nnx.to_flat_state(model_state)
-        }
-        self.abstract_model_state: ModelState = _named(model_state)
+        self._graph, state = nnx.split(abstract)
+        self._held = list(nnx.to_flat_state(state))
+        self._weights = frozenset(parameter.path for parameter in self.parameters)
+        self._keys = ["/".join(map(str, path)) for path, held in self._held if isinstance(held, nnx.RngKey)]
+        _, self.abstract_model_state = self._values(state)
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
-        _, params, model_state = nnx.split(self._factory(nnx.Rngs(key)), _is_weight, ...)
-        weights = {_key(path): variable.get_raw_value() for path, variable in nnx.to_flat_state(params)}
-        return weights, _named(model_state)
+        weights, model_state = self._values(nnx.state(self._create(nnx.Rngs(key))))
+        return {path: jnp.asarray(x) for path, x in weights.items()}, model_state
 
     def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``."""
-        keys = {
-            name: model_state[name]
-            for name, (_, var) in self._model_state.items()
-            if isinstance(var, nnx.RngKey)
-        }
+        keys = {name: model_state[name] for name in self._keys}
         own = keys if key is None else {name: _own_key(value, key) for name, value in keys.items()}
         model = self._merge(self._graph, weights, {**model_state, **own})
         if not train:
@@ -111,25 +110,29 @@ class NNXAdapter:
         model.eval()
         return model
 
+    def _values(self, state: nnx.State) -> tuple[dict[Path, Any], ModelState]:
+        """The weights in a state of the model, by path, and its other values by name."""
+        values = dict(leaves_of(state))
+        weights = {path: values.pop(path) for path in list(values) if path in self._weights}
+        return weights, {"/".join(path): value for path, value in values.items()}
+
     def _merge(self, graph: Any, weights: Weights, model_state: ModelState) -> nnx.Module:
-        params = [(path, var.replace(weights[name])) for name, (path, var) in self._params.items()]
-        rest = [
-            (path, old.replace(model_state[name]) if isinstance(old, nnx.Variable) else model_state[name])
-            for name, (path, old) in self._model_state.items()
-        ]
-        return nnx.merge(graph, nnx.from_flat_state(params), nnx.from_flat_state(rest))
+        def filled(path: tuple[Any, ...], held: Any) -> Any:
+            def value(inner: Any, _: Any) -> Any:
+                name = leaf_path(path, inner)
+                return weights[name] if name in weights else model_state["/".join(name)]
 
+            variable = isinstance(held, nnx.Variable)
+            values = jax.tree_util.tree_map_with_path(value, held.get_raw_value() if variable else held)
+            return held.replace(values) if variable else values
 
-def _key(path: tuple[Any, ...]) -> Path:
-    return tuple(str(part) for part in path)
+        return nnx.merge(
+            graph, nnx.from_flat_state([(path, filled(path, held)) for path, held in self._held])
+        )
 
 
 def _named(state: nnx.State) -> ModelState:
-    """The arrays of a state: of its variables, as they are without their hooks, and of plain attributes."""
-    return {
-        "/".join(_key(path)): leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-        for path, leaf in nnx.to_flat_state(state)
-    }
+    return {"/".join(path): leaf for path, leaf in leaves_of(state)}
 
 
 def _own_key(keys: Array, key: Array) -> Array:
@@ -139,34 +142,27 @@ def _own_key(keys: Array, key: Array) -> Array:
     return jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
 
 
-def _is_weight(path: Any, variable: Any) -> bool:
-    """A filter for floating-point parameters, the only ones with gradients.
+def _is_weight(path: Path, value: Any) -> bool:
+    """Whether a value of a parameter is floating-point, as all are that have gradients.
 
     Raises:
-        ConfigurationError: a parameter is complex.
+        ConfigurationError: it is complex.
     """
-    if not isinstance(variable, nnx.Param):
-        return False
-    dtype = getattr(variable.get_raw_value(), "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ConfigurationError(
-            f"the parameter {'/'.join(_key(path))!r} is complex, which no optimizer here takes: make it two, "
+            f"the parameter {'/'.join(path)!r} is complex, which no optimizer here takes: make it two, "
             "of its real and of its imaginary part."
         )
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
-def _is_sharded(path: Any, variable: Any) -> bool:
-    del path
-    return isinstance(variable, nnx.Variable) and isinstance(variable.get_raw_value(), Sharded)
+    return jnp.issubdtype(value.dtype, jnp.floating)
 
 
 class _Unit(NamedTuple):
-    """A unit of a model; ``stack`` as ``Parameter.stack``."""
+    """A unit of a model; ``stack`` as ``Parameter.stack``, ``prefetching`` if it is in a ``Stack``."""
 
     name: str
     module: nnx.Module
     stack: tuple[int, ...]
+    prefetching: bool
 
 
 def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
@@ -175,13 +171,19 @@ def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
     for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         if id(child) in taken:
             continue
-        stack: tuple[int, ...] = ()
-        if isinstance(child, Stack):
-            stack, path, child = (child.layers,), (*path, "block"), child.block
-        elif not isinstance(child, units):
+        if not isinstance(child, (Stack, *units)):
             continue
+        stack = stack_of("/".join(map(str, path)), child)
+        prefetching = isinstance(child, Stack)
+        if isinstance(child, Stack):
+            if stack:
+                raise ConfigurationError(
+                    f"the Stack {'/'.join(map(str, path))!r} was created by nnx.vmap, and is stacked already: "
+                    "create several, one after another, in an nnx.List."
+                )
+            stack, path, child = (child.layers,), (*path, "block"), child.block
         taken.update(id(inner) for _, inner in nnx.iter_modules(child))
-        yield _Unit("/".join(_key(path)), child, stack)
+        yield _Unit("/".join(map(str, path)), child, stack, prefetching)
 
 
 def _parameters(model: nnx.Module, units: Sequence[_Unit]) -> tuple[Parameter, ...]:
@@ -192,20 +194,21 @@ def _parameters(model: nnx.Module, units: Sequence[_Unit]) -> tuple[Parameter, .
             if isinstance(variable, nnx.Param):
                 owner.setdefault(id(variable), (unit.name, unit.stack))
     outside = _read_outside(model, {id(unit.module) for unit in units})
-    parameters = []
+    parameters = {}
     seen: set[int] = set()
     for path, variable in nnx.iter_graph(model):
-        if id(variable) in seen or not _is_weight(path, variable):
+        if id(variable) in seen or not isinstance(variable, nnx.Param):
             continue
         seen.add(id(variable))
         name, stack = owner.get(id(variable), (None, ()))
         if id(variable) in outside:
             name, stack = None, ()
-        value = variable.get_raw_value()
-        shape = value.shape[len(stack) :]
-        parameters.append(Parameter(_key(path), shape, value.dtype.name, stack, name))
-    order = {_key(path): i for i, (path, _) in enumerate(nnx.to_flat_state(nnx.state(model, _is_weight)))}
-    return tuple(sorted(parameters, key=lambda parameter: order[parameter.path]))
+        for inner, value in leaves_within(path, variable):
+            if _is_weight(inner, value):
+                shape = value.shape[len(stack) :]
+                parameters[inner] = Parameter(inner, shape, value.dtype.name, stack, name)
+    order = leaves_of(nnx.state(model, nnx.Param))
+    return tuple(parameters[path] for path, _ in order if path in parameters)
 
 
 def _updating(units: Sequence[_Unit]) -> frozenset[str]:
@@ -216,7 +219,9 @@ def _updating(units: Sequence[_Unit]) -> frozenset[str]:
     }
     times = Counter(each for every in parameters.values() for each in every)
     return frozenset(
-        unit.name for unit in units if unit.stack and all(times[each] == 1 for each in parameters[unit.name])
+        unit.name
+        for unit in units
+        if unit.prefetching and all(times[each] == 1 for each in parameters[unit.name])
     )
 
 
@@ -243,7 +248,7 @@ def _gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
     names: dict[str, Any] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, member in vars(base).items():
-            if inspect.isfunction(member) and (name == "__call__" or not name.startswith("_")):
+            if inspect.isfunction(member) and (name == "__call__" or not name.startswith("__")):
                 names[name] = _gathering(cls, name)
     names["__module__"] = cls.__module__
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))
@@ -266,23 +271,26 @@ def _gathering(cls: type[nnx.Module], name: str) -> Callable[..., Any]:
 
 def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a unit's method on a copy that has whole weights, and copy its state back."""
-    graph, params, state = nnx.split(module, _is_sharded, ...)
-    flat = list(nnx.to_flat_state(params))
-    if not flat:
+    graph, params, state = nnx.split(module, nnx.Param, ...)
+    weights, others, combine = partition(params, is_sharded, is_leaf=is_sharded)
+    if not weights:
         return method(module, *args, **kwargs)
-    weights = [variable.get_raw_value() for _, variable in flat]
-    empty = [(path, variable.replace(None)) for path, variable in flat]
+    if any(jnp.ndim(weight.seed) for weight in weights):
+        raise ConfigurationError(
+            f"the unit {type(module).__name__} was created by nnx.vmap, as a stack of "
+            f"{weights[0].leaf.layers}, and is called as one: run it by nnx.scan or nnx.vmap, or leave its "
+            "class out of ZeroConfig.units."
+        )
     arrays, join = split_arrays((args, kwargs))
 
     def body(whole: Any, inputs: Any) -> Any:
-        state, arrays = inputs
+        state, others, arrays = inputs
         args, kwargs = join(arrays)
-        values = [(path, variable.replace(w)) for (path, variable), w in zip(empty, whole, strict=True)]
-        copy = nnx.merge(graph, nnx.from_flat_state(values), state)
+        copy = nnx.merge(graph, combine(whole, others), state)
         out = method(copy, *args, **kwargs)
         return out, [changed_state(one) for one in (copy, *modules_in((args, kwargs)))]
 
-    out, states = call_unit(body, weights, (state, arrays))
+    out, states = call_unit(body, weights, (state, others, arrays))
     for one, changed in zip((module, *modules_in((args, kwargs))), states, strict=True):
         nnx.update(one, changed)
     return out

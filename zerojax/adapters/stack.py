@@ -1,7 +1,7 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +10,10 @@ from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import at_matmuls
+from zerojax.matmul.replay import Operand, at_matmuls
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
-from zerojax.schedule.sharded import is_gathered
+from zerojax.schedule.sharded import Sharded, is_gathered
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
 """Filter for the state that a module keeps between calls, besides its parameters."""
@@ -83,14 +83,12 @@ class Stack(nnx.Module):
                     "the block, or call it outside the Stack."
                 )
         graph, params, state = nnx.split(self.block, nnx.Param, ...)
-        flat = nnx.to_flat_state(params)
-        weights = [variable.get_raw_value() for _, variable in flat]
-        empty = [(path, variable.replace(None)) for path, variable in flat]
+        weights, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
         arrays, join = split_arrays((args, kwargs))
 
         def body(whole: Any, x: Any, own: Any, arrays: Any) -> tuple[Any, Any]:
             (state, differing), (args, kwargs) = own, join(arrays)
-            block = nnx.merge(graph, _filled(empty, whole), state)
+            block = nnx.merge(graph, jax.tree.unflatten(structure, whole), state)
             x = getattr(block, method)(x, *args, **kwargs | differing)
             return x, changed_state(block)
 
@@ -100,18 +98,14 @@ class Stack(nnx.Module):
             if copies is not None:
                 # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: then the
                 # next call, or the step itself, updates the copies again.
+                updated = [weight.updated(copies) for weight in weights]
                 with contextlib.suppress(TraceContextError):
-                    nnx.update(self.block, _filled(empty, [weight.updated(copies) for weight in weights]))
+                    nnx.update(self.block, jax.tree.unflatten(structure, updated))
         else:
             run = at_matmuls(body)
             x, state = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1], arrays), x, (weights, own))
         nnx.update(self.block, state)
         return x
-
-
-def _filled(empty: Sequence[tuple[Any, nnx.Variable]], values: Sequence[Any]) -> nnx.State:
-    """The parameters of a block, with values."""
-    return nnx.from_flat_state([(path, var.replace(x)) for (path, var), x in zip(empty, values, strict=True)])
 
 
 def modules_in(arguments: Any) -> list[nnx.Module]:

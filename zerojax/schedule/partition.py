@@ -12,19 +12,22 @@ Combine = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
 def partition(
-    tree: Any, chosen: Sequence[bool] | Callable[[Any], bool]
+    tree: Any,
+    chosen: Sequence[bool] | Callable[[Any], bool],
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> tuple[list[Any], list[Any], Combine]:
     """Split the leaves of a pytree in two.
 
     Args:
         tree: any pytree.
         chosen: a flag for each leaf, or a function of a leaf.
+        is_leaf: as for ``jax.tree.flatten``.
 
     Returns:
         The chosen leaves, the others, and a function from two such lists to a pytree; it keeps no leaf
         alive.
     """
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else list(chosen)
 
     def combine(first: Sequence[Any], second: Sequence[Any]) -> Any:

@@ -128,9 +128,14 @@ def translated_errors() -> Generator[None]:
         raise
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a unit's parameter as its unit receives it."""
+    return isinstance(value, Sharded)
+
+
 def is_gathered(weight: Any) -> bool:
     """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
-    return isinstance(weight, Sharded) and weight.strategy.keep != "full"
+    return is_sharded(weight) and weight.strategy.keep != "full"
 
 
 def taken[T](values: T) -> T:

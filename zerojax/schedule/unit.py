@@ -25,6 +25,7 @@ from zerojax.matmul.lora import LoRA, LowRankOperand
 from zerojax.matmul.operand import Codes, Fp8Operand, LayerOperand, Scaled
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
+from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.sharded import Sharded, taken
 from zerojax.sharding.layout import ParamLayout
@@ -75,13 +76,20 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         inputs: a pytree of arrays: activations, the unit's other state.
 
     Returns:
-        The result of ``body``. Cotangents of ``inputs`` are ordinary, those of the weights go to their
-        sinks.
+        The result of ``body``, in which strings and Python's numbers stay what they are. Cotangents of
+        ``inputs`` are ordinary, those of the weights go to their sinks.
     """
+    joins: list[Callable[[Sequence[Array]], Any]] = []
+
+    def arrays_of(weights: Any, inputs: Any) -> Sequence[Array]:
+        arrays, join = split_arrays(body(weights, inputs))
+        joins.append(join)
+        return arrays
+
     parts = take_apart(weights)
     comm = parts.comm
-    on_whole = on_operands(body, weights)
-    body = as_layer(lambda whole, inputs: on_whole(whole, *inputs), comm.strategy)
+    on_whole = on_operands(arrays_of, weights)
+    layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), comm.strategy)
     inputs = (parts.inputs, inputs)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
@@ -90,13 +98,14 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         *weights_mapped, inputs_mapped = mapped
         refuse_mapped(weights_mapped)
         if not any(jax.tree.leaves(inputs_mapped)):
-            out = call_gathered(comm, body, *args)
+            out = call_gathered(comm, layer, *args)
             return out, all_batched(out, False)
-        out = call_gathered(comm, map_microbatches(body, (inputs_mapped,)), *args)
+        out = call_gathered(comm, map_microbatches(layer, (inputs_mapped,)), *args)
         return out, all_batched(out, True)
 
-    run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, body))
-    return run((parts.sources, parts.frozen), parts.sinks, parts.seed, inputs)
+    run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, layer))
+    arrays = run((parts.sources, parts.frozen), parts.sinks, parts.seed, inputs)
+    return joins[-1](arrays)
 
 
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:

@@ -14,7 +14,7 @@ import jax
 from jax.extend import core, source_info_util
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, Sharded, read_outside
+from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, is_sharded, read_outside
 from zerojax.sharding.param_tree import Path
 
 # Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.
@@ -49,15 +49,11 @@ def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> Non
     """
     traced = jax.make_jaxpr(loss)(weights)
     names: Names = []
-    for weight in jax.tree.leaves(weights, is_leaf=_is_sharded):
-        names += [weight.leaf.name if _is_sharded(weight) else None] * len(jax.tree.leaves(weight))
+    for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
+        names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
     for name in _follow(traced.jaxpr, names):
         if name is not None:
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
-
-
-def _is_sharded(weight: Any) -> bool:
-    return isinstance(weight, Sharded)
 
 
 def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:

@@ -1,0 +1,176 @@
+"""Creates an NNX model while it is traced, which Flax does not do quite as it does otherwise.
+
+Under a trace Flax takes arrays that are plain attributes for static values, and ``nnx.vmap`` leaves no sign
+that a module's parameters are those of several. So every call of a module class is observed, in this thread
+and until the model exists. The user's classes are not changed.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+
+from zerojax.errors import ConfigurationError
+from zerojax.schedule.sharded import is_sharded
+from zerojax.schedule.user_code import line_of_error
+from zerojax.sharding.param_tree import Path
+
+Shape = tuple[int, ...]
+
+_SHAPES = "_zerojax_shapes"
+_META: Any = type(nnx.Module)
+_lock = threading.RLock()
+_stacked: ContextVar[tuple[type, ...] | None] = ContextVar("classes whose shapes are noted", default=None)
+_READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def create(factory: Callable[..., Any], rngs: nnx.Rngs, stacked: tuple[type, ...]) -> nnx.Module:
+    """Create a model, whose plain arrays are then part of its state.
+
+    Args:
+        factory: takes the rngs by position, or by the name ``rngs`` if only so.
+        rngs: for it.
+        stacked: classes of the modules that ``stack_of`` will be asked about.
+
+    Raises:
+        ConfigurationError: the factory returns no module or reads the value of an array, or a variable holds
+            what a step cannot keep.
+    """
+    with _observed(stacked):
+        try:
+            model = factory(rngs=rngs) if _by_name(factory) else factory(rngs)
+        except _READS as error:
+            raise ConfigurationError(
+                f"model(rngs) reads the value of an array at {line_of_error(error)}, and there is none yet: "
+                "weights are created on the devices that store them. Compute with jax.numpy (jnp.where "
+                "instead of if), or with numpy what does not depend on rngs."
+            ) from error
+    if not isinstance(model, nnx.Module):
+        raise ConfigurationError(
+            f"model(rngs) returned a {type(model).__name__}, not an nnx.Module. Pass a callable "
+            "that takes nnx.Rngs and returns the model, or a Linen module with sample_batch=."
+        )
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Pytree):
+            _make_data(node)
+        for leaf in jax.tree.leaves(node.get_raw_value()) if isinstance(node, nnx.Variable) else ():
+            if isinstance(leaf, str | bytes) or callable(leaf):
+                raise ConfigurationError(
+                    f"the variable {'/'.join(map(str, path))!r} holds a {type(leaf).__name__}, and a step "
+                    "keeps only arrays and numbers: make it a plain attribute."
+                )
+    return model
+
+
+def stack_of(unit: str, module: nnx.Module) -> Shape:
+    """The axes that ``nnx.vmap`` put before those of a module's parameters, or nothing.
+
+    Args:
+        unit: the module's name.
+        module: of a class that was ``stacked``.
+
+    Raises:
+        ConfigurationError: some of the parameters have one and some do not, or it is not their first.
+    """
+    born = dict(vars(module).get(_SHAPES, ()))
+    params = leaves_of(nnx.state(module, nnx.Param))
+    shapes = [(jnp.shape(leaf), born[path]) for path, leaf in params if path in born]
+    longer = [(now, own) for now, own in shapes if len(now) > len(own)]
+    stacks = {now[:1] if now[1:] == own else () for now, own in longer}
+    if not longer or (len(longer) < len(shapes) and () in stacks):
+        return ()  # the longer ones were replaced after the module's creation
+    if len(longer) < len(shapes) or len(stacks) > 1 or () in stacks:
+        raise ConfigurationError(
+            f"the unit {unit!r} was created by nnx.vmap, and not all its parameters have one more axis, the "
+            "first: use one nnx.vmap with out_axes=0, or leave its class out of ZeroConfig.units."
+        )
+    return stacks.pop()
+
+
+def forget_shapes(model: nnx.Module) -> None:
+    """Remove what ``stack_of`` reads."""
+    for _, module in nnx.iter_modules(model):
+        vars(module).pop(_SHAPES, None)
+
+
+def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes.
+
+    A variable that holds a pytree has a leaf for each of that, whose path goes on.
+    """
+    for path, held in nnx.to_flat_state(state):
+        yield from leaves_within(path, held)
+
+
+def leaves_within(path: tuple[Any, ...], held: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a variable or an attribute at a path, by path."""
+    value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
+        yield leaf_path(path, inner), leaf
+
+
+def leaf_path(path: tuple[Any, ...], inner: Any) -> Path:
+    """The path of a leaf within the value at a path."""
+    return (*map(str, path), *(jax.tree_util.keystr((key,), simple=True) for key in inner))
+
+
+def _by_name(factory: Callable[..., Any]) -> bool:
+    """Whether a factory takes its rngs by name only."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    if isinstance(factory, functools.partial):
+        factory, given = factory.func, (factory.args, factory.keywords)
+    args, named = given
+    if isinstance(factory, type):
+        # The signature of the class would be that of its metaclass's call.
+        factory, args = factory.__init__, (None, *args)
+    try:
+        rngs = inspect.signature(functools.partial(factory, *args, **named)).parameters.get("rngs")
+    except (TypeError, ValueError):
+        return False  # its call will say why
+    return rngs is not None and rngs.kind is rngs.KEYWORD_ONLY
+
+
+def _make_data(node: Any) -> None:
+    """Make plain attributes that are traced arrays what they are without a trace: data, not static values."""
+    for name, value in list(vars(node).items()):
+        if isinstance(value, Tracer):
+            setattr(node, name, nnx.data(value))
+
+
+@contextlib.contextmanager
+def _observed(stacked: tuple[type, ...]) -> Generator[None]:
+    """Within this context every new module has its arrays as data, and its parameters' shapes noted."""
+    with _lock:
+        call = _META.__call__
+
+        def observe(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            module = call(cls, *args, **kwargs)
+            classes = _stacked.get()
+            if classes is not None and isinstance(module, nnx.Module):
+                _make_data(module)
+                if isinstance(module, classes):
+                    shapes = [
+                        (path, jnp.shape(leaf)) for path, leaf in leaves_of(nnx.state(module, nnx.Param))
+                    ]
+                    setattr(module, _SHAPES, tuple(shapes))
+            return module
+
+        token = _stacked.set(stacked)
+        _META.__call__ = observe
+        try:
+            yield
+        finally:
+            _META.__call__ = call
+            _stacked.reset(token)
