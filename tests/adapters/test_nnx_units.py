@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.train.step import trace_train_step
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 ORDER = [2, 0, 3, 1]
@@ -47,9 +48,11 @@ class Network(nnx.Module):
         return self.unit(self.unit(x))
 
 
-def create(model: Any, loss: Any, units: tuple[type, ...], **zero: Any) -> zerojax.TrainState:
+def create(
+    model: Any, loss: Any, units: tuple[type, ...], make: Any = zerojax.TrainState.create, **zero: Any
+) -> zerojax.TrainState:
     config = zerojax.ZeroConfig(compute_dtype="float32", units=units, **zero)
-    return zerojax.TrainState.create(model, optax.sgd(1.0), loss, mesh=zerojax.make_mesh(2, 2), zero=config)
+    return make(model, optax.sgd(1.0), loss, mesh=zerojax.make_mesh(2, 2), zero=config)
 
 
 def loss_fn(model: Any, x: jax.Array) -> jax.Array:
@@ -196,3 +199,135 @@ def test_complex_state_is_averaged_over_the_devices():
     state, _ = zerojax.train_step(state, X)
     for shard in state.model_state["mean"].addressable_shards:
         np.testing.assert_allclose(shard.data, X.mean() * (1 + 2j), rtol=1e-5)
+
+
+class Scanned(nnx.Module):
+    """A block for ``nnx.vmap``, with a plain array."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.mask = nnx.Linear(4, 4, rngs=rngs), jnp.arange(4.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.linear(x)) * self.mask
+
+
+class Vmapped(nnx.Module):
+    """Flax's usual stack, run in three ways."""
+
+    def __init__(self, *, rngs: nnx.Rngs, out_axes: Any = 0):
+        make = nnx.split_rngs(splits=3)(nnx.vmap(Scanned, out_axes=out_axes))
+        self.layers = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scanned = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        each = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
+        x = each(self.layers, scanned(x, self.layers)).mean(0)
+        graph, state = nnx.split(self.layers)
+        return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, state)[0]
+
+
+def mean_square(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+def assert_trains_as_flax_does(state: zerojax.TrainState) -> None:
+    """One step of SGD with a rate of 1 against the gradient of the gathered model."""
+    graph, params, rest = nnx.split(zerojax.gather_model(state), nnx.Param, ...)
+
+    def loss(params: Any) -> jax.Array:
+        return state.spec.loss_fn(nnx.merge(graph, params, rest, copy=True), jnp.asarray(X))
+
+    wanted, gradients = jax.value_and_grad(loss)(params)
+    wanted_params = jax.tree.map(lambda x, gradient: x - gradient, params, gradients)
+    state, metrics = zerojax.train_step(state, X)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    after = nnx.state(zerojax.gather_model(state), nnx.Param)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), after, wanted_params)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_made_by_nnx_vmap_is_a_unit_of_layers(stage):
+    state = create(Vmapped, mean_square, (Scanned,), stage=stage)
+    assert {(leaf.stack, leaf.shape) for leaf in state.spec.leaves} == {((3,), (4, 4)), ((3,), (4,))}
+    assert not hasattr(cast(Any, zerojax.gather_model(state)).layers, "_zerojax_shapes")
+    assert_trains_as_flax_does(state)
+
+
+def test_blocks_that_nnx_vmap_stacks_otherwise_are_refused():
+    def calling_all(model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(model.layers(x))
+
+    with pytest.raises(zerojax.ZeroError, match=r"unit Scanned was created by nnx.vmap, as a stack of 3"):
+        trace_train_step(create(Vmapped, calling_all, (Scanned,), zerojax.TrainState.abstract), X)
+    for out_axes in (1, nnx.StateAxes({nnx.PathContains("bias"): None, ...: 0})):
+        with pytest.raises(zerojax.ZeroError, match=r"unit 'layers' was created by nnx.vmap, and not all"):
+            create(lambda rngs, axes=out_axes: Vmapped(rngs=rngs, out_axes=axes), mean_square, (Scanned,))
+
+    def of_stacks(rngs: nnx.Rngs) -> nnx.Module:
+        make = nnx.vmap(lambda rngs: zerojax.Stack(linear, 2, rngs=rngs))
+        return Network(rngs, lambda rngs: nnx.split_rngs(splits=3)(make)(rngs))
+
+    with pytest.raises(zerojax.ZeroError, match=r"the Stack 'unit' was created by nnx.vmap"):
+        create(of_stacks, mean_square, ())
+
+
+class Holding(nnx.Module):
+    """A layer whose variables hold pytrees and numbers, and that returns more than arrays."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear, self.mask = nnx.Linear(4, 4, rngs=rngs), jnp.arange(4.0)
+        self.gains = nnx.Param({"of": (jnp.ones(4), 0.5)})
+        self.seen = nnx.Variable({"calls": 0, "more": (jnp.zeros(4), None)})
+
+    def __call__(self, x: jax.Array) -> Any:
+        (gain, scale), seen = self.gains.get_value()["of"], cast(Any, self.seen.get_value())
+        self.seen.set_value({"calls": seen["calls"] + 1, "more": (seen["more"][0] + 2, None)})
+        return x + self._scaled(jnp.tanh(self.linear(x)) * gain) * scale, "name", True, {"shift": 0.25}
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x * self.mask
+
+
+class Holder(nnx.Module):
+    """Uses what is not an array as Python does, and a method that begins with "_"."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.unit = Holding(rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y, name, flag, rest = self.unit(x)
+        return self.unit._scaled(y) if flag and name == "name" and rest["shift"] == 0.25 else x
+
+
+@pytest.mark.parametrize("units", [(), (Holding,)])
+def test_variables_hold_pytrees_and_units_return_more_than_arrays(units):
+    state = create(Holder, mean_square, units)
+    assert_trains_as_flax_does(state)
+    state, _ = zerojax.train_step(create(Holder, mean_square, units), X)
+    seen = cast(Any, zerojax.gather_model(state)).unit.seen.get_value()
+    assert seen["calls"] == 1
+    assert seen["more"][1] is None
+    np.testing.assert_array_equal(seen["more"][0], 2)
+
+
+class Reading(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, how: str):
+        self.linear, self.how = nnx.Linear(4, 4, rngs=rngs), how
+        if how == "float":
+            self.largest = float(self.linear.kernel[...].max())
+        elif how == "if" and self.linear.kernel[0, 0] > 0:
+            self.positive = True
+        self.name = nnx.Variable("name" if how == "str" else 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("float", r"reads the value of an array at .*test_nnx_units.py:\d+, .*jnp.where"),
+        ("if", r"reads the value of an array at .*test_nnx_units.py"),
+        ("str", "the variable 'name' holds a str, .*plain attribute"),
+    ],
+)
+def test_a_factory_that_cannot_be_traced(how, message):
+    with pytest.raises(zerojax.ZeroError, match=message):
+        create(lambda rngs: Reading(rngs, how), mean_square, ())

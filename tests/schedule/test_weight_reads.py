@@ -48,7 +48,7 @@ def leaves(model):
     return jax.tree.leaves(params(model))
 
 
-def traced(loss, stage=3, model: Any = Model, units=(Block,), **arguments):
+def traced(loss, stage: Any = 3, model: Any = Model, units=(Block,), **arguments):
     """Trace a step, as its first call does; nothing is compiled."""
     zero = zerojax.ZeroConfig(stage=stage, units=units)
     mesh = zerojax.make_mesh(2, 4)
@@ -171,3 +171,31 @@ def test_forward_mode_is_refused():
 
     with pytest.raises(zerojax.ZeroError, match="reverse-mode"):
         traced(loss)
+
+
+def test_what_a_loss_does_with_its_weights_is_refused_with_a_way_out():
+    def average(model, x):
+        first, second = (nnx.state(layer, nnx.Param) for layer in (model.first, model.second))
+        nnx.update(model.second, jax.tree.map(lambda a, b: 0.1 * a + 0.9 * b, first, second))
+        return mean_square(model.second, x)
+
+    def inner_step(model, x):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def inner(params):
+            return mean_square(nnx.merge(graph, params, rest, copy=True).first, x)
+
+        moved = jax.tree.map(lambda a, gradient: a - 0.1 * gradient, params, jax.grad(inner)(params))
+        return inner(moved)
+
+    class Two(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.first, self.second = Block(rngs=rngs), Block(rngs=rngs)
+
+    for loss, message in ((average, "an average of weights"), (inner_step, "nnx.grad, MAML")):
+        with pytest.raises(
+            zerojax.ZeroError, match=f"{message}.*leave those classes out of ZeroConfig.units"
+        ):
+            traced(loss, model=Two)
+    with pytest.warns(UserWarning, match="no unit is named"):
+        traced(inner_step, model=Two, units=())

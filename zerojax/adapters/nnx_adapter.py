@@ -178,8 +178,8 @@ def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
         if isinstance(child, Stack):
             if stack:
                 raise ConfigurationError(
-                    f"the Stack {'/'.join(map(str, path))!r} was created by nnx.vmap, and is stacked already: "
-                    "create several, one after another, in an nnx.List."
+                    f"the Stack {'/'.join(map(str, path))!r} was created by nnx.vmap, and it is stacked "
+                    "already: create several, one after another, in an nnx.List."
                 )
             stack, path, child = (child.layers,), (*path, "block"), child.block
         taken.update(id(inner) for _, inner in nnx.iter_modules(child))

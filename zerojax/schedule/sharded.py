@@ -104,8 +104,14 @@ _TRANSLATIONS = {
         'set accumulate_order="depth".'
     ),
     "but got uint32": (
-        "a loss took a gradient with respect to unsigned integers. With respect to the model (nnx.grad) it "
-        "can take none: the weights of units are sharded there."
+        "a loss took a gradient with respect to unsigned integers. With respect to the model "
+        "(nnx.grad, MAML) it can take none where the weights of units are sharded: leave those classes out "
+        "of ZeroConfig.units."
+    ),
+    "zerojax.schedule.sharded.Sharded": (
+        "a loss combined the weights of units with others (by jax.tree.map over nnx.state, as for an average "
+        "of weights?), and they are sharded there: leave those classes out of ZeroConfig.units, and keep the "
+        "average in variables that are no nnx.Param, or take it in the optimizer."
     ),
 }
 

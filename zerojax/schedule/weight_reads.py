@@ -7,14 +7,15 @@ and pass on the same arrays. So the traced program is checked: only a unit, whic
 ``zerojax.schedule.sharded.taken``, may use the arrays of a ``Sharded`` value.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, is_sharded, read_outside
+from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.param_tree import Path
 
 # Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.
@@ -37,21 +38,21 @@ Names = list[str | None]
 """For each value the name of the weight that it belongs to, or None."""
 
 
-def refuse_reads(loss: Callable[[Any], Any], weights: Mapping[Path, Any]) -> None:
-    """Trace ``loss(weights)`` and check every use of ``Sharded`` weights.
+def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
+    """Check every use of ``Sharded`` weights in a program.
 
     Args:
-        loss: returns a pytree of arrays.
+        jaxpr: of a program whose first argument is ``weights``.
         weights: arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
 
     Raises:
         ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
     """
-    traced = jax.make_jaxpr(loss)(weights)
     names: Names = []
     for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
         names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
-    for name in _follow(traced.jaxpr, names):
+    names += [None] * (len(jaxpr.invars) - len(names))
+    for name in _follow(jaxpr, names):
         if name is not None:
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
 
@@ -72,7 +73,7 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
     params = equation.params
     match equation.primitive.name:
         case "scan":
-            return _through_loop(params["jaxpr"].jaxpr, given, *_scan_counts(equation))
+            return _through_loop(params["jaxpr"].jaxpr, given, *scan_counts(equation))
         case "while":
             test, body = params["cond_nconsts"], params["body_nconsts"]
             carry = given[test + body :]
@@ -89,11 +90,11 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
     if len(inside) == 1 and len(inside[0].invars) == len(given):
         return _follow(inside[0], given)
     weight = next(filter(None, given))
-    where = source_info_util.summarize(equation.source_info)
+    where = line_of_equation(equation.source_info)
     raise ConfigurationError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
 
 
-def _scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
+def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
     """How many arguments of a scan are constants, and how many are carried."""
     if "num_carry" in equation.params:  # JAX 0.11.0
         return equation.params["num_consts"], equation.params["num_carry"]

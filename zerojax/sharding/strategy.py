@@ -29,6 +29,12 @@ from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.zero_config import RAW, Remat, ZeroConfig
 
 Level = Literal["primary", "secondary", "full"]
+DIFFERING: dict[Level, frozenset[str]] = {
+    "primary": frozenset((NODE, LOCAL)),
+    "secondary": frozenset((LOCAL,)),
+    "full": frozenset(),
+}
+"""The mesh axes along which weights at a level differ between devices, and over which they are gathered."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,12 @@ class ShardingStrategy:
     def reduces_between_nodes(self, world: MeshShape) -> bool:
         """Whether gradients cross the nodes on their way to the sink."""
         return self.sink == "primary" and world.nodes > 1
+
+    @property
+    def backward_axes(self) -> frozenset[str]:
+        """The mesh axes over which a unit's backward pass communicates."""
+        sums = DIFFERING["primary" if self.sink == "primary" else "secondary"]
+        return DIFFERING[self.keep] | (frozenset() if self.sink == "full" else sums)
 
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
         """A gradient of zeros at the sink's level; of all layers, if the parameter is stacked."""

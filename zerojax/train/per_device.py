@@ -25,16 +25,18 @@ from jaxtyping import Array
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.branches import Branches
 from zerojax.schedule.breadth_first import over_micro_batches
-from zerojax.schedule.sharded import Sharded, translated_errors
+from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
 from zerojax.schedule.weight_reads import refuse_reads
 from zerojax.schedule.weight_sum import master_weights
 from zerojax.sharding.layout import OWNED, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.batch import split_rows, unmarked
+from zerojax.train.batch import map_batch, split_rows, unmarked
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
 from zerojax.train.sources import Placed, Weights, place_weights
 from zerojax.train.spec import TrainSpec
@@ -67,7 +69,7 @@ def accumulate(
     sinks = spec.by_path(spec.strategy.zero_sink)
     rows, at = _micro_batches(batch, zero.accumulate)
     first = at([x[0] for x in rows])
-    _refuse_reads(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
+    _check(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
 
     def run(
         forward: Forward, model_state: ModelState, batch: Any, seed: Seed
@@ -101,7 +103,7 @@ def accumulate(
 def evaluate(spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
-    _refuse_reads(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
+    _check(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False)
     _, sums, _, _ = _forward(spec, placed, model_state, batch, seed, train=False)
     return _over_world(sums)
@@ -128,7 +130,7 @@ def predict(
         del key
         return fn(model, batch)
 
-    _refuse_reads(spec, weights, sinks, model_state, batch, seed, call, train=False)
+    _check(spec, weights, sinks, model_state, batch, seed, call, train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False, adapters=adapters)
     _, result = _call(spec, placed, model_state, batch, seed, call, train=False)
     rows = {x.shape[0] for x in split_rows(batch)[0]}
@@ -183,7 +185,7 @@ def means(sums: Sums) -> tuple[dict[str, Array], Array]:
     return metrics | ({TOKENS: count} if TOKENS in aux else {}), count
 
 
-def _refuse_reads(
+def _check(
     spec: TrainSpec,
     weights: Weights,
     sinks: Blocks,
@@ -194,13 +196,31 @@ def _refuse_reads(
     *,
     train: bool = True,
 ) -> None:
-    """Refuse a function that reads weights of units outside their calls; adds nothing to the program."""
+    """Trace a function of the model, to refuse it if it reads weights of units outside their calls, or calls
+    units on some devices only; adds nothing to the program."""
 
-    def loss(placed: dict[Path, Any]) -> Any:
+    def traced(placed: dict[Path, Any], model_state: ModelState, batch: Any) -> Any:
         masters = place_weights(spec, weights, sinks, seed).masters
-        return _call(spec, Placed(placed, masters), model_state, batch, seed, run, train=train)[1]
+        bound, result = _call(spec, Placed(placed, masters), model_state, batch, seed, run, train=train)
+        return bound.model_state(), result
 
-    refuse_reads(loss, jax.eval_shape(lambda: place_weights(spec, weights, sinks, seed).weights))
+    placed = jax.eval_shape(lambda: place_weights(spec, weights, sinks, seed).weights)
+    jaxpr = jax.make_jaxpr(traced)(placed, model_state, batch).jaxpr
+    refuse_reads(jaxpr, placed)
+    mesh = frozenset(axis for axis, extent in spec.mesh.shape.items() if extent > 1)
+    branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
+    differing = [
+        DIFFERING[weight.strategy.source if is_sharded(weight) else "full"]
+        for weight in jax.tree.leaves(placed, is_leaf=is_sharded)
+        for _ in jax.tree.leaves(weight)
+    ]
+    rows = jax.tree.leaves(map_batch(lambda _: frozenset(AXES), lambda _: frozenset(), batch))
+    state: list[frozenset[str]] = [frozenset()] * len(model_state)
+    while True:
+        after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])[: len(state)]
+        if spec.zero.passes == 1 or not train or after == state:
+            return
+        state = after  # the next micro-batch begins with it
 
 
 def _loss_of(spec: TrainSpec) -> Run:

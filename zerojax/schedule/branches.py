@@ -1,0 +1,160 @@
+"""Refuses branches and loops around collectives that devices may leave in different ways.
+
+A unit's weights are gathered from all devices. If a device does not take the branch that calls the unit, or
+leaves a loop before the others, those wait for it forever. So the condition of such a branch has to be equal
+on the devices that a collective within it joins. What differs is followed through the traced program: rows of
+the batch, a device's own number and random bits, and all that is computed of them, until it is summed or
+gathered over the mesh.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core
+
+from zerojax.comm.in_order import collective_axes
+from zerojax.errors import ConfigurationError
+from zerojax.schedule.sharded import TAKEN
+from zerojax.schedule.user_code import line_of_equation
+from zerojax.schedule.weight_reads import scan_counts
+
+Axes = frozenset[str]
+"""The mesh axes along which a value differs between devices, or over which a collective joins them."""
+
+_NONE: Axes = frozenset()
+_EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "psum", "psum_invariant"})
+_BRANCHES = {"cond": "jax.lax.cond or switch", "while": "jax.lax.while_loop"}
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The branches and loops of programs that run on one mesh.
+
+    Attributes:
+        mesh: its axes of more than one device.
+        backward: the axes that a unit's backward pass communicates over, which is not traced; none without
+            one.
+    """
+
+    mesh: Axes
+    backward: Axes
+
+    def refuse_divergent(self, jaxpr: core.Jaxpr, differing: Sequence[Axes]) -> list[Axes]:
+        """Check every branch and loop of a program.
+
+        Args:
+            jaxpr: of one device's program, before it is differentiated.
+            differing: for each argument; what the program closes over is equal everywhere.
+
+        Returns:
+            The axes along which each result differs; none, if no branch or loop communicates.
+
+        Raises:
+            ConfigurationError: a condition differs along an axis over which something in the branch or loop
+                communicates; the message names its line.
+        """
+        if not self._branches_communicate(jaxpr):
+            return [_NONE] * len(jaxpr.outvars)
+        return self._follow(jaxpr, [axes & self.mesh for axes in differing])
+
+    def _communicates(self, jaxpr: core.Jaxpr) -> Axes:
+        """The axes of all collectives in a program, and of the backward passes of its units."""
+        axes = _NONE
+        for equation in jaxpr.eqns:
+            axes |= frozenset(collective_axes(equation)) & self.mesh
+            if equation.params.get("name") == TAKEN:
+                axes |= self.backward
+            for inner in core.jaxprs_in_params(equation.params):
+                axes |= self._communicates(inner)
+        return axes
+
+    def _branches_communicate(self, jaxpr: core.Jaxpr) -> bool:
+        for equation in jaxpr.eqns:
+            inside = list(core.jaxprs_in_params(equation.params))
+            if equation.primitive.name in _BRANCHES and any(map(self._communicates, inside)):
+                return True
+            if any(map(self._branches_communicate, inside)):
+                return True
+        return False
+
+    def _follow(self, jaxpr: core.Jaxpr, given: Sequence[Axes]) -> list[Axes]:
+        known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(var: Any) -> Axes:
+            return _NONE if isinstance(var, core.Literal) else known.get(var, _NONE)
+
+        for equation in jaxpr.eqns:
+            results = self._results(equation, [read(var) for var in equation.invars])
+            known |= dict(zip(equation.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _results(self, equation: core.JaxprEqn, given: list[Axes]) -> list[Axes]:
+        params, name = equation.params, equation.primitive.name
+        match name:
+            case "cond":
+                condition, *operands = given
+                self._refuse(equation, condition)
+                results = [self._follow(branch.jaxpr, operands) for branch in params["branches"]]
+                return [condition.union(*axes) for axes in zip(*results, strict=True)]
+            case "while":
+                return self._through_while(equation, given)
+            case "scan":
+                constants, carried = scan_counts(equation)
+                return self._through_scan(params["jaxpr"].jaxpr, given, constants, carried)
+            case "axis_index":
+                axis = params["axis_name"]
+                return [self.mesh & frozenset((axis,) if isinstance(axis, str) else axis)]
+            case "optimization_barrier":
+                return given
+        every = _NONE.union(*given)
+        if axes := frozenset(collective_axes(equation)):
+            if name in _EQUALISING and params.get("axis_index_groups") is None:
+                return [each - axes for each in given]
+            return [every | (axes & self.mesh)] * len(equation.outvars)
+        inside = list(core.jaxprs_in_params(params))
+        if len(inside) == 1:
+            shape = (len(inside[0].invars), len(inside[0].outvars))
+            if shape == (len(given), len(equation.outvars)):
+                return self._follow(inside[0], given)
+        return [every] * len(equation.outvars)
+
+    def _through_scan(
+        self, body: core.Jaxpr, given: Sequence[Axes], constants: int, carried: int
+    ) -> list[Axes]:
+        common, carry, each = (
+            given[:constants],
+            list(given[constants:][:carried]),
+            given[constants + carried :],
+        )
+        while True:
+            leaving = self._follow(body, [*common, *carry, *each])
+            wider = [a | b for a, b in zip(carry, leaving, strict=False)]
+            if wider == carry:
+                return [*carry, *leaving[carried:]]
+            carry = wider
+
+    def _through_while(self, equation: core.JaxprEqn, given: Sequence[Axes]) -> list[Axes]:
+        params = equation.params
+        test, body = params["cond_nconsts"], params["body_nconsts"]
+        carry = list(given[test + body :])
+        while True:
+            (condition,) = self._follow(params["cond_jaxpr"].jaxpr, [*given[:test], *carry])
+            leaving = self._follow(params["body_jaxpr"].jaxpr, [*given[test : test + body], *carry])
+            wider = [a | b | condition for a, b in zip(carry, leaving, strict=True)]
+            if wider == carry:
+                self._refuse(equation, condition)
+                return carry
+            carry = wider
+
+    def _refuse(self, equation: core.JaxprEqn, condition: Axes) -> None:
+        """Refuse a branch or loop whose condition differs where something in it communicates."""
+        inside = core.jaxprs_in_params(equation.params)
+        if condition & _NONE.union(*map(self._communicates, inside)):
+            raise ConfigurationError(
+                f"the {_BRANCHES[equation.primitive.name]} at {line_of_equation(equation.source_info)} has a "
+                "unit or a collective in it, and its condition depends on a device's own rows or random "
+                "bits: devices that go another way would keep the others waiting forever. Make the condition "
+                'equal on all devices, by a scalar in the batch or jax.lax.pmax(..., ("node", "local")), or '
+                "compute every way and choose by jnp.where."
+            )
