@@ -5,18 +5,25 @@ layer i computes, layer i + 1's gradients take their first hop, layer i + 2's th
 are summed. None of these waits for another. Otherwise layer i + 1's gradients take all stages at once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Payload, UnitComm, Values
-from zerojax.schedule.stacked import put_layer
 from zerojax.sharding.wire_format import Seed
 
 InFlight = tuple[Payload | None, ...]
 """The gradients of successive layers: the payload that each hop sends next, and the one that has arrived."""
+
+
+class Arrived(NamedTuple):
+    """The sums of one layer's gradients, and its index."""
+
+    sums: Values
+    layer: Any
 
 
 @dataclass(frozen=True)
@@ -43,28 +50,28 @@ class GradientQueue:
         encoded = self.comm.encode_gradients(tuple(grads), self.seeds[index])
         return (encoded, *((None,) * self.hops if behind is None else behind))
 
-    def advance(self, in_flight: InFlight, sums: Values, first: Any) -> tuple[InFlight, Values]:
+    def advance(self, in_flight: InFlight, first: Any) -> tuple[InFlight, Arrived | None]:
         """Move every layer's gradients one stage on.
 
         Args:
             in_flight: the gradients of layer ``first`` and those after it.
-            sums: of all layers, at the sink.
             first: a layer's index.
 
         Returns:
-            The gradients in flight without a first stage, for ``enqueue``; and the sums, including those of
-            the gradients that had arrived.
+            The gradients in flight without a first stage, for ``enqueue``; and the sums of those that had
+            arrived, at the sink, if any had.
         """
-        *waiting, arrived = in_flight
-        if arrived is not None:
-            # The zeros of `prime` are put where the last layer's sums will replace them.
+        *waiting, payload = in_flight
+        arrived = None
+        if payload is not None:
+            # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
             index = jnp.minimum(first + self.hops, self.last)
-            sums = put_layer(sums, self._sum(arrived, index), index)
+            arrived = Arrived(self._sum(payload, index), index)
         sent = [
             None if payload is None else self._send(payload, first + hop, hop)
             for hop, payload in enumerate(waiting)
         ]
-        return tuple(sent), sums
+        return tuple(sent), arrived
 
     def prime(self, in_flight: InFlight) -> InFlight:
         """Fill the last stage with zeros if it is empty: a loop's carry has one structure throughout."""
@@ -73,12 +80,13 @@ class GradientQueue:
         arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, self.hops - 1), in_flight[-2])
         return (*in_flight[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
 
-    def drain(self, in_flight: InFlight, sums: Values) -> Values:
-        """The sums after all gradients have arrived; layer 0's are on the first stage."""
+    def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
+        """The sums of the gradients still in flight, layer 0's last; those are on the first stage."""
         for done in range(self.hops + 1):
-            sent, sums = self.advance(in_flight, sums, -done)
+            sent, arrived = self.advance(in_flight, -done)
+            if arrived is not None:
+                yield arrived
             in_flight = (None, *sent)
-        return sums
 
     def _send(self, payload: Payload, index: Any, hop: int) -> Payload:
         return self.comm.send_gradients(payload, self.seeds[index], hop)

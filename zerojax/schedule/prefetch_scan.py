@@ -41,6 +41,7 @@ from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, with_float0
 from zerojax.schedule.sharded import Sharded, taken
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
+from zerojax.schedule.sum_storage import SumStorage
 from zerojax.schedule.transforms import TracedOnce, with_derivatives_of
 from zerojax.schedule.unit import Body, as_layer, call_gathered, on_operands, refuse_mapped, take_apart
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
@@ -268,7 +269,8 @@ class _BackwardCarry(NamedTuple):
         fetching: the weights of earlier layers.
         whole: this layer's weights.
         in_flight: the gradients of later layers.
-        sums: of the gradients that have arrived, for all layers.
+        stored: the residuals of this layer and those before it, and the sums of the gradients that have
+            arrived (``SumStorage``).
     """
 
     cotangent: Any
@@ -277,7 +279,7 @@ class _BackwardCarry(NamedTuple):
     fetching: Fetching
     whole: Values
     in_flight: InFlight
-    sums: Values
+    stored: tuple[Array, ...]
 
 
 def _backward(
@@ -316,14 +318,21 @@ def _backward(
 
     def compute(carry: _BackwardCarry, index: Any) -> _BackwardCarry:
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
-        sent, sums = queue.advance(carry.in_flight, carry.sums, index + 1)
-        grads, cotangent, own, more = run(layer_at(stacked, index), carry.whole, carry.cotangent, index)
+        sent, arrived = queue.advance(carry.in_flight, index + 1)
+        residual = storage.residual(carry.stored, index)
+        done = run(residual, carry.whole, carry.cotangent, index)
+        stored = carry.stored
+        if arrived is not None:
+            # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
+            done, sums = lax.optimization_barrier((done, arrived.sums))
+            stored = storage.write(stored, sums, arrived.layer)
+        grads, cotangent, own, more = done
         return carry._replace(
             cotangent=cotangent,
             of_state=put_layer(carry.of_state, own, index),
             of_shared=jax.tree.map(jnp.add, carry.of_shared, more),
             in_flight=queue.enqueue(grads, index, sent),
-            sums=sums,
+            stored=stored,
         )
 
     def layer(carry: _BackwardCarry, index: Any, *, crossing: bool) -> _BackwardCarry:
@@ -331,15 +340,15 @@ def _backward(
         whole = comm.to_whole(secondary)
         return compute(carry, index)._replace(fetching=fetching, whole=whole)
 
-    # Filled in place, layer by layer: joining parts afterwards would hold all gradients twice.
-    sums = tuple(lax.empty(sink.shape, sink.dtype) for sink in args.sinks)
+    storage = SumStorage(stacked, args.sinks)
     fetching, whole = Fetching(None, (), ()), last_whole
     if last > 0:
         fetching, secondary = weights.start(last - 1)
         whole = comm.to_whole(secondary)
     grads, cotangent, own, of_shared = run(last_residual, last_whole, cotangent, last)
     of_state = put_layer(empty_layers(own, last + 1), own, last)
-    carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, queue.enqueue(grads, last), sums)
+    in_flight, stored = queue.enqueue(grads, last), storage.start(stacked)
+    carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if weights.crosses else 1, last)
     top = max(last - max(queue.hops - 1, 0), stop)
@@ -356,7 +365,11 @@ def _backward(
         carry = layer(carry, index, crossing=False)
     if last > 0:
         carry = compute(carry, 0)
-    return queue.drain(carry.in_flight, carry.sums), carry.cotangent, carry.of_state, carry.of_shared
+    stored = carry.stored
+    *arrived, first = queue.drain(carry.in_flight)
+    for sums, index in arrived:
+        stored = storage.write(stored, sums, index)
+    return storage.collect(stored, first.sums), carry.cotangent, carry.of_state, carry.of_shared
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
