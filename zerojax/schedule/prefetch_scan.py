@@ -41,7 +41,7 @@ from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, with_float0
 from zerojax.schedule.sharded import Sharded, taken
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
-from zerojax.schedule.sum_storage import SumStorage
+from zerojax.schedule.sum_storage import Stored, SumStorage
 from zerojax.schedule.transforms import TracedOnce, with_derivatives_of
 from zerojax.schedule.unit import Body, as_layer, call_gathered, on_operands, refuse_mapped, take_apart
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
@@ -269,8 +269,7 @@ class _BackwardCarry(NamedTuple):
         fetching: the weights of earlier layers.
         whole: this layer's weights.
         in_flight: the gradients of later layers.
-        stored: the residuals of this layer and those before it, and the sums of the gradients that have
-            arrived (``SumStorage``).
+        stored: the residuals of this layer and those before it, and the sums that have arrived.
     """
 
     cotangent: Any
@@ -279,7 +278,7 @@ class _BackwardCarry(NamedTuple):
     fetching: Fetching
     whole: Values
     in_flight: InFlight
-    stored: tuple[Array, ...]
+    stored: Stored
 
 
 def _backward(
@@ -319,9 +318,8 @@ def _backward(
     def compute(carry: _BackwardCarry, index: Any) -> _BackwardCarry:
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
         sent, arrived = queue.advance(carry.in_flight, index + 1)
-        residual = storage.residual(carry.stored, index)
-        done = run(residual, carry.whole, carry.cotangent, index)
         stored = carry.stored
+        done = run(layer_at(stored.residuals, index), carry.whole, carry.cotangent, index)
         if arrived is not None:
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
             done, sums = lax.optimization_barrier((done, arrived.sums))

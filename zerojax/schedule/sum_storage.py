@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, UInt
+from jaxtyping import Array, Float32, Num, UInt
 
 from zerojax.comm.collectives import Values
 
-# Residuals hold sums as integers of their own width: the compiler may widen small floats on the way, and then
-# does not return every bit pattern as it was.
+# Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
+# then does not return every bit pattern as it was.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _FP32 = 4
 
@@ -39,14 +39,26 @@ class _Piece(NamedTuple):
     size: int
 
 
+class Stored(NamedTuple):
+    """Carried through the backward pass.
+
+    Attributes:
+        residuals: of all layers but the last, stacked; those of layers that are done hold sums.
+        extra: the sums that do not fit there, fp32 ``[layers - 1, n]``.
+    """
+
+    residuals: Any
+    extra: Float32[Array, "layers n"]
+
+
 class SumStorage:
     """Where the sums of one stack are kept: layer i's in place of the residuals of layer i - 1.
 
     So layer i's may be written once the vjp of layer i - 1 is done. The last layer's residuals are in no
     stack, which leaves layer 0's sums without a place: ``collect`` takes them as they are.
 
-    The arrays that callers carry through the loop are the stacked residuals, flat and as unsigned integers if
-    sums are written there, and one more for sums that do not fit.
+    Callers carry the stacked residuals through the loop, and one more array for sums that do not fit there
+    (``Stored``).
     """
 
     def __init__(self, residuals: Any, sinks: Values) -> None:
@@ -56,11 +68,10 @@ class SumStorage:
             residuals: of all layers but the last, stacked.
             sinks: arrays of the sums' shape, fp32 ``[layers, n]``.
         """
-        leaves, self._structure = jax.tree.flatten(residuals)
+        leaves = jax.tree.leaves(residuals)
         self._layers = sinks[0].shape[0]
-        self._like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
-        room = {i: math.prod(x.shape) * x.dtype.itemsize // _FP32 for i, x in enumerate(self._like)}
-        order = sorted((i for i in room if _keeps_bits(self._like[i])), key=lambda i: -room[i])
+        room = {i: math.prod(x.shape[1:]) * x.dtype.itemsize // _FP32 for i, x in enumerate(leaves)}
+        order = sorted((i for i, x in enumerate(leaves) if _keeps_bits(x.dtype)), key=lambda i: -room[i])
         extra = len(leaves)
         room[extra] = sum(sink.shape[1] for sink in sinks)
         used = dict.fromkeys(room, 0)
@@ -75,38 +86,29 @@ class SumStorage:
                     offset += size
             self._pieces.append(pieces)
         self._extra = used[extra]
-        self._written = {piece.array for pieces in self._pieces for piece in pieces}
 
-    def start(self, residuals: Any) -> tuple[Array, ...]:
-        """The arrays to carry, before any sums."""
-        leaves = jax.tree.leaves(residuals)
-        arrays = (_flat(x) if i in self._written else x for i, x in enumerate(leaves))
-        return (*arrays, lax.empty((self._layers - 1, self._extra), jnp.uint32))
+    def start(self, residuals: Any) -> Stored:
+        """What to carry before there are any sums."""
+        return Stored(residuals, lax.empty((self._layers - 1, self._extra), jnp.float32))
 
-    def residual(self, arrays: Sequence[Array], layer: Any) -> Any:
-        """One layer's residuals; they are lost when sums of the layer after it are written."""
-        own: list[Array] = []
-        for i, like in enumerate(self._like):
-            x = lax.dynamic_index_in_dim(arrays[i], layer, keepdims=False)
-            own.append(
-                lax.bitcast_convert_type(x, like.dtype).reshape(like.shape) if i in self._written else x
-            )
-        return jax.tree.unflatten(self._structure, own)
-
-    def write(self, arrays: Sequence[Array], sums: Values, layer: Any) -> tuple[Array, ...]:
+    def write(self, stored: Stored, sums: Values, layer: Any) -> Stored:
         """Write the sums of one layer, any but layer 0, over the residuals of the layer before it."""
-        written = list(arrays)
+        arrays, structure = jax.tree.flatten(stored)
         for x, pieces in zip(sums, self._pieces, strict=True):
             for array, begin, offset, size in pieces:
-                unsigned = written[array].dtype
+                old = arrays[array]
+                unsigned = _UNSIGNED[old.dtype.itemsize]
                 bits = lax.bitcast_convert_type(lax.slice(x, (offset,), (offset + size,)), unsigned)
-                place = (layer - 1, begin * _FP32 // unsigned.itemsize)
-                written[array] = lax.dynamic_update_slice(written[array], bits.reshape(1, -1), place)
-        return tuple(written)
+                place = (layer - 1, begin * _FP32 // old.dtype.itemsize)
+                new = lax.dynamic_update_slice(_as_rows(old), bits.reshape(1, -1), place)
+                arrays[array] = lax.bitcast_convert_type(new.reshape(old.shape), old.dtype)
+        return jax.tree.unflatten(structure, arrays)
 
-    def collect(self, arrays: Sequence[Array], first: Values) -> Values:
+    def collect(self, stored: Stored, first: Values) -> Values:
         """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, ``[n]``."""
-        floats = {i: _as_fp32(arrays[i]) for i in self._written}
+        arrays = jax.tree.leaves(stored)
+        written = {piece.array for pieces in self._pieces for piece in pieces}
+        floats = {i: _as_fp32(_as_rows(arrays[i])) for i in written}
         return tuple(self._joined(floats, x, own) for x, own in zip(first, self._pieces, strict=True))
 
     def _joined(
@@ -123,14 +125,12 @@ class SumStorage:
         return joined
 
 
-def _keeps_bits(x: jax.ShapeDtypeStruct) -> bool:
-    """Whether an array's elements are whole bytes, at most those of an fp32 number: not keys, not int4."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return False
-    return jnp.finfo(x.dtype).bits in (8, 16, 32)
+def _keeps_bits(dtype: jnp.dtype) -> bool:
+    """Whether residuals of a dtype can hold sums: they take whole bytes, at most those of an fp32 number."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16, 32)
 
 
-def _flat(x: Array) -> UInt[Array, "layers n"]:
+def _as_rows(x: Num[Array, "layers ..."]) -> UInt[Array, "layers n"]:
     """Stacked arrays as bits, each layer in one row."""
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     return lax.bitcast_convert_type(rows, _UNSIGNED[x.dtype.itemsize])
