@@ -20,9 +20,9 @@ InFlight = tuple[Payload | None, ...]
 
 
 class Arrived(NamedTuple):
-    """The sums of one layer's gradients, and its index."""
+    """One layer's gradients, which have crossed every hop and are yet to be summed, and its index."""
 
-    sums: Values
+    payload: Payload
     layer: Any
 
 
@@ -58,15 +58,18 @@ class GradientQueue:
             first: a layer's index.
 
         Returns:
-            The gradients in flight without a first stage, for ``enqueue``; and the sums of those that had
-            arrived, at the sink, if any had.
+            The gradients in flight without a first stage, for ``enqueue``; and those that had arrived, if
+            any had.
         """
         *waiting, payload = in_flight
         arrived = None
         if payload is not None:
             # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
             index = jnp.minimum(first + self.hops, self.last)
-            arrived = Arrived(self._sum(payload, index), index)
+            if not self.hops:
+                for hop in range(len(self.comm.axes)):
+                    payload = self._send(payload, index, hop)
+            arrived = Arrived(payload, index)
         sent = [
             None if payload is None else self._send(payload, first + hop, hop)
             for hop, payload in enumerate(waiting)
@@ -80,8 +83,12 @@ class GradientQueue:
         arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, self.hops - 1), in_flight[-2])
         return (*in_flight[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
 
+    def sum(self, arrived: Arrived) -> Values:
+        """The sums of gradients that have arrived, at the sink."""
+        return self.comm.sum_gradients(arrived.payload)
+
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
-        """The sums of the gradients still in flight, layer 0's last; those are on the first stage."""
+        """The gradients still in flight, as they arrive; layer 0's are on the first stage, and come last."""
         for done in range(self.hops + 1):
             sent, arrived = self.advance(in_flight, -done)
             if arrived is not None:
@@ -90,8 +97,3 @@ class GradientQueue:
 
     def _send(self, payload: Payload, index: Any, hop: int) -> Payload:
         return self.comm.send_gradients(payload, self.seeds[index], hop)
-
-    def _sum(self, arrived: Payload, index: Any) -> Values:
-        if self.hops:
-            return self.comm.sum_gradients(arrived)
-        return self.comm.deliver(arrived, self.seeds[index])

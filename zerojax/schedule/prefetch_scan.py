@@ -322,8 +322,8 @@ def _backward(
         done = run(layer_at(stored.residuals, index), carry.whole, carry.cotangent, index)
         if arrived is not None:
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
-            done, sums = lax.optimization_barrier((done, arrived.sums))
-            stored = storage.write(stored, sums, arrived.layer)
+            done, arrived = lax.optimization_barrier((done, arrived))
+            stored = storage.write(stored, queue.sum(arrived), arrived.layer)
         grads, cotangent, own, more = done
         return carry._replace(
             cotangent=cotangent,
@@ -364,10 +364,10 @@ def _backward(
     if last > 0:
         carry = compute(carry, 0)
     stored = carry.stored
-    *arrived, first = queue.drain(carry.in_flight)
-    for sums, index in arrived:
-        stored = storage.write(stored, sums, index)
-    return storage.collect(stored, first.sums), carry.cotangent, carry.of_state, carry.of_shared
+    *others, first = queue.drain(carry.in_flight)
+    for arrived in others:
+        stored = storage.write(stored, queue.sum(arrived), arrived.layer)
+    return storage.collect(stored, queue.sum(first)), carry.cotangent, carry.of_state, carry.of_shared
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)

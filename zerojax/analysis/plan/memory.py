@@ -12,8 +12,9 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 3           12 N / D       4 N / D        two units        one unit
 =========== ============== ============== ================ ====================
 
-and hpZ or delta weights add 2 N / L; weights computed with in fp8 take one byte instead of two where they are
-gathered or copied. Frozen weights have neither masters nor gradients: their bytes, in the format in which
+Where a stack keeps activations, its sums take their place from the last layer to the first and need no memory
+of their own (``zerojax.schedule.sum_storage``). hpZ or delta weights add 2 N / L; weights computed with in fp8
+take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor gradients: their bytes, in the format in which
 they are stored, over L. Activations depend on the model and the batch (``work.py``). With them,
 the peak is at one of three moments: in the backward pass; with a large vocabulary, in the loss, when there
 are logits but no gradients yet (except sums of earlier micro-batches); or at the end, when there are the fp32
@@ -156,7 +157,7 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
     # gradients.
     again = spec.strategy.keep == "primary" and spec.world.nodes > 1
     return {
-        "gradients": _gradients(spec),
+        "gradients": _gradients(spec) - (_in_place_of_activations(spec, work) if work else 0),
         "secondary": _hpz_copy(spec),
         "weights": _gathered(spec, 4 if again else 2) + _frozen_in_use(spec),
         "weight gradients": _whole_gradients(spec, rest=work is None),
@@ -231,6 +232,21 @@ def _gradients(spec: TrainSpec) -> int:
         return 0  # the sums replace the gradients in place
     twice = spec.zero.passes > 1 and spec.strategy.sink != "full"
     return _sums_at_sink(spec) * (2 if twice else 1)
+
+
+def _in_place_of_activations(spec: TrainSpec, work: Work) -> int:
+    """The sums of stacks that are kept where activations of layers that are done were.
+
+    Of each stack all layers but one take part (``zerojax.schedule.sum_storage``).
+    """
+    if spec.zero.stage < 3:
+        return 0
+    nodes = spec.world.nodes if spec.strategy.sink == "secondary" else 1
+    stacks = [group for group in spec.unit_groups if group.stack]
+    sums = sum(4 * nodes * leaf.shard * (leaf.layers - 1) for group in stacks for leaf in group.leaves)
+    layers = sum(group.layers for group in spec.unit_groups)
+    others = sum(group.layers - 1 for group in stacks)
+    return min(sums, work.kept * _together(spec) * others // max(layers, 1))
 
 
 def _hpz_copy(spec: TrainSpec) -> int:
