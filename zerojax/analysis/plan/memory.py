@@ -12,13 +12,13 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 3           12 N / D       4 N / D        two units        one unit
 =========== ============== ============== ================ ====================
 
-Where a stack keeps activations, its sums take their place from the last layer to the first and need no memory
-of their own (``zerojax.schedule.sum_storage``). hpZ or delta weights add 2 N / L; weights computed with in fp8
-take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor gradients: their bytes, in the format in which
-they are stored, over L. Activations depend on the model and the batch (``work.py``). With them,
-the peak is at one of three moments: in the backward pass; with a large vocabulary, in the loss, when there
-are logits but no gradients yet (except sums of earlier micro-batches); or at the end, when there are the fp32
-gradients of the embedding tables.
+Where a stack keeps activations, its sums take their place from the last layer to the first and need no
+memory of their own (``zerojax.schedule.sum_storage``). hpZ or delta weights add 2 N / L; weights computed
+with in fp8 take one byte instead of two where they are gathered or copied. Frozen weights have neither
+masters nor gradients: their bytes, in the format in which they are stored, over L. Activations depend on the
+model and the batch (``work.py``). With them, the peak is at one of three moments: in the backward pass; with
+a large vocabulary, in the loss, when there are logits but no gradients yet (except sums of earlier
+micro-batches); or at the end, when there are the fp32 gradients of the embedding tables.
 """
 
 from collections.abc import Callable
