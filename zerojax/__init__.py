@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zerojax.interop import deepspeed, huggingface
     from zerojax.multihost import distributed
     from zerojax.run import checkpoints, html_report, trackers
+    from zerojax.run.trainer import Callback, Trainer
     from zerojax.testing import emulated_cluster as cluster
 
 _MODULES = {
@@ -49,7 +50,11 @@ _MODULES = {
     "trackers": "zerojax.run.trackers",
 }
 
+# Those that bring much with them.
+_NAMES = {"Callback": "zerojax.run.trainer", "Trainer": "zerojax.run.trainer"}
+
 __all__ = [
+    "Callback",
     "CommReport",
     "Completions",
     "LoRA",
@@ -57,6 +62,7 @@ __all__ = [
     "SpikeRule",
     "Stack",
     "TrainState",
+    "Trainer",
     "ZeroConfig",
     "ZeroError",
     "aot",
@@ -93,11 +99,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public module when it is first asked for: checkpoints bring Orbax, reports Jinja."""
+    """Import a public module or name when it is first asked for: checkpoints bring Orbax, reports Jinja."""
     if name in _MODULES:
         return import_module(_MODULES[name])
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return sorted([*globals(), *_MODULES, *_NAMES])

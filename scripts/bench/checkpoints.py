@@ -53,9 +53,9 @@ def main() -> None:
     import jax
 
     import zerojax
-    from zerojax.run.trainer import Trainer
+    from zerojax.run.train_run import TrainRun
 
-    def stretch(trainer: Trainer, *, save: bool) -> Stretch:
+    def stretch(trainer: TrainRun, *, save: bool) -> Stretch:
         """Train, with the background work of a save or without a save."""
         begun, worked = time.perf_counter(), time.process_time()
         stood, steps = 0.0, []
@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         total = 2 * options.steps * (options.pairs + 1)
         config = replace(config, train=replace(config.train, steps=total))
-        with Trainer.open(config, RunFolder(Path(folder) / "run")) as trainer:
+        with TrainRun.open(config, RunFolder(Path(folder) / "run")) as trainer:
             stretch(trainer, save=True)  # compiles
             pairs = [
                 (stretch(trainer, save=False), stretch(trainer, save=True)) for _ in range(options.pairs)

@@ -22,7 +22,7 @@ from zerojax.interop.huggingface.exporting import new_folder
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
 TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]
@@ -138,7 +138,7 @@ def test_train_from_an_adapter_and_export_both_ways(
 
 
 def test_an_adapter_needs_the_base_that_it_was_trained_on():
-    trainer = cast(Trainer, SimpleNamespace(base=""))
+    trainer = cast(TrainRun, SimpleNamespace(base=""))
     with pytest.raises(ZeroError, match="--adapter files: the other weights of this run are random"):
         start_from(Path("files"), trainer)
 

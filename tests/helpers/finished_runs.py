@@ -13,7 +13,7 @@ from micro_run import micro_config
 import zerojax
 from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 from zerojax.train.initial import initializer
 
 abstract_state = build.RunSetup.abstract_state
@@ -60,7 +60,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A finished run; read-only."""
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
     config = micro_config(text, log={"trackers": ["tensorboard"]}, checkpoint={"keep": 2})
-    with Trainer.open(config, folder) as trainer:
+    with TrainRun.open(config, folder) as trainer:
         trainer.train()
     return folder
 

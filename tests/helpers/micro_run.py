@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import zerojax
-from zerojax.run import trainer as trainer_module
+from zerojax.run import train_run as run_module
 from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.run.data import Batch, TrainBatches
 from zerojax.run.metrics import read_metrics
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 MICRO: dict[str, dict[str, Any]] = {
     "train": {
@@ -45,8 +45,8 @@ def micro_config(text: Path, **sections: dict[str, Any]) -> RunConfig:
     return config_from_dict(data)
 
 
-def train(config: RunConfig, folder: Path, **options: Any) -> Trainer:
-    with Trainer.open(config, RunFolder(folder), **options) as trainer:
+def train(config: RunConfig, folder: Path, **options: Any) -> TrainRun:
+    with TrainRun.open(config, RunFolder(folder), **options) as trainer:
         trainer.train()
     return trainer
 
@@ -86,13 +86,13 @@ class Poisoned(Iterator[Batch]):
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    real = trainer_module.make_batches
+    real = run_module.make_batches
 
     def make_batches(*arguments: Any) -> Any:
         batches, validation = real(*arguments)
         return Poisoned(batches, steps), validation
 
-    monkeypatch.setattr(trainer_module, "make_batches", make_batches)
+    monkeypatch.setattr(run_module, "make_batches", make_batches)
 
 
 def hang(files: MetricsFile) -> None:

@@ -18,7 +18,7 @@ from zerojax.generation import continue_text
 from zerojax.generation.checks import abstract_model, checked_limits
 from zerojax.models import GPT, GPTConfig, flops_per_token, lm_loss, parameter_count, scores
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 SMALL: dict[str, Any] = {"vocab_size": 37, "layers": 2, "d_model": 16, "heads": 2, "max_seq_len": 12}
 SCORES = SMALL | {"tied": False, "outputs": 1}
@@ -53,7 +53,7 @@ def test_tokens_of_a_model_of_scores_are_refused(text: Path, tmp_path: Path) -> 
         continue_text(model, tokens, 2, key=jax.random.key(0))
     config = micro_config(text, model={"tied": False, "outputs": 1})
     with pytest.raises(ConfigurationError, match="zerojax train needs a language model"):
-        Trainer.open(config, RunFolder(tmp_path / "run"))
+        TrainRun.open(config, RunFolder(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

@@ -13,8 +13,8 @@ from micro_run import Stop, die_at, losses, micro_config, poison, train
 import zerojax
 from zerojax.cli import main
 from zerojax.errors import EXIT_DIVERGED, DivergedError, Stopped, ZeroError
-from zerojax.run import open_run
-from zerojax.run import trainer as trainer_module
+from zerojax.run import loop
+from zerojax.run import train_run as run_module
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, dump_config
 from zerojax.run.metrics import read_metrics
@@ -150,7 +150,7 @@ class Asked:
 def test_a_stop_waits_for_a_step_that_is_not_skipped(
     bad: range, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_run, "StopRequest", Asked)
+    monkeypatch.setattr(loop, "StopRequest", Asked)
     poison(monkeypatch, set(bad))
     with pytest.raises(Stopped if len(bad) == 2 else DivergedError):
         train(config(text), tmp_path / "run")
@@ -184,7 +184,7 @@ def test_no_rewind_is_suggested_where_none_helps(
 
 def strange(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Replace the batches of some steps by uniformly random bytes that the text does not contain."""
-    real = trainer_module.make_batches
+    real = run_module.make_batches
 
     def make_batches(*arguments: Any) -> Any:
         batches, validation = real(*arguments)
@@ -200,7 +200,7 @@ def strange(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         monkeypatch.setattr(type(batches), "__next__", following)
         return batches, validation
 
-    monkeypatch.setattr(trainer_module, "make_batches", make_batches)
+    monkeypatch.setattr(run_module, "make_batches", make_batches)
 
 
 SPIKES = {"spike_deviations": 4.0, "spike_window": 4}

@@ -20,7 +20,7 @@ from zerojax.cli import main
 from zerojax.errors import ZeroError
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 HOLD = """
 import sys, time
@@ -36,21 +36,21 @@ time.sleep(600)
 
 def test_a_second_run_is_refused_and_changes_nothing(finished_copy: RunFolder, text: Path) -> None:
     longer = micro_config(text, train={"steps": 9})
-    with Trainer.open(longer, finished_copy) as first:
+    with TrainRun.open(longer, finished_copy) as first:
         (finished_copy.checkpoints / "9.unfinished").mkdir()  # which the first is writing
         before = {path: path.stat().st_mtime_ns for path in finished_copy.path.rglob("*")}
         with pytest.raises(ZeroError, match=f"in use by process {os.getpid()} on {platform.node()} since 2"):
-            Trainer.open(longer, finished_copy)
+            TrainRun.open(longer, finished_copy)
         assert {path: path.stat().st_mtime_ns for path in finished_copy.path.rglob("*")} == before
         (finished_copy.checkpoints / "9.unfinished").rmdir()
         first.train()
-    with Trainer.open(longer, finished_copy, "must") as again:
+    with TrainRun.open(longer, finished_copy, "must") as again:
         assert again.step == 9
 
 
 def test_a_run_that_cannot_start_leaves_no_lock(finished_copy: RunFolder, text: Path) -> None:
     with pytest.raises(ZeroError, match=r"model\.d_model"):
-        Trainer.open(micro_config(text, model={"d_model": 32}), finished_copy)
+        TrainRun.open(micro_config(text, model={"d_model": 32}), finished_copy)
     with RunLock(finished_copy):
         pass
 

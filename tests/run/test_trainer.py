@@ -1,178 +1,205 @@
-"""Runs: their files, resuming, stopping, and refused settings."""
+"""zerojax.Trainer: the same numbers as a plain loop, and the same bits after an interruption."""
 
+import itertools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from micro_run import Stop, die_at, losses, micro_config, poison, train
+from flax import nnx
 
-from zerojax.errors import RunError, ZeroError
-from zerojax.run.checkpoints.canonical import to_canonical
-from zerojax.run.config import RunConfig
+import zerojax
+from zerojax.errors import RunError, Stopped
 from zerojax.run.metrics import read_metrics
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
-from zerojax.sharding import nccl
 
-EVERYTHING = {"preset": "delta", "error_feedback": True}
-
-
-def arrays(trainer: Trainer) -> dict[str, np.ndarray]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(to_canonical(trainer.state))
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
+RUN: dict[str, Any] = {
+    "model": lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+    "tx": optax.adam(0.1),
+    "loss_fn": lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2),
+    "zero": zerojax.ZeroConfig(stage=1, compute_dtype="float32"),
+}
+HELD_OUT = [{"x": np.full((4, 4), value, np.float32)} for value in (0.5, -0.5)]
 
 
-def test_a_run_learns_and_leaves_its_files(finished: RunFolder, finished_copy: RunFolder, text: Path) -> None:
-    assert sorted(path.name for path in finished.path.iterdir()) == [
-        "checkpoints",
-        "config.toml",
-        "data",
-        "lock",
-        "loss.png",
-        "metrics.jsonl",
-        "run.json",
-        "tensorboard",
-    ]
-    assert sorted(path.name for path in finished_copy.checkpoints.iterdir()) == ["6", "8"]
-    assert finished.read_config().data.source == str(text)
-    lines = read_metrics(finished.metrics)
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8]
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
-    wanted = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "skipped"}
-    assert wanted | {"memory_bytes", "internode_bytes"} <= lines[0].keys()
-    assert lines[0]["learning_rate"] == pytest.approx(0.005)
-    assert lines[2]["learning_rate"] == pytest.approx(0.01)
-    summary = finished.read_summary()
-    assert (summary["status"], summary["step"], summary["skipped"]) == ("finished", 8, 0)
-    assert summary["validation_loss"] == lines[-1]["validation_loss"]
+def abstract() -> zerojax.TrainState:
+    return zerojax.TrainState.abstract(**RUN, mesh=zerojax.make_mesh(1, 2))
 
 
-@pytest.mark.slow  # test_resume.py holds the same of the state, test_soak.py of the whole program
-@pytest.mark.parametrize(
-    "sections", [{"train": {"batch_size": 16, "accumulate": 2}}, {"zero": EVERYTHING}], ids=["exact", "all"]
-)
-def test_resume_is_bit_identical(
-    sections: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = micro_config(text, **sections)
-    whole = train(config, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        die_at(patch, 6)
-        with pytest.raises(Stop):
-            train(config, tmp_path / "torn")
-    resumed = train(config, tmp_path / "torn", resume="must")
-    assert losses(tmp_path / "torn") == losses(tmp_path / "whole")
-    expected, found = arrays(whole), arrays(resumed)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+def draw(step: int) -> dict[str, Any]:
+    return {"x": np.random.default_rng(step).standard_normal((4, 4), dtype=np.float32)}
 
 
-def test_resumes_with_another_mesh_and_stage(finished_copy: RunFolder, text: Path) -> None:
-    with Trainer.open(finished_copy.read_config(), finished_copy) as trainer:
-        before = arrays(trainer)
-    other = micro_config(text, train={"steps": 10}, mesh={"nodes": 4, "local": 2}, zero={"stage": 1})
-    with Trainer.open(other, finished_copy) as trainer:
-        assert trainer.step == 8
-        for name, value in arrays(trainer).items():
-            np.testing.assert_array_equal(value, before[name], err_msg=name)
-        trainer.train()
-    assert [step for step, _, _ in losses(finished_copy.path)] == list(range(1, 11))
+def drawn() -> Any:
+    return map(draw, itertools.count())
 
 
-def test_a_bad_step_is_skipped_and_counted(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison(monkeypatch, {3, 5})
-    trainer = train(micro_config(text), tmp_path / "run")
-    lines = read_metrics(trainer.folder.metrics)
-    assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 1, 0, 0, 0]
-    assert [line["skipped_total"] for line in lines] == [0, 0, 1, 1, 2, 2, 2, 2]
-    assert lines[2]["loss"] is None
-    # The learning rate goes by updates, as the optimizer's own count does.
-    rates = [line["learning_rate"] for line in lines]
-    assert rates[3] == rates[2]
-    assert trainer.folder.read_summary()["skipped"] == 2
+class Positioned:
+    """Batches that know where they stand, and are never read again."""
+
+    def __init__(self) -> None:
+        self.at, self.read = 0, 0
+
+    def __iter__(self) -> "Positioned":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.at, self.read = self.at + 1, self.read + 1
+        return draw(self.at - 1)
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
 
 
-def test_too_many_bad_steps_stop_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch, {2, *range(4, 100)})
-    with pytest.raises(RunError, match=r"not finite in 3 steps in a row, from step 4 on"):
-        train(micro_config(text, train={"steps": 20}), tmp_path / "run")
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [line["skipped_in_row"] for line in lines] == [0, 1, 0, 1, 2, 3]
-    assert RunFolder(tmp_path / "run").read_summary()["status"] == "failed"
+class Watch(zerojax.Callback):
+    """Notes what it is told; may interrupt after a step, or end the training."""
+
+    def __init__(self, *, kill_at: int = 0, end_at: int = 0) -> None:
+        self.told: list[Any] = []
+        self.values: dict[int, dict[str, float]] = {}
+        self.kill_at, self.end_at = kill_at, end_at
+
+    def on_train_begin(self, trainer: zerojax.Trainer) -> None:
+        self.told.append("begin")
+
+    def on_step_end(self, trainer: zerojax.Trainer) -> None:
+        self.told.append(trainer.step)
+        trainer.should_stop = trainer.step == self.end_at
+        if trainer.step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not trainer_was_asked():
+                pass
+
+    def on_log(self, trainer: zerojax.Trainer, step: int, values: Any) -> None:
+        self.values[step] = dict(values)
+
+    def on_save(self, trainer: zerojax.Trainer) -> None:
+        self.told.append(f"save {trainer.step}")
+
+    def on_train_end(self, trainer: zerojax.Trainer) -> None:
+        self.told.append("end")
 
 
-class TestRefusals:
-    """Wrong use is refused with a message that names the way out."""
-
-    def refuse(self, config: RunConfig, folder: Path, match: str, **options: Any) -> None:
-        with pytest.raises(ZeroError, match=match):
-            Trainer.open(config, RunFolder(folder), **options)
-
-    def test_batch_does_not_divide(self, text: Path, tmp_path: Path) -> None:
-        config = micro_config(text, train={"batch_size": 12})
-        self.refuse(config, tmp_path / "run", r"batch_size 12 .* 8 devices .*: 16 would")
-        assert not (tmp_path / "run").exists()
-
-    def test_mesh_too_large(self, text: Path, tmp_path: Path) -> None:
-        self.refuse(micro_config(text, mesh={"nodes": 9}), tmp_path / "run", "does not fit the 12 devices")
-
-    def test_vocabulary_too_small(self, text: Path, tmp_path: Path) -> None:
-        config = micro_config(text, model={"vocab_size": 100})
-        self.refuse(config, tmp_path / "run", r"vocabulary of 256, and model\.vocab_size is 100")
-
-    def test_sequence_longer_than_the_data(self, text: Path, tmp_path: Path) -> None:
-        long = {"max_seq_len": 1 << 20}
-        config = micro_config(text, model=long, train={"sequence_length": 1 << 20})
-        self.refuse(config, tmp_path / "run", "too few for one sequence")
-
-    def test_folder_cannot_be_created(self, text: Path, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        self.refuse(micro_config(text), tmp_path / "file" / "run", "cannot create the run folder")
-
-    def test_resume_must_without_a_checkpoint(self, text: Path, tmp_path: Path) -> None:
-        self.refuse(micro_config(text), tmp_path / "run", "there is no checkpoint", resume="must")
-
-    def test_another_model_in_the_same_folder(self, finished: RunFolder, text: Path) -> None:
-        self.refuse(micro_config(text), finished.path, "holds a run at step 8", resume="never")
-        wider = micro_config(text, model={"d_model": 32})
-        self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot resume with 32")
-        seed = micro_config(text, train={"seed": 1})
-        self.refuse(seed, finished.path, r"train\.seed")
+REQUESTS: list[Any] = []
 
 
-@pytest.mark.slow  # tests/train/test_fp8_report.py has the numbers
-def test_losses_in_fp8_are_logged_with_every_evaluation(text: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "train": {"steps": 3, "eval_every": 2},
-        "zero": {"preset": "delta", "matmul_dtype": "fp8"},
-        "log": {"fp8": True},
-    }
-    train(micro_config(text, **sections), tmp_path / "run")
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    found = [{name for name in line if name.startswith("fp8/")} for line in lines]
-    kinds = {name.rpartition("/")[2] for name in found[1]}
-    assert kinds == {"saturated", "underflowed", "error"}
-    assert found == [set(), found[1], found[1]]
-    assert all(0.005 < lines[-1][name] < 0.2 for name in found[2] if name.endswith("error"))
+def trainer_was_asked() -> bool:
+    return REQUESTS[-1].received
 
 
-def test_losses_in_fp8_need_fp8_matmuls(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ZeroError, match=r"log\.fp8 .* set zero\.matmul_dtype"):
-        train(micro_config(text, log={"fp8": True}), tmp_path / "run")
+@pytest.fixture(autouse=True)
+def requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerojax.run import loop
+
+    class Noted(loop.StopRequest):
+        def __enter__(self):
+            REQUESTS.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(loop, "StopRequest", Noted)
 
 
-def test_what_nccl_was_told_is_printed_at_the_start_and_recorded(
-    finished_copy: RunFolder, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(nccl, "_applied", [nccl.Setting(nccl.THREADS, "4", "a link of 25 Gb/s")])
-    with Trainer.open(micro_config(text), finished_copy):
-        pass
-    line = "NCCL_SOCKET_NTHREADS=4: a link of 25 Gb/s"
-    assert line in capsys.readouterr().out
-    assert line in finished_copy.read_summary()["sessions"][-1]["notes"]
+def weights(state: zerojax.TrainState) -> list[np.ndarray]:
+    params = zerojax.gather_params(state)
+    return [params["bias"], params["kernel"]]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[int, list[np.ndarray]]:
+    """The weights of a loop by hand after each step."""
+    state = zerojax.TrainState.create(**RUN, mesh=zerojax.make_mesh(1, 2))
+    found = {}
+    for step in range(8):
+        state, _ = zerojax.train_step(state, draw(step))
+        found[step + 1] = weights(state)
+    return found
+
+
+def same(state: zerojax.TrainState, expected: list[np.ndarray]) -> bool:
+    return all(map(np.array_equal, weights(state), expected))
+
+
+def test_it_trains_evaluates_logs_and_saves(tmp_path: Path, plain: Any) -> None:
+    watch = Watch()
+    trainer = zerojax.Trainer(
+        abstract(), tmp_path, evaluate=HELD_OUT, evaluate_every=2, save_every=3, callbacks=[watch]
+    )
+    state = trainer.fit(drawn(), steps=5)
+    assert same(state, plain[5])
+    assert watch.told == ["begin", 1, 2, 3, "save 3", 4, 5, "save 5", "end"]
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(watch.values) == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 5]
+    bias, kernel = plain[5]
+    losses = [np.mean((batch["x"] @ kernel + bias - 1) ** 2) for batch in HELD_OUT]
+    assert lines[-1]["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert trainer.evaluate()["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [drawn, Positioned, lambda: [draw(step) for step in range(8)]])
+def test_a_stopped_training_resumes_to_the_bit(make: Any, tmp_path: Path, plain: Any) -> None:
+    with pytest.raises(Stopped, match=r"at step 4 of 8, and saved") as stopped:
+        zerojax.Trainer(abstract(), tmp_path, callbacks=[Watch(kill_at=3)]).fit(make(), steps=8)
+    assert stopped.value.code == 75
+    batches = make()
+    trainer = zerojax.Trainer(abstract(), tmp_path)
+    assert trainer.step == 4
+    assert same(trainer.fit(batches, steps=8), plain[8])
+    assert getattr(batches, "read", 4) == 4
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_calls_follow_one_another_and_resume_in_their_order(tmp_path: Path, plain: Any) -> None:
+    def both(trainer: zerojax.Trainer) -> zerojax.TrainState:
+        trainer.fit([draw(0), draw(1), draw(2)], steps=3)
+        return trainer.fit(map(draw, itertools.count(3)), steps=8)
+
+    with pytest.raises(Stopped):
+        both(zerojax.Trainer(abstract(), tmp_path, callbacks=[Watch(kill_at=5)]))
+    assert same(both(zerojax.Trainer(abstract(), tmp_path)), plain[8])
+
+
+def test_a_callback_ends_it_and_a_list_begins_anew(tmp_path: Path, plain: Any) -> None:
+    watch = Watch(end_at=4)
+    trainer = zerojax.Trainer(abstract(), tmp_path, callbacks=[watch])
+    trainer.fit([draw(0), draw(1)], steps=8)
+    assert (trainer.step, watch.told[-2:]) == (5, ["save 5", "end"])
+    assert watch.values[3]["loss"] != watch.values[1]["loss"]
+    assert zerojax.Trainer(abstract(), tmp_path).step == 5
+
+
+def test_without_a_folder_nothing_is_written(plain: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = zerojax.TrainState.create(**RUN, mesh=zerojax.make_mesh(1, 2))
+    batches = drawn()
+    trainer = zerojax.Trainer(
+        state, evaluate=lambda state: {"validation_norm": float(state.step)}, callbacks=[watch := Watch()]
+    )
+    trainer.fit(batches, steps=2)
+    assert same(trainer.fit(batches, steps=4), plain[4])
+    assert watch.values[4]["validation_norm"] == 4.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(zerojax.ZeroError, match="save_every needs folder="):
+        zerojax.Trainer(abstract(), save_every=1)
+    with pytest.raises(zerojax.ZeroError, match="evaluate_every needs evaluate="):
+        zerojax.Trainer(abstract(), evaluate_every=1)
+    trainer = zerojax.Trainer(abstract())
+    with pytest.raises(RunError, match="the batches ended after 2: give more"):
+        trainer.fit(iter([draw(0), draw(1)]), steps=3)
+    assert trainer.step == 2
+
+    class Opaque(Positioned):
+        def get_state(self) -> Any:
+            return b"12"
+
+    with pytest.raises(zerojax.ZeroError, match="returns a bytes, which JSON cannot hold"):
+        trainer.fit(Opaque(), steps=3)

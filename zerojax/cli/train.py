@@ -15,7 +15,7 @@ from zerojax.interop.huggingface import (
     load_adapter,
 )
 from zerojax.run.config import LoRASection, RunConfig
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> None:
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
         if source is not None:
             begin_run(source, settings, folder)
-        with Trainer.open(
+        with TrainRun.open(
             settings, folder, options.resume, options.init_from, peers, profile, ModelReader()
         ) as trainer:
             if trainer.step == 0:
@@ -77,7 +77,7 @@ def with_adapter(settings: RunConfig, adapter: Path) -> RunConfig:
     return replace(settings, lora=lora, zero=zero)
 
 
-def start_from(adapter: Path, trainer: Trainer) -> None:
+def start_from(adapter: Path, trainer: TrainRun) -> None:
     """Replace the adapters of a new run by those of PEFT's files.
 
     Raises:

@@ -5,10 +5,10 @@ next one, by all processes at the same step.
 """
 
 import json
+import operator
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -60,20 +60,21 @@ def _answer(find: Callable[[], Any]) -> bytes:
         return json.dumps({"refused": str(error)}).encode()
 
 
-@dataclass(frozen=True)
-class Requests:
+class Requests(NamedTuple):
     """Actions requested after a step.
 
     Attributes:
         save: save a checkpoint.
         stop: save a checkpoint, then stop.
+        end: save a checkpoint, and count the run as done.
     """
 
     save: bool = False
     stop: bool = False
+    end: bool = False
 
     def __or__(self, other: "Requests") -> "Requests":
-        return Requests(self.save or other.save, self.stop or other.stop)
+        return Requests(*map(operator.or_, self, other))
 
 
 class Agreement:
@@ -109,6 +110,6 @@ class Agreement:
     def _place(self, requests: Requests) -> Array:
         if requests not in self._placed:
             local = len(self._split.addressable_devices)
-            rows = np.tile(np.asarray([requests.save, requests.stop], np.int32), (local, 1))
+            rows = np.tile(np.asarray(requests, np.int32), (local, 1))
             self._placed[requests] = jax.make_array_from_process_local_data(self._split, rows)
         return self._placed[requests]

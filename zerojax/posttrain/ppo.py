@@ -1,8 +1,6 @@
 """PPO with a critic (Schulman et al., 2017; of language models Ziegler et al., 2019; Ouyang et al., 2022)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +81,7 @@ class PPOTrainer(PostTrainer):
         return found | {name: x for name, x in mean_over_processes(more).items() if x is not None}
 
     def take_step(self, batch: Rows) -> Metrics:
-        """Dispatch a step of the policy and one of the critic; see ``OpenRun.take_step``."""
+        """Dispatch a step of the policy and one of the critic; see ``TrainLoop.take_step``."""
         own = {name: batch[name] for name in abstract_batch(self.config)}
         self.state, metrics = zerojax.train_step(self.state, own)
         values = self.critic.take_step(batch)
@@ -97,9 +95,9 @@ class PPOTrainer(PostTrainer):
         }
 
     def beside(self) -> dict[str, zerojax.TrainState]:
-        """The critic's state; see ``OpenRun.beside``."""
+        """The critic's state; see ``TrainLoop.beside``."""
         return {NAME: self.critic.state}
 
-    def record(self, position: dict[str, Any], metrics: Sequence[str]) -> Record:
+    def record(self) -> Record:
         """As ``OpenRun.record``, with the critic's record beside it."""
-        return replace(super().record(position, metrics), beside={NAME: self.critic.record()})
+        return replace(super().record(), beside={NAME: self.critic.record()})

@@ -1,4 +1,4 @@
-"""A run on preferences: ``PreferenceTrainer.open`` prepares it, ``PreferenceTrainer.loop`` trains."""
+"""A run on preferences: ``PreferenceTrainer.open`` prepares it, ``TrainLoop.take_steps`` trains."""
 
 import functools
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.inputs import batches_of, kept_tokenizer
 from zerojax.run.open_run import opening
 from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.trainer import BatchTrainer
+from zerojax.run.train_run import BatchRun
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
 from zerojax.train.batch import local_rows
 from zerojax.train.step import Metrics
 
 
 @dataclass
-class PreferenceTrainer(BatchTrainer):
+class PreferenceTrainer(BatchRun):
     """A run that learns from preferences; a context manager.
 
     Attributes:
@@ -61,7 +61,7 @@ class PreferenceTrainer(BatchTrainer):
     ) -> Self:
         """Read the pairs, and take the first weights or the newest checkpoint.
 
-        Arguments and errors as for ``Trainer.open``; the folder may hold an imported model.
+        Arguments and errors as for ``TrainRun.open``; the folder may hold an imported model.
         """
         settings = config.posttrain
         setup = RunSetup.of(config, loss_fn=preference_loss(settings))
@@ -94,9 +94,9 @@ class PreferenceTrainer(BatchTrainer):
             return trainer
 
     def loop(self, signalled: StopRequest) -> None:
-        """Evaluate the first weights; then as ``BatchTrainer.loop``."""
+        """Evaluate the first weights; then as ``BatchRun.loop``."""
         if self.step == 0:
-            values = {name: float(value) for name, value in self.evaluation().items()}
+            values = self.evaluate()
             self.note_first(values, self.describe(values))
         super().loop(signalled)
 
@@ -135,7 +135,7 @@ class PreferenceTrainer(BatchTrainer):
         return right | {f"validation_{name}": means[name] for name in ("loss", "accuracy")}
 
     def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """See ``BatchTrainer.result``."""
+        """See ``BatchRun.result``."""
         names = ("validation_loss", "validation_accuracy", "exact_match")
         return {name: last[name] for name in names if name in last}, self.describe(last)
 

@@ -81,7 +81,7 @@ class PostTrainer(OpenRun):
     ) -> Self:
         """Open the environment, and take the first weights or the newest checkpoint of each role.
 
-        Arguments and errors as for ``Trainer.open`` of training; the folder may hold an imported model.
+        Arguments and errors as for ``TrainRun.open`` of training; the folder may hold an imported model.
         """
         config = with_reward_checkpoint(config, folder, resume)
         settings = config.posttrain
@@ -145,7 +145,7 @@ class PostTrainer(OpenRun):
             rewards = self.score(rollout, lambda: signalled.received)
             if rewards is None:
                 # From these weights and its own seed the rollout comes out the same after a resume.
-                self.save(at_end=False)
+                self.save()
                 self.stop()
             rows = self.rows(rollout, rewards)
             self.write_samples(rollout, rewards)
@@ -228,11 +228,7 @@ class PostTrainer(OpenRun):
         shared = {name: jnp.float32(value) for name, value in measured.items()}
         for batch in minibatches(rows, size, self.config.posttrain.epochs, seed):
             self.watchdog.step(self.step + 1)
-            metrics = self.take_step(batch)
-            self.step += 1
-            due = self.is_due(train.eval_every)
-            self.log.step(self.step, metrics | shared, self.evaluation if due else None)
-            self.checkpoints.check()
+            self.advance(batch, shared)
         self.rollouts += 1
 
     def write_samples(self, rollout: Rollout, rewards: np.ndarray) -> None:
@@ -262,17 +258,18 @@ class PostTrainer(OpenRun):
         at_end = self.step == self.config.train.steps
         due = at_end or (every > 0 and self.step // every > (self.step - per_rollout) // every)
         wants_save, stop = any_process(self.clock.wants_save, stop)
-        if not (due or wants_save or stop) or not self.save(at_end=at_end):
+        if not (due or wants_save or stop) or not self.save():
             return
         if stop and not at_end:
             self.stop()
 
-    def save(self, *, at_end: bool) -> bool:
-        """Begin to save a checkpoint; False if it must wait because the last step was skipped."""
-        self.log.drain()
-        self.watchdog.phase(f"the checkpoint at step {self.step}")
-        position = {"rollouts": self.rollouts}
-        return self.save_checkpoint(position, ("loss", "reward"), despite_skips=at_end)
+    def position(self) -> dict[str, Any]:
+        """The rollouts done; valid between two of them."""
+        return {"rollouts": self.rollouts}
+
+    def are_weights_good(self) -> bool:
+        """Always: a skipped step left them as they were."""
+        return True
 
     def finish(self) -> None:
         """Print and record the result."""

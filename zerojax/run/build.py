@@ -23,7 +23,7 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.optim.shard_check import Optimizer
 from zerojax.run import checkpoints
-from zerojax.run.config import ClusterSection, RunConfig, TrainSection
+from zerojax.run.config import ClusterSection, RunConfig, TrainSection, config_to_dict
 from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
@@ -200,15 +200,21 @@ def make_log(
     )
     return RunLog(
         folder,
-        config,
-        # All at once, before training: fetching one per step would wait for the step.
-        np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
-        StepCosts(
+        steps=train.steps,
+        max_skips=train.max_skips,
+        spikes=train.on_spike if train.spike_deviations else "none",
+        every=config.log.every,
+        trackers=config.log.trackers,
+        project=config.log.project,
+        settings=config_to_dict(config),
+        costs=StepCosts(
             tokens=tokens,
             flops=tokens * flops,
             devices=trained[0].state.spec.world.size,
             internode_bytes=sum(report.between_nodes for report in reports),
         ),
+        # All at once, before training: fetching one per step would wait for the step.
+        learning_rates=np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
         start=step,
         skipped=skipped,
     )
@@ -225,9 +231,9 @@ def watchdog_limits(cluster: ClusterSection) -> Limits:
     return Limits(cluster.phase_timeout, cluster.step_timeout, cluster.step_factor)
 
 
-def make_watchdog(config: RunConfig, folder: RunFolder, peers: Peers | None) -> Watchdog:
+def make_watchdog(cluster: ClusterSection, folder: RunFolder, peers: Peers | None) -> Watchdog:
     """The watchdog that ends a hung run, together with its peers if it has any."""
-    limits = watchdog_limits(config.cluster)
+    limits = watchdog_limits(cluster)
     stacks = folder.stacks / f"rank-{jax.process_index()}.txt"
     if peers is None:
         return Watchdog(limits, lambda line: end_alone(stacks, line))

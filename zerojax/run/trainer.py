@@ -1,194 +1,362 @@
-"""A training run: ``Trainer.open`` prepares it, ``BatchTrainer.loop`` trains."""
+"""``zerojax.Trainer``: the loop of ``zerojax train`` for batches and models of one's own."""
 
-import functools
-import math
-from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from zerojax.analysis.profile import StepProfile
-from zerojax.errors import DivergedError
-from zerojax.models import parameter_count
-from zerojax.multihost.agreement import Agreement, Requests
+from zerojax.errors import ConfigurationError, RunError
+from zerojax.log import logger
+from zerojax.multihost.agreement import gather_from_all, run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first
-from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, Dataset, TrainBatches
-from zerojax.run.evaluation import mean_loss
-from zerojax.run.exact_match import ExactMatch, describe_matches
-from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
-from zerojax.run.metrics import draw_loss_curve, read_metrics
-from zerojax.run.open_run import OpenRun, opening
-from zerojax.run.run_dir import Resume, RunFolder
-from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
-from zerojax.train.fp8_report import fp8_metrics
+from zerojax.multihost.watchdog import Limits, Watchdog
+from zerojax.run.build import make_watchdog
+from zerojax.run.checkpoints import (
+    Checkpoints,
+    Record,
+    Retention,
+    TrainingClock,
+    reserve_host_memory,
+    resume,
+)
+from zerojax.run.config import ClusterSection
+from zerojax.run.evaluation import mean_metrics
+from zerojax.run.loop import Schedule, TrainLoop
+from zerojax.run.metrics import RunLog
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.run.trackers import check_trackers
+from zerojax.train.initial import initializer
+from zerojax.train.state import TrainState, initial_base
 from zerojax.train.step import Metrics
+from zerojax.validation.bounds import checked_seed, require
+
+Evaluate = Callable[[TrainState], Mapping[str, jax.Array | float]]
 
 
-@dataclass
-class BatchTrainer(OpenRun):
-    """The loop of a run whose batches are known beforehand; a context manager.
+class Callback:
+    """What a ``Trainer`` calls, on every process; override what you need.
 
-    Attributes:
-        batches: the training batches, at the run's position.
-        validation: the batches of every evaluation.
+    Set ``trainer.should_stop = True`` to end ``fit`` a step later, on all processes and with a save:
+
+        class StopEarly(zerojax.Callback):
+            def on_log(self, trainer, step, values):
+                trainer.should_stop = values.get("validation_loss", 9.0) < 2.0
     """
 
-    batches: TrainBatches
-    validation: list[Batch]
+    def on_train_begin(self, trainer: "Trainer") -> None:
+        """``fit`` begins."""
 
-    def close_inputs(self) -> None:
-        """Close the data."""
-        self.batches.close()
+    def on_step_end(self, trainer: "Trainer") -> None:
+        """A step was dispatched: ``trainer.step`` and ``trainer.state`` are those after it."""
 
-    def loop(self, signalled: StopRequest) -> None:
-        """Take a step on each batch."""
-        agreement, requests = Agreement(self.state.spec.mesh), Requests()
-        while self.step < self.config.train.steps:
-            self.watchdog.step(self.step + 1)
-            agreement.put(Requests(save=self.clock.wants_save and is_first(), stop=signalled.received))
-            metrics = self.take_step(next(self.batches))
-            self.step += 1
-            due = self.is_due(self.config.train.eval_every)
-            self.log.step(self.step, metrics, self.evaluation if due else None)
-            self.checkpoints.check()
-            requests |= agreement.get() | Requests(save=self.is_due(self.config.checkpoint.every))
-            if (requests.save or requests.stop) and self.save():
-                agreement.forget()
-                if requests.stop and self.step < self.config.train.steps:
-                    self.stop()
-                requests = Requests()
+    def on_log(self, trainer: "Trainer", step: int, values: Mapping[str, float]) -> None:
+        """The values of a step have arrived, up to two steps after it, those of its evaluation included."""
 
-    @abstractmethod
-    def evaluation(self) -> Metrics:
-        """Dispatch the measurement of "validation_loss" and others on the held-out data."""
+    def on_save(self, trainer: "Trainer") -> None:
+        """The saving of a checkpoint of ``trainer.step`` has begun."""
 
-    @abstractmethod
-    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """What a finished run records in run.json, and what it prints.
-
-        Args:
-            last: the values of the last evaluation.
-        """
-
-    def save(self) -> bool:
-        """Begin to save a checkpoint; False if it must wait because the step was skipped."""
-        self.log.drain()
-        self.watchdog.phase(f"the checkpoint at step {self.step}")
-        # A skipped last step cannot wait for a later one, but the evaluation shows that its weights are good.
-        at_end = self.step == self.config.train.steps
-        good = at_end and math.isfinite(self.log.last.get("validation_loss", math.nan))
-        return self.save_checkpoint(self.batches.get_state(), ("loss", "validation_loss"), despite_skips=good)
-
-    def finish(self) -> None:
-        """Draw the loss curve, print and record the result."""
-        last = self.log.last
-        if "validation_loss" not in last:  # the run had already finished
-            last = {name: float(value) for name, value in self.evaluation().items()}
-        if not math.isfinite(last["validation_loss"]):
-            skipped = int(last.get("skipped_in_row", 0))
-            raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
-        values, words = self.result(last)
-        if is_first():
-            draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
-            self.folder.update_summary(status="finished", step=self.step, skipped=self.log.skipped, **values)
-        self.log.say(f"{words}; the run is in {self.folder.path}, its curve in {self.folder.curve.name}")
+    def on_train_end(self, trainer: "Trainer") -> None:
+        """``fit`` has taken its last step, and saved."""
 
 
-@dataclass
-class Trainer(BatchTrainer):
-    """A run of training; a context manager.
+class Trainer(TrainLoop):
+    """Trains a state on batches, and evaluates, logs, saves and resumes it.
+
+    With a folder, the same program given again goes on from its newest checkpoint, bit for bit as if it had
+    not been interrupted. SIGTERM and SIGINT save and then raise ``SystemExit`` with code 75. The folder gets
+    ``metrics.jsonl``, ``checkpoints/`` and the files of trackers. All processes of a job do the same.
+
+        state = zerojax.TrainState.abstract(Network, optax.adamw(1e-3), loss_fn, mesh=zerojax.make_mesh())
+        trainer = zerojax.Trainer(
+            state, "runs/mine", evaluate=held_out, evaluate_every=50, save_every=100, trackers=["tensorboard"]
+        )
+        state = trainer.fit(batches, steps=1000)
+
+    Args:
+        state: from ``TrainState.create``, or without values from ``TrainState.abstract``: then it is created,
+            or restored without having been created. ``fit`` donates it; use ``Trainer.state``.
+        folder: for all files; None writes none, and saves nothing.
+        evaluate: batches whose mean loss is "validation_loss", and so on for the loss's aux; or a function of
+            the state that returns scalars by name, of which "validation_..." appear on the progress line.
+        evaluate_every: steps between evaluations; one at the end comes in any case.
+        save_every: steps between checkpoints; one at the end comes in any case.
+        save_minutes: also save when the last checkpoint is this many minutes old; 0 turns this off.
+        retention: which checkpoints to keep; the newest two by default.
+        callbacks: are called in this order.
+        trackers: "tensorboard", "wandb", "mlflow".
+        project: of Weights & Biases; experiment of MLflow.
+        settings: for trackers to show; plain values, possibly nested.
+        log_every: steps between progress lines where the output is neither a terminal nor a notebook.
+        max_skips: steps in a row without an update, because the loss or gradient is not finite or a spike,
+            after which ``fit`` raises.
+        seed: of a state without values.
+        peers: from ``distributed.joined()``: a step that hangs then ends all processes.
 
     Attributes:
-        data: training and validation tokens.
-        exact_match: the prompts of every evaluation, or None.
-        profile: traces the requested steps.
+        state: the model and its optimizer.
+        step: optimizer steps done.
+        should_stop: set it to end ``fit`` a step later.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the folder's checkpoints are of another model.
     """
 
-    data: Dataset
-    exact_match: ExactMatch | None
-    profile: StepProfile
+    advice = "Lower the learning rate, clip gradients, give the state a SpikeRule, or look at the data"
 
-    @classmethod
-    def open(
-        cls,
-        config: RunConfig,
-        folder: RunFolder,
-        resume: Resume = "auto",
-        init_from: Path | None = None,
+    def __init__(
+        self,
+        state: TrainState,
+        folder: Path | str | None = None,
+        *,
+        evaluate: Iterable[Any] | Evaluate | None = None,
+        evaluate_every: int = 0,
+        save_every: int = 0,
+        save_minutes: float = 0.0,
+        retention: Retention | None = None,
+        callbacks: Sequence[Callback] = (),
+        trackers: Sequence[str] = (),
+        project: str = "zerojax",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        log_every: int = 10,
+        max_skips: int = 10,
+        seed: int = 0,
         peers: Peers | None = None,
-        profile: range | None = None,
-        reader: WeightReader = CHECKPOINTS,
-    ) -> Self:
-        """Prepare the data, and create the model or restore the newest valid checkpoint.
+    ) -> None:
+        for name, value, least in (
+            ("evaluate_every", evaluate_every, 0),
+            ("save_every", save_every, 0),
+            ("save_minutes", save_minutes, 0),
+            ("log_every", log_every, 1),
+            ("max_skips", max_skips, 1),
+        ):
+            require(value >= least, f"{name} is {least} or more, not {value!r}")
+        require(
+            evaluate is not None or not evaluate_every,
+            "evaluate_every needs evaluate=: batches, or a function of the state",
+        )
+        for name, given in {
+            "save_every": save_every, "save_minutes": save_minutes, "trackers": trackers, "peers": peers
+        }.items():  # fmt: skip
+            require(folder is not None or not given, f"{name} needs folder=, where its files go")
+        check_trackers(trackers)
+        self.folder = None if folder is None else RunFolder(Path(folder))
+        self.lock = self.checkpoints = None
+        self.watchdog = Watchdog(Limits(0, 0, 0), logger.warning)
+        self._evaluate = evaluate if evaluate is None or callable(evaluate) else list(evaluate)
+        self._evaluate_every = None if evaluate is None else evaluate_every
+        self._save_every = None if folder is None else save_every
+        self._save_minutes = save_minutes
+        self._retention = retention or Retention(newest=2)
+        self._callbacks = callbacks
+        self._log_options = {
+            "every": log_every, "max_skips": max_skips, "trackers": trackers, "project": project,
+            "settings": settings, "spikes": "none" if state.spec.spikes is None else "skip",
+        }  # fmt: skip
+        self._peers = peers
+        self._source: _Source | None = None
+        self._fits, self._steps = -1, 0
+        self._saved: int | None = None
+        self._record = Record()
+        if isinstance(state.step, jax.ShapeDtypeStruct):
+            state = initial_base(state, seed)
+        found = None if self.folder is None else resume(self.folder.checkpoints, state)
+        if found is not None:
+            state, self._saved, self._record = found
+            self._say(f"{folder}: resuming from step {found.step}")
+        elif isinstance(state.step, jax.ShapeDtypeStruct):
+            state = state.replace(**initializer(state.spec, frozen=False)(checked_seed(seed)))
+        self.state = state
+        self.step = int(state.step)
+        if self.folder is not None:
+            reserve_host_memory([state])
+
+    @property
+    def schedule(self) -> Schedule:
+        """When ``fit`` ends, evaluates and saves."""
+        return Schedule(self._steps, self._evaluate_every, self._save_every)
+
+    def fit(self, batches: Iterable[Any], steps: int) -> TrainState:
+        """Train until ``steps`` optimizer steps are done, those before a restart included.
+
+        Several calls follow one another; one whose steps are done returns at once.
 
         Args:
-            config: the settings.
-            folder: of the run, new or existing.
-            resume: whether to resume from a checkpoint in the folder.
-            init_from: what gives a new run its first weights, such as a run or a checkpoint; a resumed run
-                ignores it.
-            peers: the other processes of the run, if there are any.
-            profile: steps to trace.
-            reader: reads ``init_from``, and the frozen weights of a resumed run.
+            batches: this process's part of each. An iterator with ``get_state`` and ``set_state`` (plain
+                values), as grain's, resumes by them; any other is read again up to where it stood, so
+                it must give the same batches again. What is no iterator, such as a list, begins anew when it
+                ends. The same object in the next call goes on where it is.
+            steps: of the whole training.
+
+        Returns:
+            The state, which is also ``Trainer.state``.
 
         Raises:
-            ConfigurationError: invalid settings or data, ``resume`` or ``init_from`` cannot be satisfied, or
-                another process trains in the folder.
-            RunError: the disk is full.
+            ConfigurationError: the position of the batches cannot be saved, was saved by another number of
+                processes, or another process uses the folder.
+            DivergedError: ``max_skips`` steps in a row made no update.
+            RunError: the batches ended, or the disk is full.
+            SystemExit: a signal asked for a stop (code 75); a checkpoint is saved.
         """
-        config.model.check_language_model("zerojax train")
-        setup = RunSetup.of(config)
-        setup.check()
-        with opening(config, folder) as new:
-            data = prepare_data(config, folder)
-            batches, validation = make_batches(config, data)
-            exact_match = ExactMatch.of(config, data, folder.data)
-            manifest, damaged = choose_checkpoint(config, folder, resume)
-            start = start_run(setup, folder, manifest, init_from, reader)
-            if start.record.position:
-                batches.set_state(start.record.position)
-            run = new.fields(start, abstract_batch(config), peers)
-            say, steps = run["log"].say, config.train.steps
-            trainer = cls(
-                **run,
-                data=data,
-                batches=batches,
-                validation=validation,
-                exact_match=exact_match,
-                profile=StepProfile(folder.profile, profile, say, done=run["step"], planned=steps),
-            )
-            notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
-            trainer.announce(f"{parameter_count(config.model):,} parameters, {data.describe()}", notes)
-            return trainer
+        require(steps >= 1, f"steps is 1 or more, not {steps!r}")
+        self._steps, self._fits, self.should_stop = steps, self._fits + 1, False
+        if self._source is None or self._source.given is not batches:
+            self._source = _Source(batches)
+        saved = self._record.position
+        if saved.get("fit") == self._fits:
+            self._source.go_to(_of_this_process(saved["batches"]))
+        if self.step >= steps:
+            return self.state
+        self._open()
+        with self:
+            self.train()
+        self._record = self.record()
+        return self.state
 
-    def close_inputs(self) -> None:
-        """Close the profile and the data."""
-        self.profile.close()
-        super().close_inputs()
+    def loop(self, signalled: StopRequest) -> None:
+        """Take the steps of ``fit``."""
+        assert self._source is not None
+        for callback in self._callbacks:
+            callback.on_train_begin(self)
+        self.take_steps(self._source, signalled)
 
-    def take_step(self, batch: Batch) -> Metrics:
-        """Dispatch a step on a batch, and trace it if that was requested; returns its metrics."""
-        return self.profile.step(self.step + 1, functools.partial(super().take_step, batch))
+    def advance(self, batch: Any, more: Metrics | None = None) -> None:
+        """Take a step, and tell the callbacks."""
+        super().advance(batch, more)
+        for callback in self._callbacks:
+            callback.on_step_end(self)
+
+    def save(self) -> bool:
+        """Begin to save a checkpoint, and tell the callbacks; False if the last step was skipped."""
+        if not super().save():
+            return False
+        if self.checkpoints is not None:
+            self._saved = self.step
+            for callback in self._callbacks:
+                callback.on_save(self)
+        return True
 
     def evaluation(self) -> Metrics:
-        """Measure what is asked for beside the validation loss, and dispatch the measurement of that."""
-        self.watchdog.phase(f"the evaluation after step {self.step}")
-        values = fp8_metrics(self.state) if self.config.log.fp8 else {}
-        if self.exact_match is not None:
-            values |= {"exact_match": jnp.asarray(self.exact_match.measure(self.state))}
-        return values | {"validation_loss": mean_loss(self.state, self.validation)}
+        """Dispatch an evaluation of the current weights.
 
-    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """See ``BatchTrainer.result``."""
-        loss = last["validation_loss"]
-        measured = {"validation_loss": loss, "validation_loss_per_byte": loss / self.data.bytes_per_token}
-        if self.exact_match is not None:
-            measured["exact_match"] = last["exact_match"]
-        words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
-        return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words
+        Raises:
+            ConfigurationError: the trainer has nothing to evaluate on.
+        """
+        self.watchdog.phase(f"the evaluation after step {self.step}")
+        if self._evaluate is None:
+            raise ConfigurationError("there is nothing to evaluate on: give Trainer evaluate=")
+        if callable(self._evaluate):
+            return {name: jnp.asarray(value) for name, value in self._evaluate(self.state).items()}
+        means = mean_metrics(self.state, self._evaluate)
+        return {f"validation_{name}": value for name, value in means.items() if name != "tokens"}
+
+    def position(self) -> dict[str, Any]:
+        """The number of the call of ``fit``, and where the batches of each process stand."""
+        assert self._source is not None
+        every = gather_from_all(self._source.position())
+        same = all(one == every[0] for one in every)
+        return {"fit": self._fits, "batches": every[:1] if same else every}
+
+    def finish(self) -> None:
+        """Tell the callbacks."""
+        for callback in self._callbacks:
+            callback.on_train_end(self)
+
+    def close_inputs(self) -> None:
+        """The batches are the caller's."""
+
+    def note_end(self, error: BaseException) -> None:
+        """The caller gets the error."""
+
+    def _open(self) -> None:
+        """Open the services for one call of ``fit``; they close with the loop."""
+        folder, record = self.folder, self._record
+        if folder is not None:
+            self.lock = RunLock(folder)
+            if (warning := run_on_process_zero(self.lock.take)) is not None:
+                self._say(warning)
+        try:
+            self.log = RunLog(
+                folder,
+                steps=self._steps,
+                start=self.step,
+                skipped=record.skipped,
+                listener=self._tell,
+                **self._log_options,
+            )
+        except BaseException:
+            if self.lock is not None:
+                self.lock.close()
+            raise
+        self.clock = TrainingClock(record.seconds, minutes=self._save_minutes)
+        if folder is not None:
+            self.checkpoints = Checkpoints(
+                folder.checkpoints, self._retention, start=self._saved, say=self.log.say
+            )
+            if self._peers is not None:
+                self.watchdog = make_watchdog(ClusterSection(), folder, self._peers)
+
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+        for callback in self._callbacks:
+            callback.on_log(self, step, values)
+
+    def _say(self, line: str) -> None:
+        if jax.process_index() == 0:
+            logger.warning(line)
+
+
+class _Source(Iterator[Any]):
+    """The batches of ``Trainer.fit``, with their position."""
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self.given = given
+        self._iterator = iter(given)
+        self._taken = 0
+        self.position()
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator, self)
+        if batch is self and self._iterator is not self.given:
+            self._iterator = iter(self.given)
+            batch = next(self._iterator, self)
+        if batch is self:
+            raise RunError(f"the batches ended after {self._taken}: give more of them, or fewer steps")
+        self._taken += 1
+        return batch
+
+    def position(self) -> dict[str, Any]:
+        if not (hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")):
+            return {"taken": self._taken}
+        state: Any = getattr(self._iterator, "get_state")()  # noqa: B009  (iterators have none, by their type)
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"get_state() of the batches returns a {type(state).__name__}, which JSON cannot hold: "
+                "return plain values, or pass a generator over the batches, which is read again on resuming"
+            ) from None
+        return {"state": state}
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        if "state" in position:
+            getattr(self._iterator, "set_state")(position["state"])  # noqa: B009  (likewise)
+            return
+        while self._taken < position["taken"]:
+            next(self)
+
+
+def _of_this_process(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """This process's position, of those that a checkpoint has."""
+    if len(positions) == 1:
+        return positions[0]
+    if len(positions) != jax.process_count():
+        raise ConfigurationError(
+            f"the checkpoint has the positions of {len(positions)} processes in their batches, and this job "
+            f"has {jax.process_count()} processes: start as many, or go by the step number"
+        )
+    return positions[jax.process_index()]

@@ -17,7 +17,7 @@ from zerojax.cli import main
 from zerojax.errors import ZeroError
 from zerojax.run.html_report import read_run_data
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def profiled(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     config = micro_config(
         text, train={"steps": 4, "eval_every": 0}, zero={"preset": "zero++"}, mesh={"local": 2}
     )
-    with Trainer.open(config, folder, profile=range(2, 4)) as trainer:
+    with TrainRun.open(config, folder, profile=range(2, 4)) as trainer:
         trainer.train()
     return folder
 

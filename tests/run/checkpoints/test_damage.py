@@ -26,7 +26,7 @@ from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config,
 from zerojax.run.data import DataError, open_dataset, prepare
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 from zerojax.train.state import TrainState
 
 # Orbax closes its event loop while abandoned reads are still running.
@@ -207,7 +207,7 @@ def test_a_run_goes_on_from_the_one_before(
     assert main(["checkpoints", str(finished_copy.path)]) == 1
     listed = capsys.readouterr()
     assert "1 of 2 checkpoints are damaged" in listed.err
-    with Trainer.open(finished.read_config(), finished_copy) as trainer:
+    with TrainRun.open(finished.read_config(), finished_copy) as trainer:
         out = " ".join(capsys.readouterr().out.split())
         assert f"8 is damaged: {victim.relative_to(checkpoints / '8')} has changed (wrong checksum)" in out
         assert "it is now called 8.damaged" in out
@@ -223,5 +223,5 @@ def test_nothing_is_begun_anew_over_damaged_checkpoints(finished_copy: RunFolder
     for step in ("6", "8"):
         (finished_copy.checkpoints / step / "seal.json").unlink()
     with pytest.raises(ZeroError, match=r"8 is damaged: seal\.json is missing; .*6 is damaged"):
-        Trainer.open(finished_copy.read_config(), finished_copy)
+        TrainRun.open(finished_copy.read_config(), finished_copy)
     assert sorted(path.name for path in finished_copy.checkpoints.iterdir()) == ["6", "8"]

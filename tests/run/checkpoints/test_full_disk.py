@@ -17,7 +17,7 @@ from zerojax.multihost.background import is_stuck
 from zerojax.run.checkpoints import newest_valid, step_dirs
 from zerojax.run.metrics import MetricsFile, log
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 # Orbax closes its event loop while abandoned writes are still running.
 pytestmark = [
@@ -68,7 +68,7 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
         (small_disk / "filler").write_bytes(bytes(left - free))
 
     config = micro_config(text, train={"eval_every": 0})
-    with Trainer.open(config, folder) as trainer:
+    with TrainRun.open(config, folder) as trainer:
         before_step(monkeypatch, 5, fill)
         with pytest.raises(RunError, match=message):
             trainer.train()
@@ -80,14 +80,14 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
 
 def test_full_at_the_start(small_disk: Path, text: Path) -> None:
     folder = RunFolder(small_disk / "run")
-    with Trainer.open(micro_config(text), folder):
+    with TrainRun.open(micro_config(text), folder):
         pass
     left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     (small_disk / "filler").write_bytes(bytes(left))
     with pytest.raises(RunError, match=r"cannot write to .*: No space left on device"):
-        Trainer.open(micro_config(text), folder)
+        TrainRun.open(micro_config(text), folder)
     (small_disk / "filler").unlink()
-    with Trainer.open(micro_config(text), folder) as trainer:
+    with TrainRun.open(micro_config(text), folder) as trainer:
         assert trainer.step == 0
 
 
@@ -100,7 +100,7 @@ def test_a_disk_that_hangs(
     impatient = functools.partial(MetricsFile, most=most, patience=0.5)
     monkeypatch.setattr(log, "MetricsFile", impatient)
     config = micro_config(text, train={"steps": 30, "eval_every": 0}, checkpoint={"every": 8})
-    trainer = Trainer.open(config, folder)
+    trainer = TrainRun.open(config, folder)
     files = trainer.log._file
     assert files is not None
     before_step(monkeypatch, 3, lambda: hang(files))
@@ -124,7 +124,7 @@ def test_files_may_grow_no_more(text: Path, tmp_path: Path, monkeypatch: pytest.
             trainer.checkpoints.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
 
-        with Trainer.open(config, folder) as trainer:
+        with TrainRun.open(config, folder) as trainer:
             before_step(monkeypatch, 5, forbid)
             trainer.train()
 
@@ -134,18 +134,18 @@ def test_files_may_grow_no_more(text: Path, tmp_path: Path, monkeypatch: pytest.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert folder.read_summary()["status"] == "failed"
-    with Trainer.open(config, folder, "must") as trainer:
+    with TrainRun.open(config, folder, "must") as trainer:
         assert trainer.step == 3
 
 
 def test_a_folder_that_cannot_be_written_to(text: Path, tmp_path: Path) -> None:
     """Refused at the start; /proc is one, even to root."""
     with pytest.raises(ZeroError, match="cannot"):
-        Trainer.open(micro_config(text), RunFolder(Path("/proc/run")))
+        TrainRun.open(micro_config(text), RunFolder(Path("/proc/run")))
     if os.geteuid() == 0:
         folder = Path("/proc/self")
     else:
         folder = tmp_path / "run"
         folder.mkdir(mode=0o500)
     with pytest.raises(ZeroError, match="the run cannot write here"):
-        Trainer.open(micro_config(text), RunFolder(folder))
+        TrainRun.open(micro_config(text), RunFolder(folder))

@@ -11,7 +11,7 @@ import zerojax
 from zerojax.run.config import dump_config, load_config
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trainer import Trainer
+from zerojax.run.train_run import TrainRun
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
@@ -40,8 +40,8 @@ def test_a_torn_run_on_a_mixture_goes_on_bit_by_bit(tmp_path: Path, monkeypatch:
     (tmp_path / "config.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.toml") == config
 
-    def train(folder: Path, **options: Any) -> Trainer:
-        with Trainer.open(config, RunFolder(folder), **options) as trainer:
+    def train(folder: Path, **options: Any) -> TrainRun:
+        with TrainRun.open(config, RunFolder(folder), **options) as trainer:
             trainer.train()
         return trainer
 

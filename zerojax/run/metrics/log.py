@@ -1,14 +1,15 @@
 """Logging of steps to files, trackers and the progress line, without delaying the next step."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from types import MappingProxyType
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
 from zerojax.errors import DivergedError
-from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics.devices import memory_in_use, peak_flops
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.metrics.progress import Progress
@@ -16,21 +17,23 @@ from zerojax.run.metrics.queue import Evaluation, Metrics, MetricsQueue, StepRec
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import open_trackers
 
+Listener = Callable[[int, Mapping[str, float]], object]
+
 
 @dataclass(frozen=True)
 class StepCosts:
     """The work of a step, for computing throughput.
 
     Attributes:
-        tokens: per step, over all devices.
-        flops: per step, over all devices, as the model counts them.
+        tokens: per step, over all devices; None if only the loss's "tokens" count them.
+        flops: per step, over all devices, as the model counts them, if known.
         devices: number of devices.
         internode_bytes: sent by one node to others per step, if known.
     """
 
-    tokens: int
-    flops: float
-    devices: int
+    tokens: int | None = None
+    flops: float | None = None
+    devices: int = 1
     internode_bytes: float | None = None
 
 
@@ -38,12 +41,19 @@ class RunLog:
     """Logs the steps of a run and detects divergence; files, trackers and output are process zero's.
 
     Args:
-        folder: of the run.
-        config: its settings.
-        learning_rates: by the number of updates done.
+        folder: of the run; None writes no files.
+        steps: of the whole run.
+        max_skips: steps in a row that may be skipped before the run has diverged.
+        spikes: what follows from a loss that is a spike: its step is skipped, or the run stops.
+        every: steps between progress lines where the output is no terminal.
+        trackers: their names; they need a folder.
+        project: for trackers.
+        settings: for trackers.
         costs: of a step.
+        learning_rates: by the number of updates done, if known.
         start: steps done before.
         skipped: those of them without an update.
+        listener: called with each step's number and values, on every process.
 
     Raises:
         ConfigurationError: a tracker cannot start.
@@ -51,28 +61,36 @@ class RunLog:
 
     def __init__(
         self,
-        folder: RunFolder,
-        config: RunConfig,
-        learning_rates: Float[np.ndarray, " steps"],
-        costs: StepCosts,
+        folder: RunFolder | None,
         *,
+        steps: int,
+        max_skips: int,
+        spikes: Literal["none", "skip", "stop"] = "none",
+        every: int = 10,
+        trackers: Sequence[str] = (),
+        project: str = "zerojax",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        costs: StepCosts | None = None,
+        learning_rates: Float[np.ndarray, " steps"] | None = None,
         start: int = 0,
         skipped: int = 0,
+        listener: Listener | None = None,
     ) -> None:
         first = jax.process_index() == 0
         self.skipped = skipped
         self.last: dict[str, float] = {}
-        self._settings = config.train
+        self._max_skips = max_skips
+        self._spikes = spikes
         self._rates = learning_rates
-        self._costs = costs
+        self._costs = costs or StepCosts()
         self._peak = peak_flops(jax.local_devices()[0].device_kind)
+        self._listener = listener
         self._queue = MetricsQueue()
-        self._progress = Progress(steps=config.train.steps, start=start, every=config.log.every, shown=first)
-        self._file = MetricsFile(folder.metrics, start=start) if first else None
-        self._trackers = None
-        if first:
-            names, project = config.log.trackers, config.log.project
-            self._trackers = open_trackers(folder, names, project, config_to_dict(config), start, self.say)
+        self._progress = Progress(steps=steps, start=start, every=every, shown=first)
+        self._file = self._trackers = None
+        if first and folder is not None:
+            self._file = MetricsFile(folder.metrics, start=start)
+            self._trackers = open_trackers(folder, trackers, project, settings, start, self.say)
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -136,21 +154,23 @@ class RunLog:
         if self._trackers is not None:
             self._trackers.write(record.step, values)
         self._progress.show(record.step, values)
+        if self._listener is not None:
+            self._listener(record.step, values)
         if why := self._divergence(record.step, values):
             # The last but one of the steps that were not skipped: the last may have broken the weights.
             raise DivergedError(why, good=record.step - int(values["skipped_in_row"]) - 1)
 
     def _divergence(self, step: int, values: dict[str, float]) -> str | None:
         """Why the run must stop at this step; None if it need not."""
-        settings, in_row = self._settings, int(values["skipped_in_row"])
-        if settings.on_spike == "stop" and values.get("spike"):
+        in_row = int(values["skipped_in_row"])
+        if self._spikes == "stop" and values.get("spike"):
             return (
                 f"the loss of step {step} is a spike: {values['loss']:.4g}, above {values['loss_limit']:.4g} "
                 "(train.spike_deviations); it did not change the parameters"
             )
-        if in_row < settings.max_skips:
+        if in_row < self._max_skips:
             return None
-        what = "not finite, or the loss a spike," if settings.spike_deviations else "not finite"
+        what = "not finite" if self._spikes == "none" else "not finite, or the loss a spike,"
         return (
             f"the loss or gradient was {what} in {in_row} steps in a row, from step {step - in_row + 1} on; "
             "none of them changed the parameters"
@@ -158,21 +178,20 @@ class RunLog:
 
     def _complete(self, record: StepRecord) -> dict[str, float]:
         """A step's values, with those that follow from its numbers and its time."""
-        values, seconds = dict(record.values), max(record.seconds, 1e-9)
+        values, seconds, costs = dict(record.values), max(record.seconds, 1e-9), self._costs
         updates = record.step - 1 - self.skipped
         self.skipped += int(values["skipped"])
         # Rows of packed documents have fewer tokens with a loss than positions.
-        tokens = values.get("tokens", self._costs.tokens)
-        values |= {
-            "learning_rate": float(self._rates[min(updates, len(self._rates) - 1)]),
-            "step_seconds": record.seconds,
-            "tokens_per_second": tokens / seconds,
-            "skipped_total": float(self.skipped),
-            "memory_bytes": float(memory_in_use()),
-        }
-        if self._peak is not None:
-            flops = self._costs.flops * tokens / self._costs.tokens
-            values["mfu"] = flops / seconds / (self._peak * self._costs.devices)
-        if self._costs.internode_bytes is not None:
-            values["internode_bytes"] = self._costs.internode_bytes
+        tokens = values.get("tokens", costs.tokens)
+        if self._rates is not None:
+            values["learning_rate"] = float(self._rates[min(updates, len(self._rates) - 1)])
+        values["step_seconds"] = record.seconds
+        if tokens is not None:
+            values["tokens_per_second"] = tokens / seconds
+            if self._peak is not None and costs.flops is not None and costs.tokens is not None:
+                flops = costs.flops * tokens / costs.tokens
+                values["mfu"] = flops / seconds / (self._peak * costs.devices)
+        values |= {"skipped_total": float(self.skipped), "memory_bytes": float(memory_in_use())}
+        if costs.internode_bytes is not None:
+            values["internode_bytes"] = costs.internode_bytes
         return values

@@ -1,8 +1,9 @@
-"""The progress line of a run: live in a terminal, every few steps in a log file."""
+"""The progress line of a run: live in a terminal or notebook, every few steps in a log file."""
 
+import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Self, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -13,6 +14,9 @@ from zerojax.formatting import abbreviated, size
 
 # Weight of the newest step in the smoothed step time, half of which comes from the last seven steps.
 _SMOOTHING = 0.1
+
+# Characters of the bar.
+_BAR = 20
 
 _MEASURED = {
     "validation_loss": "validation {:.4f}",
@@ -50,15 +54,18 @@ class Progress:
         self._every = every
         self._seconds: float | None = None
         self._live: RichProgress | None = None
+        self._cell: _Cell | None = None
         if self._console.is_terminal and shown:
             self._live = RichProgress(
-                BarColumn(20), TextColumn("{task.description}", markup=False), console=self._console
+                BarColumn(_BAR), TextColumn("{task.description}", markup=False), console=self._console
             )
             self._task = self._live.add_task("compiling the step", total=steps, completed=start)
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
+        if self._console.is_jupyter and not self._console.quiet:
+            self._cell = _Cell(self._steps)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,12 +81,16 @@ class Progress:
 
         Args:
             step: its number.
-            values: its metrics: "loss", "step_seconds", "tokens_per_second", "memory_bytes", and if known
-                "mfu", "internode_bytes", "validation_loss", "validation_accuracy", "exact_match", "reward",
-                "validation_reward", "skipped_total".
+            values: its metrics: "loss", "step_seconds", "memory_bytes", and if known "tokens_per_second",
+                "mfu", "internode_bytes", "exact_match", "reward", "skipped_total", and of an evaluation
+                "validation_loss" and others that begin with "validation_".
         """
         line = self._line(step, values)
-        if self._live is not None:
+        if self._cell is not None:
+            self._cell.show(step, line)
+            if _is_evaluated(values):
+                self.say(line)
+        elif self._live is not None:
             self._live.update(self._task, completed=step, description=line)
             if _is_evaluated(values):
                 self.say(line)
@@ -98,7 +109,10 @@ class Progress:
             self._seconds = previous + _SMOOTHING * (seconds - previous)
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
         parts += [text.format(values[name]) for name, text in _MEASURED.items() if name in values]
-        parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
+        others = [name for name in values if name.startswith("validation_") and name not in _MEASURED]
+        parts += [f"{name.removeprefix('validation_')} {values[name]:.4g}" for name in others]
+        if "tokens_per_second" in values:
+            parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
         if "mfu" in values:
             parts.append(f"mfu {values['mfu']:.1%}")
         if self._seconds:
@@ -113,4 +127,27 @@ class Progress:
 
 
 def _is_evaluated(values: Mapping[str, float]) -> bool:
-    return "validation_loss" in values or "validation_reward" in values
+    return any(name.startswith("validation_") for name in values)
+
+
+class _Cell:
+    """The line in the output of a notebook's cell, which replaces itself.
+
+    rich would need ipywidgets, and without them print nothing.
+    """
+
+    def __init__(self, steps: int) -> None:
+        from IPython.display import display  # a notebook has it
+
+        self._steps = steps
+        self._shown = 0.0
+        text = {"text/plain": "compiling the step"}
+        self._handle: Any = display(text, raw=True, display_id=True)
+
+    def show(self, step: int, line: str) -> None:
+        """Replace the line, at most ten times a second."""
+        if step < self._steps and time.monotonic() - self._shown < 0.1:
+            return
+        self._shown = time.monotonic()
+        done = _BAR * step // self._steps
+        self._handle.update({"text/plain": f"{'━' * done}{'─' * (_BAR - done)} {line}"}, raw=True)

@@ -1,0 +1,283 @@
+"""The loop of every run: steps, evaluations and saves, on which all processes agree."""
+
+import math
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, NamedTuple, NoReturn, Self
+
+import jax
+
+import zerojax
+from zerojax.errors import DivergedError, RunError, Stopped, disk_errors
+from zerojax.multihost.agreement import Agreement, Requests
+from zerojax.multihost.preemption import StopRequest
+from zerojax.multihost.watchdog import Watchdog
+from zerojax.run.checkpoints import Checkpoints, Record, TrainingClock, step_dirs
+from zerojax.run.metrics import RunLog
+from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
+from zerojax.train.step import Metrics
+
+# Those that a checkpoint records.
+_RECORDED = ("loss", "validation_loss", "reward")
+
+
+class Schedule(NamedTuple):
+    """When a loop ends, evaluates and saves.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        evaluate_every: steps between evaluations; 0 for one at the end alone, None for none.
+        save_every: steps between saves; 0 for one at the end alone, None for none.
+    """
+
+    steps: int
+    evaluate_every: int | None
+    save_every: int | None
+
+
+class TrainLoop(ABC):
+    """A loop with its state and its services; a context manager, which starts and ends the services.
+
+    Attributes:
+        folder: of the run, if it writes files.
+        checkpoints: of the run, if it saves any.
+        clock: time trained, and whether a save is due by time.
+        log: metrics, files, progress line.
+        watchdog: ends a hung run.
+        lock: keeps other runs out of the folder.
+        state: the model and its optimizer.
+        step: optimizer steps done.
+        should_stop: set it to end the training after the current step.
+    """
+
+    folder: RunFolder | None
+    checkpoints: Checkpoints | None
+    clock: TrainingClock
+    log: RunLog
+    watchdog: Watchdog
+    lock: RunLock | None
+    state: zerojax.TrainState
+    step: int
+    should_stop: bool = False
+
+    # What to do about a run that has diverged; the message ends with it.
+    advice = "Lower the learning rate, clip gradients, or look at the data"
+
+    @property
+    @abstractmethod
+    def schedule(self) -> Schedule:
+        """When the loop ends, evaluates and saves."""
+
+    @abstractmethod
+    def loop(self, signalled: StopRequest) -> None:
+        """Take the steps that are left, log them, and save.
+
+        Args:
+            signalled: whether a signal has asked this process to stop.
+        """
+
+    @abstractmethod
+    def evaluation(self) -> Metrics:
+        """Dispatch an evaluation of the current weights; returns its metrics, such as "validation_loss"."""
+
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
+        """The position in the data, from which a resumed run continues: plain values."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Report the result, after the last step and checkpoint."""
+
+    @abstractmethod
+    def close_inputs(self) -> None:
+        """Close what the loop reads from."""
+
+    @abstractmethod
+    def note_end(self, error: BaseException) -> None:
+        """Record why the run did not finish; on process zero."""
+
+    def __enter__(self) -> Self:
+        self.log.__enter__()
+        self.watchdog.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Finish pending writes, and record the error if the run ended with one."""
+        self.watchdog.phase("the end of the run")
+        try:
+            self.close_inputs()
+            self.log.__exit__(kind, error, trace)
+            if self.log.hangs:  # as would any other use of the disk
+                return
+            if error is not None and jax.process_index() == 0:
+                self.note_end(error)
+            self.close_files()
+        finally:
+            self.watchdog.stop()
+            if self.lock is not None and not self.log.hangs:
+                self.lock.close()
+
+    def close_files(self) -> None:
+        """Finish the writing of files."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+
+    def train(self) -> None:
+        """Train from the current step to the last.
+
+        Raises:
+            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
+            RunError: the disk is full, or the loop cannot go on.
+            Stopped: a process of the run was asked to stop by a signal; the run has saved.
+        """
+        with StopRequest() as signalled, self._errors_explained():
+            self.loop(signalled)
+            self.log.drain()
+            self.watchdog.phase("the end of the run")
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+            self.finish()
+
+    def take_steps(self, batches: Iterator[Any], signalled: StopRequest) -> None:
+        """Take a step on each batch, evaluate and save, until the last step or until one is asked to stop."""
+        agreement, requests = Agreement(self.state.spec.mesh), Requests()
+        while self.step < self.schedule.steps:
+            self.watchdog.step(self.step + 1)
+            wants_save = self.clock.wants_save and jax.process_index() == 0
+            agreement.put(Requests(wants_save, signalled.received, self.should_stop))
+            self.advance(next(batches))
+            requests |= agreement.get() | Requests(save=self.is_due(self.schedule.save_every))
+            if any(requests) and self.save():
+                agreement.forget()
+                if requests.stop and self.step < self.schedule.steps:
+                    self.stop()
+                if requests.end:
+                    break
+                requests = Requests()
+
+    def advance(self, batch: Any, more: Metrics | None = None) -> None:
+        """Take a step on a batch, evaluate if that is due, and log both.
+
+        Args:
+            batch: of this process.
+            more: metrics to log with the step's own.
+        """
+        metrics = self.take_step(batch)
+        self.step += 1
+        due = self.is_due(self.schedule.evaluate_every)
+        self.log.step(self.step, {**metrics, **(more or {})}, self.evaluation if due else None)
+        if self.checkpoints is not None:
+            self.checkpoints.check()
+
+    def take_step(self, batch: Any) -> Metrics:
+        """Dispatch a step on a batch; returns its metrics."""
+        self.state, metrics = zerojax.train_step(self.state, batch)
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the current weights; returns the values by name."""
+        return {name: float(value) for name, value in self.evaluation().items()}
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
+        if every is None:
+            return False
+        return self.step == self.schedule.steps or (every > 0 and self.step % every == 0)
+
+    def save(self) -> bool:
+        """Begin to save a checkpoint; False if it must wait because the last step was skipped."""
+        self.log.drain()
+        if self.checkpoints is None:
+            return True
+        self.watchdog.phase(f"the checkpoint at step {self.step}")
+        at_end = self.step == self.schedule.steps
+        saved = self.checkpoints.save(
+            self.step,
+            self.state,
+            self.record(),
+            beside=self.beside(),
+            despite_skips=at_end and self.are_weights_good(),
+        )
+        if saved:
+            self.clock.saved()
+            self.log.restart_clock()
+        return saved
+
+    def are_weights_good(self) -> bool:
+        """Whether the weights may be saved at the end although the last step was skipped.
+
+        It cannot wait for a later one, but the evaluation shows that its weights are good.
+        """
+        return math.isfinite(self.log.last.get("validation_loss", math.nan))
+
+    def beside(self) -> dict[str, zerojax.TrainState]:
+        """Further states that are saved with the run's, by name; ``record`` has their ``Beside``."""
+        return {}
+
+    def record(self) -> Record:
+        """What is saved with the arrays."""
+        mesh = self.state.spec.mesh
+        return Record(
+            position=self.position(),
+            skipped=self.log.skipped,
+            seconds=self.clock.seconds,
+            mesh=(mesh.shape["node"], mesh.shape["local"]),
+            metrics={name: x for name, x in self.log.last.items() if name in _RECORDED},
+        )
+
+    def stop(self) -> NoReturn:
+        """End before the last step, on request.
+
+        Raises:
+            Stopped: always; with the message for the user.
+        """
+        after = "no folder was given, so nothing is saved"
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+            after = "saved; the same command resumes from there"
+        raise Stopped(f"stopped on request at step {self.step} of {self.schedule.steps}, and {after}")
+
+    @contextmanager
+    def _errors_explained(self) -> Generator[None]:
+        """Report a full disk in one line, and add to the error of a diverged run how to go back.
+
+        Raises:
+            DivergedError: with that message.
+            RunError: the disk is full.
+        """
+        folder, saved = self.folder, self.checkpoints
+        if folder is None or saved is None:
+            yield
+            return
+        with disk_errors_explained(folder):
+            try:
+                yield
+            except DivergedError as error:
+                with suppress(RunError):
+                    saved.wait()
+                raise DivergedError(
+                    f"{error}. {_way_back(folder, error.good)}. {self.advice}: the same command without a "
+                    "change would fail here again",
+                    error.good,
+                ) from None
+
+
+def disk_errors_explained(folder: RunFolder) -> AbstractContextManager[None]:
+    """Report in one line, as a ``RunError``, that the disk of a run is full or no longer there."""
+    return disk_errors(folder.path, "; checkpoints are intact")
+
+
+def _way_back(folder: RunFolder, good: int) -> str:
+    if good < 0:
+        return "No step made an update"
+    broken = f"The update of step {good + 1} may have broken the weights"
+    steps = step_dirs.steps(folder.checkpoints)
+    if not (before := [step for step in steps if step <= good]):
+        return f"{broken}, and there is no earlier checkpoint: start again in another folder"
+    if before == steps:
+        return f"{broken}; the newest checkpoint, of step {steps[-1]}, is earlier"
+    command = f"zerojax checkpoints {shlex.quote(str(folder.path))} --rewind {before[-1]}"
+    return f"{broken}: `{command}` goes back to the newest earlier checkpoint"

@@ -1,0 +1,170 @@
+"""A training run: ``TrainRun.open`` prepares it, ``TrainLoop.take_steps`` trains."""
+
+import functools
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from zerojax.analysis.profile import StepProfile
+from zerojax.errors import DivergedError
+from zerojax.models import parameter_count
+from zerojax.multihost.peers import Peers
+from zerojax.multihost.preemption import StopRequest
+from zerojax.run.build import RunSetup, choose_checkpoint, is_first
+from zerojax.run.config import RunConfig
+from zerojax.run.data import Batch, Dataset, TrainBatches
+from zerojax.run.evaluation import mean_loss
+from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
+from zerojax.run.metrics import draw_loss_curve, read_metrics
+from zerojax.run.open_run import OpenRun, opening
+from zerojax.run.run_dir import Resume, RunFolder
+from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run
+from zerojax.train.fp8_report import fp8_metrics
+from zerojax.train.step import Metrics
+
+
+@dataclass
+class BatchRun(OpenRun):
+    """A run whose batches are known beforehand; a context manager.
+
+    Attributes:
+        batches: the training batches, at the run's position.
+        validation: the batches of every evaluation.
+    """
+
+    batches: TrainBatches
+    validation: list[Batch]
+
+    def close_inputs(self) -> None:
+        """Close the data."""
+        self.batches.close()
+
+    def loop(self, signalled: StopRequest) -> None:
+        """Take a step on each batch."""
+        self.take_steps(self.batches, signalled)
+
+    def position(self) -> dict[str, Any]:
+        """The position of the batches."""
+        return self.batches.get_state()
+
+    @abstractmethod
+    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+        """What a finished run records in run.json, and what it prints.
+
+        Args:
+            last: the values of the last evaluation.
+        """
+
+    def finish(self) -> None:
+        """Draw the loss curve, print and record the result."""
+        last = self.log.last
+        if "validation_loss" not in last:  # the run had already finished
+            last = self.evaluate()
+        if not math.isfinite(last["validation_loss"]):
+            skipped = int(last.get("skipped_in_row", 0))
+            raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
+        values, words = self.result(last)
+        if is_first():
+            draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
+            self.folder.update_summary(status="finished", step=self.step, skipped=self.log.skipped, **values)
+        self.log.say(f"{words}; the run is in {self.folder.path}, its curve in {self.folder.curve.name}")
+
+
+@dataclass
+class TrainRun(BatchRun):
+    """A run of training; a context manager.
+
+    Attributes:
+        data: training and validation tokens.
+        exact_match: the prompts of every evaluation, or None.
+        profile: traces the requested steps.
+    """
+
+    data: Dataset
+    exact_match: ExactMatch | None
+    profile: StepProfile
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        folder: RunFolder,
+        resume: Resume = "auto",
+        init_from: Path | None = None,
+        peers: Peers | None = None,
+        profile: range | None = None,
+        reader: WeightReader = CHECKPOINTS,
+    ) -> Self:
+        """Prepare the data, and create the model or restore the newest valid checkpoint.
+
+        Args:
+            config: the settings.
+            folder: of the run, new or existing.
+            resume: whether to resume from a checkpoint in the folder.
+            init_from: what gives a new run its first weights, such as a run or a checkpoint; a resumed run
+                ignores it.
+            peers: the other processes of the run, if there are any.
+            profile: steps to trace.
+            reader: reads ``init_from``, and the frozen weights of a resumed run.
+
+        Raises:
+            ConfigurationError: invalid settings or data, ``resume`` or ``init_from`` cannot be satisfied, or
+                another process trains in the folder.
+            RunError: the disk is full.
+        """
+        config.model.check_language_model("zerojax train")
+        setup = RunSetup.of(config)
+        setup.check()
+        with opening(config, folder) as new:
+            data = prepare_data(config, folder)
+            batches, validation = make_batches(config, data)
+            exact_match = ExactMatch.of(config, data, folder.data)
+            manifest, damaged = choose_checkpoint(config, folder, resume)
+            start = start_run(setup, folder, manifest, init_from, reader)
+            if start.record.position:
+                batches.set_state(start.record.position)
+            run = new.fields(start, abstract_batch(config), peers)
+            say, steps = run["log"].say, config.train.steps
+            trainer = cls(
+                **run,
+                data=data,
+                batches=batches,
+                validation=validation,
+                exact_match=exact_match,
+                profile=StepProfile(folder.profile, profile, say, done=run["step"], planned=steps),
+            )
+            notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
+            trainer.announce(f"{parameter_count(config.model):,} parameters, {data.describe()}", notes)
+            return trainer
+
+    def close_inputs(self) -> None:
+        """Close the profile and the data."""
+        self.profile.close()
+        super().close_inputs()
+
+    def take_step(self, batch: Batch) -> Metrics:
+        """Dispatch a step on a batch, and trace it if that was requested; returns its metrics."""
+        return self.profile.step(self.step + 1, functools.partial(super().take_step, batch))
+
+    def evaluation(self) -> Metrics:
+        """Measure what is asked for beside the validation loss, and dispatch the measurement of that."""
+        self.watchdog.phase(f"the evaluation after step {self.step}")
+        values = fp8_metrics(self.state) if self.config.log.fp8 else {}
+        if self.exact_match is not None:
+            values |= {"exact_match": jnp.asarray(self.exact_match.measure(self.state))}
+        return values | {"validation_loss": mean_loss(self.state, self.validation)}
+
+    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+        """See ``BatchRun.result``."""
+        loss = last["validation_loss"]
+        measured = {"validation_loss": loss, "validation_loss_per_byte": loss / self.data.bytes_per_token}
+        if self.exact_match is not None:
+            measured["exact_match"] = last["exact_match"]
+        words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
+        return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words
