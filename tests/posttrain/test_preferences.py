@@ -275,7 +275,10 @@ def test_a_base_with_its_adapters_off_is_the_reference(
             | {"train": {"eval_exact_match": 4}, "data": {"kind": "completion", "packing": "documents"}},
             "train.eval_exact_match: a reward model gives no answers",
         ),
-        ({"train": {"sequence_length": 4}}, "none of 43 pairs is left: 43 have more than 5 tokens"),
+        (
+            {"train": {"sequence_length": 4}},
+            "none of 43 pairs is left: 0 have an empty answer, 43 have more than 5 tokens",
+        ),
         ({"data": {"validation": 0.01}}, "raise data.validation"),
     ],
 )

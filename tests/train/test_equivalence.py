@@ -131,6 +131,7 @@ def test_half_precision_weights_have_full_precision_masters(stage):
     assert (params["block"]["down"].dtype, params["block"]["shift"].dtype) == HALVES
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer goes by the ndim")  # as the reference does
 @pytest.mark.parametrize(
     ("name", "mesh", "stage", "options"),
     [
