@@ -8,6 +8,7 @@ from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.rewards import LostReward, RewardProcess
 from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.scorers import FunctionScorer
+from zerojax.run.config import RewardFunction
 
 SOURCE = """
 import os, subprocess, sys, time
@@ -59,9 +61,42 @@ def reward(prompt, completion, answer="", **row):
         return "a lot"
     if completion == "pid":
         return os.getpid()
+    if completion == "colours":
+        raise ValueError("\\x1b[31mred")
+    if completion == "print":
+        os.write(2, b"\\x1b]0;title\\x07 printed\\n")
+        return 1
+    if completion == "descriptors":
+        for fd in range(3, 256):
+            try:
+                os.write(fd, b"garbage")
+            except OSError:
+                pass
+        os.closerange(3, 4096)
+        return 7
     if completion == "platform":
         return os.environ["JAX_PLATFORMS"] == "cpu"
     return len(prompt) + BONUS * (completion == answer) + row.get("more", 0)
+
+async def slowly(prompt, completion, **row):
+    import asyncio
+    await asyncio.sleep(0.001)
+    return len(completion)
+
+def narrow(prompt, completion, answer):
+    return 1
+
+def several(prompt, completion, **row):
+    return [1.0]
+
+def table(prompt, completion, **row):
+    return {"reward": 1.0}
+
+def fussy(prompt, completion, **row):
+    return 1 / len(completion)
+
+def environment(prompt, completion, **row):
+    return sum(2**i for i, name in enumerate(row["names"]) if name in os.environ)
 """
 
 
@@ -75,7 +110,7 @@ def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def process(function: str) -> Iterator[RewardProcess]:
-    with closing(RewardProcess(function, 1.0)) as process:
+    with closing(RewardProcess([function], 1.0)) as process:
         yield process
 
 
@@ -85,16 +120,21 @@ def rollout(texts: list[str], **row: object) -> Rollout:
     return Rollout(prompts, texts, none.astype(np.int32), none, none, none[:, 0] > 0)
 
 
+def score(process: RewardProcess, prompt: str, completion: str, row: dict[str, Any]) -> float:
+    (reward,) = process.score(prompt, completion, row)
+    return reward
+
+
 def is_alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().split()[2] != "Z"
 
 
 def test_a_reward_gets_prompt_completion_and_row(process: RewardProcess) -> None:
-    assert process.score("abc", "x", {"answer": "x", "more": 0.5}) == 103.5
-    assert process.score("ä\nß", "y", {}) == 3
-    assert process.score("", "platform", {}) == 1
-    assert process.score("", "row", {"when": date(2020, 1, 2), "price": Decimal("1.5")}) == 1
+    assert score(process, "abc", "x", {"answer": "x", "more": 0.5}) == 103.5
+    assert score(process, "ä\nß", "y", {}) == 3
+    assert score(process, "", "platform", {}) == 1
+    assert score(process, "", "row", {"when": date(2020, 1, 2), "price": Decimal("1.5")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,44 +144,45 @@ def test_a_reward_gets_prompt_completion_and_row(process: RewardProcess) -> None
         ("nan", "the reward is nan"),
         ("huge", r"the reward is 1e\+300"),
         ("long", "^ValueError: two [linestwo ]{100,500}$"),
-        ("text", "ValueError: could not convert string to float: 'a lot'"),
+        ("text", "^reward returns a str, not a number$"),
+        ("colours", r"^ValueError: \\x1b\[31mred$"),
     ],
 )
 def test_an_error_loses_one_reward(process: RewardProcess, completion: str, why: str) -> None:
-    pid = process.score("", "pid", {})
+    pid = score(process, "", "pid", {})
     with pytest.raises(LostReward, match=why):
-        process.score("", completion, {})
-    assert process.score("", "pid", {}) == pid  # it need not start again
+        score(process, "", completion, {})
+    assert score(process, "", "pid", {}) == pid  # it need not start again
 
 
 def test_a_process_that_hangs_or_ends_is_started_again(process: RewardProcess) -> None:
     began = time.monotonic()
     with pytest.raises(LostReward, match=r"no answer for 1 s \(posttrain.reward_seconds\)"):
-        process.score("", "hang", {})
+        score(process, "", "hang", {})
     assert time.monotonic() - began < 10
     child = int(Path("child").read_text())
-    assert process.score("abc", "x", {}) == 3
+    assert score(process, "abc", "x", {}) == 3
     with pytest.raises(LostReward, match="its process has ended"):
-        process.score("", "exit", {})
-    assert process.score("abc", "x", {}) == 3
+        score(process, "", "exit", {})
+    assert score(process, "abc", "x", {}) == 3
     assert not is_alive(child)
 
 
 def test_a_child_that_comes_back_from_the_function_answers_nothing(process: RewardProcess) -> None:
     for number in range(3):
-        assert process.score("x" * number, "fork", {}) == number
+        assert score(process, "x" * number, "fork", {}) == number
 
 
 def test_a_child_that_lives_on_holds_up_nothing(process: RewardProcess) -> None:
     began = time.monotonic()
     with pytest.raises(LostReward):
-        process.score("", "daemon", {})
+        score(process, "", "daemon", {})
     assert time.monotonic() - began < 10
-    assert process.score("abc", "", {}) == 103
+    assert score(process, "abc", "", {}) == 103
 
 
 def test_a_closed_process_is_gone(process: RewardProcess) -> None:
-    pid = int(process.score("", "pid", {}))
+    pid = int(score(process, "", "pid", {}))
     assert is_alive(pid)
     process.close()
     assert not is_alive(pid)
@@ -164,7 +205,7 @@ def test_what_is_no_function_is_refused(
     (tmp_path / "scores.py").write_text("def reward(prompt, completion): return 0")
     (tmp_path / "broken.py").write_text("def reward(")
     with pytest.raises(ConfigurationError, match=message):
-        FunctionScorer(function, 1.0, 2)
+        FunctionScorer([RewardFunction(function)], 1.0, 2)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -173,7 +214,7 @@ def test_rewards_are_in_the_order_of_the_completions(
 ) -> None:
     texts = [""] * 12
     texts[2], texts[5], texts[9] = "hang", "exit", "raise"
-    scorer = FunctionScorer(function, 1.0, workers)
+    scorer = FunctionScorer([RewardFunction(function)], 1.0, workers)
     for _ in range(2):  # the processes are those of the rollout before
         found, why = scorer.score(rollout(texts, answer="none"))
         lost = np.isin(texts, ("hang", "exit", "raise"))
@@ -185,14 +226,14 @@ def test_rewards_are_in_the_order_of_the_completions(
 
 
 def test_no_more_processes_start_than_score_at_once(function: str) -> None:
-    scorer = FunctionScorer(function, 30.0, 100_000)
+    scorer = FunctionScorer([RewardFunction(function)], 30.0, 100_000)
     pids = [scorer.score(rollout(["pid"]))[0].item() for _ in range(3)]
     assert len({*pids}) == 1
     scorer.close()
 
 
 def test_several_completions_are_scored_at_once(function: str) -> None:
-    scorer, texts = FunctionScorer(function, 30.0, 3), ["one", "two", "three"]
+    scorer, texts = FunctionScorer([RewardFunction(function)], 30.0, 3), ["one", "two", "three"]
     found, why = scorer.score(rollout(texts, meets=texts))
     assert (found.tolist(), why) == ([1, 1, 1], "")
     # The end of the run does not wait for rewards.
@@ -202,3 +243,71 @@ def test_several_completions_are_scored_at_once(function: str) -> None:
     assert np.isnan(found).all()
     assert why == "its process has ended"
     assert time.monotonic() - began < 20
+
+
+def test_descriptors_that_a_reward_writes_to_and_closes_are_not_those_of_the_exchange(
+    process: RewardProcess,
+) -> None:
+    pid = score(process, "", "pid", {})
+    for _ in range(2):
+        assert score(process, "", "descriptors", {}) == 7
+    assert score(process, "", "pid", {}) == pid
+
+
+def test_what_a_reward_prints_cannot_control_the_terminal(
+    process: RewardProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert score(process, "", "print", {}) == 1
+    printed, deadline = "", time.monotonic() + 10
+    while "printed" not in printed and time.monotonic() < deadline:
+        printed += capfd.readouterr().err
+        time.sleep(0.01)
+    assert "\\x1b]0;title\\x07 printed\n" in printed
+    assert "\x1b" not in printed
+
+
+def test_secrets_of_the_environment_stay_outside(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["HF_TOKEN", "SERVICE_API_KEY", "TOKENIZERS_PARALLELISM"]
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    named = function.replace("reward", "environment")
+    for kept, wanted in (((), 4), (("SERVICE_API_KEY",), 6)):
+        with closing(RewardProcess([named], 9.0, kept)) as process:
+            assert score(process, "", "", {"names": names}) == wanted
+
+
+def test_several_rewards_are_added_up_by_their_weights(function: str) -> None:
+    named = [function, function.replace("reward", "slowly")]
+    rewards = [RewardFunction(named[0], 0.5, "right"), RewardFunction(named[1], -2.0, "short")]
+    scorer = FunctionScorer(rewards, 9.0, 2)
+    found, _ = scorer.score(rollout(["", "ab", "raise"], answer="ab"))
+    scorer.close()
+    np.testing.assert_allclose(found, [0, 0.5 * 101 - 2 * 2, np.nan])
+    np.testing.assert_allclose(scorer.parts["right"], [0, 101, np.nan])
+    np.testing.assert_allclose(scorer.parts["short"], [0, 2, np.nan])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("several", "several returns a list, not a number"),
+        ("table", "table returns a dict, not a number"),
+        ("narrow", r"narrow\(prompt, completion, question=...\) cannot be called: .*'answer'"),
+    ],
+)
+def test_what_can_score_nothing_is_refused_before_the_first_rollout(
+    function: str, name: str, message: str
+) -> None:
+    scorer = FunctionScorer([RewardFunction(function.replace("reward", name))], 9.0, 1)
+    with pytest.raises(ConfigurationError, match=message):
+        scorer.check(rollout([""], question="?").prompts[0])
+
+
+def test_a_reward_that_fails_on_an_empty_completion_is_tried_all_the_same(
+    function: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scorer = FunctionScorer([RewardFunction(function.replace("reward", "fussy"))], 9.0, 1)
+    scorer.check(rollout([""]).prompts[0])
+    assert "an empty completion has no reward: ZeroDivisionError" in capsys.readouterr().err
+    assert scorer.score(rollout(["ab"]))[0] == 0.5
+    scorer.close()

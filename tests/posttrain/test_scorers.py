@@ -80,6 +80,12 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     found, why = scorer.score(rollout)
     assert (found.dtype, found.shape, why) == (np.float32, (5,), "")
     np.testing.assert_allclose(found, expected(config, state, rollout), rtol=1e-4, atol=1e-6)
+    broken = dataclasses.replace(
+        scorer, state=state.replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+    )
+    lost, why = broken.score(rollout)
+    assert np.isnan(lost).all()
+    assert "5 of 5 scores by posttrain.reward_model" in why
     # The memory of the roles before the start is that of the arrays.
     assert isinstance(scorer, ModelScorer)
     roles = RoleMemory.of(policy, RunSetup.of(policy).abstract_state().spec)

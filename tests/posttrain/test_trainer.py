@@ -16,7 +16,7 @@ from zerojax.errors import ConfigurationError, RunError, Stopped
 from zerojax.posttrain.grpo import GRPOTrainer
 from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.scorers import FunctionScorer
-from zerojax.run.config import RunConfig
+from zerojax.run.config import RewardFunction, RunConfig
 from zerojax.run.run_dir import RunFolder
 
 REWARD = """
@@ -115,7 +115,7 @@ def test_a_stop_does_not_wait_for_the_rewards_of_a_rollout(
         if trainer.rollouts == 0:
             return plain(trainer, rollout, asked)
         trainer.environment.scorer.close()
-        trainer.environment.scorer = FunctionScorer(f"{place / 'reward.py'}:hang", 600.0, 2)
+        trainer.environment.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:hang")], 600.0, 2)
         return plain(trainer, rollout, lambda: True)
 
     with monkeypatch.context() as patch:
@@ -176,7 +176,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
         trainer.environment.scorer.close()
-        trainer.environment.scorer = FunctionScorer(f"{place / 'reward.py'}:refuse", 1.0, 1)
+        trainer.environment.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:refuse")], 1.0, 1)
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
             trainer.score(rollout, lambda: False)
         limits: list[tuple[str, float]] = []
@@ -190,8 +190,8 @@ def test_a_completion_without_a_reward_counts_nowhere(
     ("sections", "message"),
     [
         ({"posttrain": {"method": "none"}}, 'posttrain.method is "none"'),
-        ({"posttrain": {"reward": ""}}, "posttrain.reward and posttrain.reward_model are empty: set one"),
-        ({"posttrain": {"reward_model": "x"}}, "posttrain.reward and posttrain.reward_model are both set"),
+        ({"posttrain": {"reward": ""}}, "there is no reward: set posttrain.reward"),
+        ({"posttrain": {"reward_model": "x"}}, "posttrain.reward and posttrain.reward_model exclude"),
         ({"critic": {"stage": 2}}, r"\[critic\] is not read by posttrain.method = \"grpo\""),
         ({"posttrain": {"group_size": 1}}, "group_size must be at least 2: grpo compares"),
         ({"posttrain": {"rollout_rows": 24}}, "rollout_rows 24 is no multiple of train.batch_size 16: 32"),

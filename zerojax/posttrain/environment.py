@@ -10,7 +10,7 @@ import zerojax
 from zerojax.posttrain.processes import of_this_process
 from zerojax.posttrain.prompts import Prompt, Prompts
 from zerojax.posttrain.rollout import Rollout
-from zerojax.posttrain.scorers import Scorer, open_scorer
+from zerojax.posttrain.scorers import FunctionScorer, Scorer, open_scorer
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
@@ -44,6 +44,8 @@ class Environment:
         tokenizer, template = kept_tokenizer(config, folder, manifest)
         prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
         scorer = open_scorer(config, tokenizer, reader)
+        if isinstance(scorer, FunctionScorer):
+            scorer.check(prompts.train[0])
         return cls(config, prompts, tokenizer, AnswerEnd.of(tokenizer, template), scorer)
 
     def rollout(self, state: TrainState, number: int) -> Rollout:
@@ -81,7 +83,7 @@ class Environment:
     def longest_score(self, completions: int) -> float:
         """Seconds within which a function scores some completions, at ``posttrain.reward_seconds`` each."""
         settings = self.config.posttrain
-        if not settings.reward:
+        if not settings.functions:
             return 0.0
         return settings.reward_seconds * -(-completions // settings.reward_workers)
 

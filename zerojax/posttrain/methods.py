@@ -14,7 +14,8 @@ PREFERENCES = (*REFERENCED, "reward")
 """The methods that learn from pairs of answers."""
 
 _ROLLOUT = (
-    *("reward", "reward_model", "reward_workers", "reward_seconds", "rollout_rows", "group_size", "epochs"),
+    *("reward", "rewards", "reward_model", "reward_workers", "reward_seconds", "reward_variables"),
+    *("rollout_rows", "group_size", "epochs"),
     *("max_new_tokens", "temperature", "clip_low", "clip_high", "kl", "eval_prompts", "samples"),
 )
 

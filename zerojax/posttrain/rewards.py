@@ -1,58 +1,77 @@
-"""A reward by a user's function, in a process of its own with a time limit."""
+"""Rewards by a user's functions, in a process of its own with a time limit."""
 
 import json
 import os
-import select
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import pdeathsig
 from zerojax.posttrain import reward_worker
+from zerojax.validation.untrusted import printable
 
 _LOADING_SECONDS = 60.0
+_POLL_SECONDS = 0.1  # within which the end of a process is noticed
+_LONGEST_LINE = 4096  # bytes of what a function prints
+_SECRET = re.compile(
+    r"(^|_)(TOKENS?|(API|ACCESS)?KEYS?|SECRETS?|PASS|PASSWD|PASSWORDS?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
+)
 
 
 class LostReward(Exception):
-    """A completion has no reward: the function raised an error, took too long, or ended its process."""
+    """A completion has no reward: a function raised an error, took too long, or ended its process."""
+
+
+class RefusedReward(LostReward):
+    """No completion would have one: a function has other arguments, or returns no number."""
 
 
 class RewardProcess:
     """A process that scores completions, started on first use and again after it hung or ended.
 
-    The function is ``reward(prompt: str, completion: str, **row) -> float``. JAX sees no accelerator there.
-    An error, a hang or an exit of the function does not harm the run.
+    The functions are ``reward(prompt: str, completion: str, **row) -> float``, which may be async. JAX sees
+    no accelerator there. An error, a hang or an exit of a function does not harm the run. The process gets no
+    variables of the environment whose names say that they hold a secret, such as HF_TOKEN.
 
     On Linux the process ends with the thread that started it.
 
     Args:
-        function: "path/to/file.py:function".
-        seconds: that a reward may take.
+        functions: each "path/to/file.py:function".
+        seconds: that the rewards of a completion may take.
+        variables: of the environment that it gets, whatever their names.
 
     Raises:
-        ConfigurationError: ``function`` names no function, or the file does not exist.
+        ConfigurationError: one of ``functions`` names no function, or the file does not exist.
     """
 
-    def __init__(self, function: str, seconds: float) -> None:
-        file, _, name = function.rpartition(":")
-        if not file or not name.isidentifier():
-            raise ConfigurationError(
-                f'posttrain.reward = "{function}": name a function, as "path/to/file.py:function"'
-            )
-        if not Path(file).is_file():
-            raise ConfigurationError(f"posttrain.reward: {file}: no such file (from {Path.cwd()})")
-        self._function = file, name
+    def __init__(self, functions: Sequence[str], seconds: float, variables: Sequence[str] = ()) -> None:
+        self._functions: list[str] = []
+        for function in functions:
+            file, _, name = function.rpartition(":")
+            if not file or not name.isidentifier():
+                raise ConfigurationError(
+                    f'posttrain.reward = "{function}": name a function, as "path/to/file.py:function"'
+                )
+            if not Path(file).is_file():
+                raise ConfigurationError(f"posttrain.reward: {file}: no such file (from {Path.cwd()})")
+            self._functions += file, name
+        self._named = ", ".join(functions)
         self._seconds = seconds
+        self._variables = {*variables}
         self._process: subprocess.Popen[bytes] | None = None
 
     def load(self) -> None:
-        """Start, and load the function.
+        """Start, and load the functions.
 
         Raises:
             ConfigurationError: there is no such function.
@@ -60,23 +79,22 @@ class RewardProcess:
         try:
             self._start()
         except LostReward as error:
-            where = ":".join(self._function)
-            raise ConfigurationError(f"posttrain.reward: cannot load {where}: {error}") from error
+            raise ConfigurationError(f"posttrain.reward: cannot load {self._named}: {error}") from error
 
-    def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """The reward of a completion.
+    def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[float]:
+        """The reward of a completion by each function.
 
         Args:
             prompt: as text.
             completion: likewise.
-            row: further arguments of the function, by name; values that JSON has no type for become text.
+            row: further arguments of the functions, by name; values that JSON has no type for become text.
 
         Raises:
             LostReward: there is none; says why.
         """
         if self._process is None:
             self._start()
-        return self._ask([prompt, completion, dict(row)], self._seconds)["reward"]
+        return self._ask([prompt, completion, dict(row)], self._seconds)["rewards"]
 
     def kill(self) -> None:
         """Kill the process and those that it started; another thread that waits for a reward loses it."""
@@ -90,20 +108,35 @@ class RewardProcess:
         if (process := self._process) is not None:
             self._process = None
             process.wait()
-            for pipe in (process.stdin, process.stdout):  # not to their end: a child may hold them open
-                assert pipe is not None
-                with suppress(BrokenPipeError):
-                    pipe.close()
+            self._listener.close()
+            if self._connection is not None:
+                self._connection.close()
+            self._folder.cleanup()
 
     def _start(self) -> None:
-        worker = [sys.executable, "-P", reward_worker.__file__, *self._function]
+        # Of this process alone: an earlier one may still have connected to its own.
+        self._folder = tempfile.TemporaryDirectory(prefix="zerojax-reward-")
+        self._listener, self._connection = socket.socket(socket.AF_UNIX), None
+        address = f"{self._folder.name}/socket"
+        try:
+            self._listener.bind(address)
+        except OSError as error:
+            raise ConfigurationError(f"posttrain.reward: no socket {address}: {error}; set TMPDIR") from error
+        self._listener.listen()
+        worker = [sys.executable, "-P", reward_worker.__file__, address, *self._functions]
+        plain = {
+            name: x for name, x in os.environ.items() if name in self._variables or not _SECRET.search(name)
+        }
         self._process = subprocess.Popen(
             [sys.executable, pdeathsig.__file__, *worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=plain | {"JAX_PLATFORMS": "cpu"},
             start_new_session=True,
         )
+        # Not waited for: a child of the process may hold the pipe open.
+        threading.Thread(target=_show, args=(self._process.stderr,), daemon=True).start()
         try:
             self._ask(None, _LOADING_SECONDS)
         except LostReward:
@@ -112,40 +145,59 @@ class RewardProcess:
 
     def _ask(self, question: Any, seconds: float) -> dict[str, Any]:
         """Send a question, unless it is None, and read the answer; ends the process if there is none."""
-        assert self._process is not None
+        deadline = time.monotonic() + seconds
         try:
             if question is not None:
-                assert self._process.stdin is not None
-                self._process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
-                self._process.stdin.flush()
-            line = self._read_line(time.monotonic() + seconds)
+                assert self._connection is not None
+                self._connection.settimeout(seconds)
+                with self._connection:
+                    self._connection.sendall(json.dumps(question, default=str).encode() + b"\n")
+            self._connection = self._accept(deadline)
+            answer = json.loads(_read_line(self._connection, deadline))
         except TimeoutError:
             self.close()
             limit = "to load it" if question is None else "(posttrain.reward_seconds)"
             raise LostReward(f"no answer for {seconds:g} s {limit}") from None
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError):
             self.close()
             raise LostReward("its process has ended") from None
-        answer = json.loads(line)
         if "error" in answer:
-            raise LostReward(answer["error"])
+            kind = RefusedReward if answer.get("refused") else LostReward
+            raise kind(printable(answer["error"]))
         return answer
 
-    def _read_line(self, deadline: float) -> bytes:
-        """The next line of the process.
+    def _accept(self, deadline: float) -> socket.socket:
+        """The connection by which the process answers.
 
         Raises:
-            TimeoutError: it has not come by the deadline.
+            TimeoutError: there is none by the deadline.
             EOFError: the process has ended.
         """
         assert self._process is not None
-        assert self._process.stdout is not None
-        pipe, line = self._process.stdout.fileno(), b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            if not (more := os.read(pipe, 1 << 16)):
-                raise EOFError
-            line += more
-        return line
+        while True:
+            left = deadline - time.monotonic()
+            self._listener.settimeout(min(max(left, 1e-3), _POLL_SECONDS))
+            try:
+                return self._listener.accept()[0]
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise EOFError from None
+                if left <= 0:
+                    raise
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        if not (more := connection.recv(1 << 16)):
+            raise EOFError
+        line += more
+    return line
+
+
+def _show(printed: IO[bytes]) -> None:
+    """Print what a process prints, without control characters."""
+    with printed:
+        while line := printed.readline(_LONGEST_LINE):
+            print(printable(line.decode(errors="replace").rstrip("\r\n")), file=sys.stderr, flush=True)

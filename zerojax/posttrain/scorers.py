@@ -1,12 +1,13 @@
 """What scores completions: a user's function, or a reward model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
+from types import MappingProxyType
 from typing import Protocol, Self
 
 import numpy as np
@@ -14,18 +15,19 @@ import optax
 from jaxtyping import Float32
 
 import zerojax
+from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.policy import completion_scores
 from zerojax.posttrain.predictions import predict_rows
 from zerojax.posttrain.prompts import Prompt
 from zerojax.posttrain.reference import frozen_setup
-from zerojax.posttrain.rewards import LostReward, RewardProcess
+from zerojax.posttrain.rewards import LostReward, RefusedReward, RewardProcess
 from zerojax.posttrain.rollout import Rollout
 from zerojax.posttrain.saved_runs import check_tokenizer, saved_settings
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig, config_from_dict
+from zerojax.run.config import LoRASection, RewardFunction, RunConfig, config_from_dict
 from zerojax.run.data import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
@@ -35,7 +37,13 @@ _STOP_SECONDS = 0.2  # within which a signal is noticed
 
 
 class Scorer(Protocol):
-    """Scores completions."""
+    """Scores completions.
+
+    Attributes:
+        parts: the rewards by name that the last scores are sums of; empty if there is one alone.
+    """
+
+    parts: Mapping[str, Float32[np.ndarray, " rows"]]
 
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
@@ -55,16 +63,21 @@ class FunctionScorer:
     """Scores by a function, several completions at once, each in a process of its own.
 
     Args:
-        function: as for ``RewardProcess``.
-        seconds: likewise.
+        rewards: the functions, as for ``RewardProcess``; the score is the sum of what they return, by weight.
+        seconds: as for ``RewardProcess``.
         workers: the most processes.
+        variables: as for ``RewardProcess``.
 
     Raises:
         ConfigurationError: there is no such function.
     """
 
-    def __init__(self, function: str, seconds: float, workers: int) -> None:
-        self._processes = [RewardProcess(function, seconds) for _ in range(workers)]
+    def __init__(
+        self, rewards: Sequence[RewardFunction], seconds: float, workers: int, variables: Sequence[str] = ()
+    ) -> None:
+        self.parts = {}
+        self._rewards, functions = rewards, [one.function for one in rewards]
+        self._processes = [RewardProcess(functions, seconds, variables) for _ in range(workers)]
         self._processes[0].load()  # the others start in parallel, when they are needed
         # The last to be idle is the next to score: as few are started as score at once.
         self._idle = LifoQueue[RewardProcess]()
@@ -72,6 +85,20 @@ class FunctionScorer:
             self._idle.put(process)
         # Not one per rollout: a process ends with the thread that started it.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+
+    def check(self, prompt: Prompt) -> None:
+        """Score an empty completion of a prompt, to find out whether the functions can score any.
+
+        Raises:
+            ConfigurationError: a function has other arguments, or returns no number.
+        """
+        try:
+            self._threads.submit(self._processes[0].score, prompt.text, "", prompt.row).result()
+        except RefusedReward as error:
+            self.close()
+            raise ConfigurationError(f"posttrain.reward: {error}") from error
+        except LostReward as error:
+            logger.warning(f"an empty completion has no reward: {error}")
 
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
@@ -89,7 +116,11 @@ class FunctionScorer:
         lost = [why for _, why in found if why]
         if lost:
             logger.warning(f"{len(lost)} of {len(found)} rewards are lost, the last one: {lost[-1]}")
-        return np.asarray([reward for reward, _ in found], np.float32), lost[-1] if lost else ""
+        each = np.asarray([rewards for rewards, _ in found], np.float32)
+        names = [one.name for one in self._rewards]
+        self.parts = dict(zip(names, each.T, strict=True)) if len(names) > 1 else {}
+        weights = np.asarray([one.weight for one in self._rewards], np.float32)
+        return (weights * each).sum(axis=1), lost[-1] if lost else ""
 
     def close(self) -> None:
         """End the processes, also in the middle of a rollout."""
@@ -100,12 +131,12 @@ class FunctionScorer:
         for process in self._processes:
             process.close()
 
-    def _score(self, prompt: Prompt, text: str) -> tuple[float, str]:
+    def _score(self, prompt: Prompt, text: str) -> tuple[list[float], str]:
         process = self._idle.get()
         try:
             return process.score(prompt.text, text, prompt.row), ""
         except LostReward as error:
-            return math.nan, str(error)
+            return [math.nan] * len(self._rewards), str(error)
         finally:
             self._idle.put(process)
 
@@ -117,10 +148,12 @@ class ModelScorer:
     Attributes:
         config: the settings of the run.
         state: its weights, which no step changes.
+        parts: none.
     """
 
     config: RunConfig
     state: TrainState
+    parts: Mapping[str, np.ndarray] = MappingProxyType({})
 
     @classmethod
     def open(cls, config: RunConfig, reader: WeightReader) -> Self:
@@ -145,11 +178,21 @@ class ModelScorer:
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
     ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``; none is lost, and it does not stop."""
+        """See ``Scorer``; scores that are not finite are lost, and it does not stop."""
         del stopping
         rows = {"tokens": rollout.tokens, "mask": rollout.mask}
         score = partial(zerojax.predict_step, self.state, fn=completion_scores)
-        return predict_rows(self.config, rows, score), ""
+        found = predict_rows(self.config, rows, score)
+        lost = ~np.isfinite(found)
+        if not lost.any():
+            return found, ""
+        path = self.config.posttrain.reward_model
+        why = (
+            f"{int(lost.sum())} of {len(found)} scores by posttrain.reward_model {path} are not finite: its "
+        )
+        why += "weights, or its activations in zero.compute_dtype, are not; take another of its checkpoints"
+        logger.warning(why)
+        return np.where(lost, np.float32(np.nan), found), why
 
     def close(self) -> None:
         """Nothing was started."""
@@ -163,7 +206,9 @@ def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -
     """
     settings = config.posttrain
     if not settings.reward_model:
-        return FunctionScorer(settings.reward, settings.reward_seconds, settings.reward_workers)
+        return FunctionScorer(
+            settings.functions, settings.reward_seconds, settings.reward_workers, settings.reward_variables
+        )
     check_tokenizer(settings.reward_model, "posttrain.reward_model", tokenizer)
     return ModelScorer.open(config, reader)
 

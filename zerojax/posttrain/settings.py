@@ -45,10 +45,13 @@ def check_settings(config: RunConfig, processes: int) -> None:
     train, settings, rows = config.train, config.posttrain, rollout_rows(config)
     check_method(config)
     config.model.check_language_model(f'posttrain.method = "{settings.method}"')
-    if bool(settings.reward) == bool(settings.reward_model):
+    given = [name for name in ("reward", "rewards", "reward_model") if getattr(settings, name)]
+    if len(given) != 1:
         raise ConfigurationError(
-            f"posttrain.reward and posttrain.reward_model are {'both set' if settings.reward else 'empty'}: "
-            'set one, to a function as "path/to/file.py:function" or to the run of a reward model'
+            f"{' and '.join(f'posttrain.{name}' for name in given)} exclude each other: set one"
+            if given
+            else 'there is no reward: set posttrain.reward to a function, as "path/to/file.py:function", '
+            "posttrain.rewards to several, or posttrain.reward_model to the run of a reward model"
         )
     if settings.reward_model:
         check_reward_model(config)

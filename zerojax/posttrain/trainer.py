@@ -203,6 +203,7 @@ class PostTrainer(OpenRun):
                 "length": (rollout.lengths, every),
                 "ended": (rollout.ended, every),
                 "lost_rewards": (~there, every),
+                **{f"reward_{name}": (x, there) for name, x in self.environment.scorer.parts.items()},
                 "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
             }
         )

@@ -44,7 +44,8 @@ _FIXED_KEYS = (
 )
 _FREE_KEYS = {
     *("data.verify", "model.attention", "model.loss_chunk", "model.dropout"),
-    *("posttrain.reward_workers", "posttrain.reward_seconds", "posttrain.eval_prompts", "posttrain.samples"),
+    *("posttrain.reward_workers", "posttrain.reward_seconds", "posttrain.reward_variables"),
+    *("posttrain.eval_prompts", "posttrain.samples"),
 }
 
 

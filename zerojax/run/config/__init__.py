@@ -1,7 +1,7 @@
 """A run's settings: frozen dataclasses, read from TOML."""
 
 from zerojax.run.config.data import DataSection, MixtureSource
-from zerojax.run.config.posttrain import CriticSection, PosttrainSection
+from zerojax.run.config.posttrain import CriticSection, PosttrainSection, RewardFunction
 from zerojax.run.config.run_config import RunConfig
 from zerojax.run.config.sharding import ClusterSection, LoRASection, MeshSection, ZeroSection
 from zerojax.run.config.toml import (
@@ -27,6 +27,7 @@ __all__ = [
     "MixtureSource",
     "OptimizerSection",
     "PosttrainSection",
+    "RewardFunction",
     "RunConfig",
     "TrainSection",
     "ZeroSection",

@@ -9,6 +9,24 @@ from zerojax.zero_config import Remat
 
 
 @dataclass(frozen=True)
+class RewardFunction:
+    """One of several rewards: a table [[posttrain.rewards]] of the TOML file.
+
+    Attributes:
+        function: As posttrain.reward.
+        weight: Of what it returns in the sum that is the reward of a completion.
+        name: For its metric, reward_NAME.
+    """
+
+    function: str
+    weight: float = 1.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "posttrain.rewards: {}".format)
+
+
+@dataclass(frozen=True)
 class PosttrainSection:
     """Post-training by rewards or preferences (`zerojax posttrain`); see docs/posttrain.md.
 
@@ -18,9 +36,12 @@ class PosttrainSection:
             learns to score answers from such pairs; "none" is for `zerojax train`.
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: The function that scores a completion: "path/to/file.py:function".
+        rewards: Several such functions with names and weights, instead of `reward`; in a file only.
         reward_model: A run of the method "reward" (model.outputs = 1) that scores completions instead.
         reward_workers: The most processes that score completions, for each process of the run.
-        reward_seconds: Seconds that a reward may take; a completion without one is left out.
+        reward_seconds: Seconds that the rewards of a completion may take; one without them is left out.
+        reward_variables: Variables of the environment that rewards get although their names have TOKEN, KEY,
+            SECRET, PASSWORD or the like in them.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
         group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".
         epochs: How many times each completion of a rollout is trained on.
@@ -45,9 +66,11 @@ class PosttrainSection:
     method: Literal["none", "grpo", "ppo", "dpo", "ipo", "reward"] = "none"
     beta: float = 0.1
     reward: str = ""
+    rewards: tuple[RewardFunction, ...] = ()
     reward_model: str = ""
     reward_workers: int = 1
     reward_seconds: float = 10.0
+    reward_variables: tuple[str, ...] = ()
     rollout_rows: int = 0
     group_size: int = 0
     epochs: int = 1
@@ -79,8 +102,18 @@ class PosttrainSection:
             self.method != "grpo" or self.group_size != 1,
             "posttrain.group_size must be at least 2: grpo compares completions",
         )
+        names = [one.name for one in self.rewards]
+        require(
+            len({*names}) == len(names) and all(name.isidentifier() for name in names),
+            f"posttrain.rewards: the names are {names}: each needs one of its own, of letters, digits and _",
+        )
         for name in ("discount", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"posttrain.{name} must lie in [0, 1]")
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions that score completions; none with a reward model."""
+        return self.rewards or ((RewardFunction(self.reward),) if self.reward else ())
 
     @property
     def completions(self) -> int:

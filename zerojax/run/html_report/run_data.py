@@ -54,8 +54,13 @@ class RunData:
     profiles: list[str]
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """The steps that have a value of this name, and the values; None for one that is not finite."""
+        """The steps that have a value of this name, and the values; None for one that is not finite.
+
+        Step 0 has what the first weights reach, of a run that measured it.
+        """
         found = [(line["step"], line[name]) for line in self.steps if name in line]
+        if found and f"first_{name}" in self.summary:
+            found.insert(0, (0, self.summary[f"first_{name}"]))
         return [step for step, _ in found], [_finite(value) for _, value in found]
 
     def last(self, name: str) -> float | None:
