@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -45,7 +45,7 @@ from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.step import gradients
-from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config import Rounding, WireFormat, ZeroConfig
 
 NODES, LOCAL = 2, 4
 LeafPath = tuple[str, ...]
@@ -58,11 +58,11 @@ Unit = dict[LeafPath, np.ndarray]
 class Case:
     """A row of the table."""
 
-    local: str
-    node: str
+    local: WireFormat
+    node: WireFormat
     block: int = 256
-    rotation: int = 0
-    rounding: str = "nearest"
+    rotation: Literal[0, 32] = 0
+    rounding: Rounding = "nearest"
 
     @property
     def zero(self) -> ZeroConfig:
@@ -71,13 +71,14 @@ class Case:
             grads=(self.local, self.node),
             block_size=self.block,
             rotation=self.rotation,
-            rounding=self.rounding,  # pyright: ignore[reportArgumentType]  (one of the two by construction)
+            rounding=self.rounding,
         )
 
 
 def cases() -> list[Case]:
     """Each format on both hops, then what matters for int8/int4."""
-    rows = [Case(fmt, fmt) for fmt in ("bf16", "fp8", "int8", "fp6", "int4", "int2")]
+    formats: tuple[WireFormat, ...] = ("bf16", "fp8", "int8", "fp6", "int4", "int2")
+    rows = [Case(fmt, fmt) for fmt in formats]
     rows += [
         Case("int8", "int4", block, rotation, rounding)
         for block in (64, 128, 256, 1024)

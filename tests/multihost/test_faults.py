@@ -230,10 +230,8 @@ def test_a_hung_step_is_ended_and_its_stack_is_written(start, tmp_path, text_con
         assert line.startswith("zerojax: rank ")
         assert "what each thread was doing is in" in line
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2)]
-    assert 'File "<string>", line' in stacks[1].partition("trainer.py")[0], (
-        "what hung is in the program above"
-    )
-    assert "trainer.py" in stacks[0]
+    assert 'File "<string>", line' in stacks[1].partition("loop.py")[0], "what hung is in the program above"
+    assert "loop.py" in stacks[0]
     assert '"status": "failed"' in (folder / "run.json").read_text()
     # Despite slowness and the clock, the run reached its last checkpoint.
     assert (folder / "checkpoints" / "6").is_dir()

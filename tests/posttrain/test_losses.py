@@ -147,7 +147,8 @@ def test_gae_is_the_sum_of_discounted_errors(discount: float, decay: float) -> N
     apart = array(np.zeros((2, 9)))
     apart[0, [0, 3, 4, 7]], apart[1, :4] = 1, 1
     joined = [np.stack([x[0][apart[0] > 0], x[0][apart[0] > 0]]) for x in (rewards, values)]
-    wanted, _ = advantages.gae(*joined, array(np.ones((2, 4))), discount=discount, decay=decay)
+    every = array(np.ones((2, 4)))
+    wanted, _ = advantages.gae(joined[0], joined[1], every, discount=discount, decay=decay)
     spread, returns = advantages.gae(rewards[:2], values[:2], apart, discount=discount, decay=decay)
     np.testing.assert_allclose(spread[0][apart[0] > 0], wanted[0], atol=1e-6)
     assert not spread[0][apart[0] == 0].any()

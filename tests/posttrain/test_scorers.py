@@ -80,6 +80,7 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     found, why = scorer.score(rollout)
     assert (found.dtype, found.shape, why) == (np.float32, (5,), "")
     np.testing.assert_allclose(found, expected(config, state, rollout), rtol=1e-4, atol=1e-6)
+    assert isinstance(scorer, ModelScorer)
     broken = dataclasses.replace(
         scorer, state=state.replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
     )

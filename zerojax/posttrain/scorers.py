@@ -75,7 +75,7 @@ class FunctionScorer:
     def __init__(
         self, rewards: Sequence[RewardFunction], seconds: float, workers: int, variables: Sequence[str] = ()
     ) -> None:
-        self.parts = {}
+        self.parts: Mapping[str, Float32[np.ndarray, " rows"]] = {}
         self._rewards, functions = rewards, [one.function for one in rewards]
         self._processes = [RewardProcess(functions, seconds, variables) for _ in range(workers)]
         self._processes[0].load()  # the others start in parallel, when they are needed

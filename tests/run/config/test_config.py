@@ -185,7 +185,7 @@ def test_options_are_frozen_in() -> None:
         "data": 16,
         "optimizer": 12,
         "lora": 6,
-        "posttrain": 22,
+        "posttrain": 24,
         "critic": 10,
         "mesh": 3,
         "checkpoint": 7,
