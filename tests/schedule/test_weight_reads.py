@@ -1,5 +1,6 @@
 """A unit's weights read outside its calls: refused in words, whichever way a Flax user reads them."""
 
+import re
 from typing import Any
 
 import jax
@@ -199,3 +200,16 @@ def test_what_a_loss_does_with_its_weights_is_refused_with_a_way_out():
             traced(loss, model=Two)
     with pytest.warns(UserWarning, match="no unit is named"):
         traced(inner_step, model=Two, units=())
+
+
+@pytest.mark.parametrize(
+    "text", ["but got uint32", "Sharded('unit/up/kernel') of zerojax.schedule.sharded.Sharded"]
+)
+def test_an_error_of_the_loss_function_itself_is_not_replaced(text):
+    def loss(model, batch):
+        mean_square(model, batch)
+        raise ValueError(text)
+
+    with pytest.raises(ValueError, match="^" + re.escape(text)) as raised:
+        traced(loss)
+    assert not isinstance(raised.value, zerojax.ZeroError)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Num
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.matmul.operand import Scaled, array_of, with_values
+from zerojax.schedule.user_code import is_library_error
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
@@ -118,7 +119,7 @@ _TRANSLATIONS = {
 
 @contextlib.contextmanager
 def translated_errors() -> Generator[None]:
-    """Replace JAX's errors about units by messages that name the way out.
+    """Replace JAX's and Flax's errors about units by messages that name the way out; keep a user's own.
 
     Raises:
         ConfigurationError: for such a TypeError or ValueError.
@@ -126,6 +127,8 @@ def translated_errors() -> Generator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
+        if not is_library_error(error):
+            raise
         if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
             raise ConfigurationError(read_outside(found[1])) from error
         for text, message in _TRANSLATIONS.items():

@@ -31,6 +31,12 @@ def line_of_error(error: BaseException) -> str:
     return _innermost((f.filename, f.lineno) for f in reversed(frames))
 
 
+def is_library_error(error: BaseException) -> bool:
+    """Whether JAX, Flax or zerojax raised an error, and not the code that calls them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not _innermost([(frames[-1].filename, frames[-1].lineno)])
+
+
 def _innermost(lines: Iterable[tuple[str, int | None]]) -> str:
     """Of lines, the innermost first."""
     return next((f"{name}:{line}" for name, line in lines if not name.startswith(_LIBRARIES)), "")

@@ -42,8 +42,9 @@ _REPLICATED = PartitionSpec()
 def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
-    A step whose loss or gradient is not finite changes only the counters; so does one whose loss is a spike,
-    if the state has a ``SpikeRule``.
+    A step whose loss or gradient is not finite is skipped, and so is one whose loss is a spike, if the state
+    has a ``SpikeRule``. A skipped step changes only the counters and, with delta, the secondary copies: they
+    take up the last difference of the weights before the loss is known.
 
     The state is donated: the next one takes over its memory. Write ``state, metrics = train_step(state,
     batch)`` and do not use the old state, or a part of it, again. Copies stay valid: the results of
