@@ -29,7 +29,7 @@ from rows import sent_so_far
 import zerojax
 from zerojax.models import GPT, GPTConfig
 from zerojax.multihost.distributed import joined
-from zerojax.posttrain.policy import log_probs_of, policy_loss
+from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
 from zerojax.run.config import PosttrainSection
 
 SETTINGS = PosttrainSection(method="grpo")

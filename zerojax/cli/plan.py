@@ -17,8 +17,8 @@ from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
-from zerojax.posttrain.memory import RoleMemory
-from zerojax.posttrain.methods import PREFERENCES
+from zerojax.posttrain.roles.memory import RoleMemory
+from zerojax.posttrain.settings import PREFERENCES
 from zerojax.run.config import MeshSection
 from zerojax.validation.rates import bytes_per_second
 

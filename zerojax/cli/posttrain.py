@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.cli.run_options import RunOptions, read_run, show_plan
 from zerojax.interop.huggingface import ModelReader, begin_run
-from zerojax.posttrain.grpo import GRPOTrainer
-from zerojax.posttrain.methods import PREFERENCES
-from zerojax.posttrain.ppo import PPOTrainer
-from zerojax.posttrain.preferences import PreferenceTrainer
+from zerojax.posttrain.methods.grpo import GRPOTrainer
+from zerojax.posttrain.methods.ppo import PPOTrainer
+from zerojax.posttrain.methods.preferences import PreferenceTrainer
+from zerojax.posttrain.settings import PREFERENCES
 
 TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES, PreferenceTrainer)
 """By method; an unknown one, such as "none", is refused by any of them."""

@@ -6,9 +6,8 @@ import jax
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.methods import PREFERENCES
-from zerojax.posttrain.preference_loss import preference_loss
-from zerojax.posttrain.settings import abstract_pairs
+from zerojax.posttrain.loss.preference import preference_loss
+from zerojax.posttrain.settings import PREFERENCES, abstract_pairs
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
 from zerojax.run.inputs import abstract_batch

@@ -1,8 +1,8 @@
 """Post-training: losses, advantages, rewards, and the loop of ``zerojax posttrain``."""
 
-from zerojax.posttrain.advantages import gae, group_advantages
-from zerojax.posttrain.log_probs import token_log_probs
-from zerojax.posttrain.losses import (
+from zerojax.posttrain.loss.advantages import gae, group_advantages
+from zerojax.posttrain.loss.log_probs import token_log_probs
+from zerojax.posttrain.loss.losses import (
     KLEstimator,
     bradley_terry_loss,
     clipped_policy_loss,

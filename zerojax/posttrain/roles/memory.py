@@ -10,11 +10,10 @@ from zerojax.generation.copy import GenerationCopy
 from zerojax.generation.engine import Engine
 from zerojax.generation.memory import GenerationMemory, fitting_form
 from zerojax.generation.sampling import Sampling
-from zerojax.posttrain.critic import critic_config
-from zerojax.posttrain.methods import PREFERENCES, REFERENCED
-from zerojax.posttrain.reference import reference_setup
-from zerojax.posttrain.scorers import reward_setup
-from zerojax.posttrain.settings import longest_prompt, rollout_rows
+from zerojax.posttrain.reward.scorers import reward_setup
+from zerojax.posttrain.roles.critic import critic_config
+from zerojax.posttrain.roles.reference import reference_setup
+from zerojax.posttrain.settings import PREFERENCES, REFERENCED, longest_prompt, rollout_rows
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
 from zerojax.train.memory import free_memory, state_bytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.prompts import Prompts
+from zerojax.posttrain.data.prompts import Prompts
 from zerojax.run.config import DataSection
 from zerojax.run.data import ByteTokenizer, ChatTemplate
 from zerojax.run.data.chat_template import CHATML

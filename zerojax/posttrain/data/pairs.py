@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from zerojax.posttrain.prompts import files_of
+from zerojax.posttrain.data.prompts import files_of
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, evenly_spread, hold_out
 from zerojax.run.data.answers import AnswerEnd, Item

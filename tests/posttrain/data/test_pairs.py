@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
+from zerojax.posttrain.data.pairs import PairRows, Pairs, chosen_items
 from zerojax.run.config import DataSection
 from zerojax.run.data import ByteTokenizer, ChatTemplate
 from zerojax.run.data.chat_template import CHATML

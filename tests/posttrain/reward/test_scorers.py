@@ -16,11 +16,11 @@ from micro_run import micro_config
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT
-from zerojax.posttrain.memory import RoleMemory
-from zerojax.posttrain.prompts import Prompt
-from zerojax.posttrain.rollout import Rollout
-from zerojax.posttrain.saved_runs import with_reward_checkpoint
-from zerojax.posttrain.scorers import ModelScorer, open_scorer
+from zerojax.posttrain.data.prompts import Prompt
+from zerojax.posttrain.reward.scorers import ModelScorer, open_scorer
+from zerojax.posttrain.roles.memory import RoleMemory
+from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import check_settings
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Checkpoints, Record

@@ -8,13 +8,13 @@ import numpy as np
 
 import zerojax
 from zerojax.models import parameter_count
-from zerojax.posttrain.advantages import gae, token_rewards
-from zerojax.posttrain.critic import COLUMNS, NAME, Critic
-from zerojax.posttrain.predictions import predict_rows
+from zerojax.posttrain.loss.advantages import gae, token_rewards
+from zerojax.posttrain.methods.trainer import PostTrainer, Roles
 from zerojax.posttrain.processes import mean_over_processes, moments_over_processes
-from zerojax.posttrain.rollout import Rollout, Rows
+from zerojax.posttrain.roles.critic import COLUMNS, NAME, Critic
+from zerojax.posttrain.roles.predictions import predict_rows
+from zerojax.posttrain.rollout.rollout import Rollout, Rows
 from zerojax.posttrain.settings import abstract_batch, abstract_columns
-from zerojax.posttrain.trainer import PostTrainer, Roles
 from zerojax.run.build import Trained
 from zerojax.run.checkpoints import Record
 from zerojax.run.config import RunConfig

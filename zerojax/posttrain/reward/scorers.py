@@ -18,13 +18,13 @@ import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.posttrain.policy import completion_scores
-from zerojax.posttrain.predictions import predict_rows
-from zerojax.posttrain.prompts import Prompt
-from zerojax.posttrain.reference import frozen_setup
-from zerojax.posttrain.rewards import LostReward, RefusedReward, RewardProcess
-from zerojax.posttrain.rollout import Rollout
-from zerojax.posttrain.saved_runs import check_tokenizer, saved_settings
+from zerojax.posttrain.data.prompts import Prompt
+from zerojax.posttrain.loss.policy import completion_scores
+from zerojax.posttrain.reward.process import LostReward, RefusedReward, RewardProcess
+from zerojax.posttrain.roles.predictions import predict_rows
+from zerojax.posttrain.roles.reference import frozen_setup
+from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, RewardFunction, RunConfig, config_from_dict

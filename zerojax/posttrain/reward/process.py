@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import pdeathsig
-from zerojax.posttrain import reward_worker
+from zerojax.posttrain.reward import worker as reward_worker
 from zerojax.validation.untrusted import printable
 
 _LOADING_SECONDS = 60.0

@@ -17,10 +17,10 @@ from micro_run import Stop, die_at, lines, micro_config
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT
-from zerojax.posttrain.critic import Critic, critic_config
-from zerojax.posttrain.ppo import PPOTrainer
-from zerojax.posttrain.prompts import Prompt
-from zerojax.posttrain.rollout import Rollout
+from zerojax.posttrain.data.prompts import Prompt
+from zerojax.posttrain.methods.ppo import PPOTrainer
+from zerojax.posttrain.roles.critic import Critic, critic_config
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.checkpoints import Record, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import RunConfig, ZeroSection

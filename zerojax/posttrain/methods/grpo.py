@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.posttrain.advantages import group_advantages
-from zerojax.posttrain.rollout import Rollout, Rows, mixed_groups
-from zerojax.posttrain.trainer import PostTrainer
+from zerojax.posttrain.loss.advantages import group_advantages
+from zerojax.posttrain.methods.trainer import PostTrainer
+from zerojax.posttrain.rollout.rollout import Rollout, Rows, mixed_groups
 
 
 class GRPOTrainer(PostTrainer):

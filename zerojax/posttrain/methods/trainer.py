@@ -18,16 +18,15 @@ from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.posttrain.environment import Environment
-from zerojax.posttrain.memory import RoleMemory
-from zerojax.posttrain.methods import check_first_weights
-from zerojax.posttrain.policy import log_probs_of, policy_loss
-from zerojax.posttrain.predictions import predict_rows
+from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
 from zerojax.posttrain.processes import any_process, mean_over_processes
-from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.rollout import Rollout, Rows, minibatches, samples_of
-from zerojax.posttrain.saved_runs import with_reward_checkpoint
-from zerojax.posttrain.settings import abstract_batch, check_settings, steps_per_rollout
+from zerojax.posttrain.roles.memory import RoleMemory
+from zerojax.posttrain.roles.predictions import predict_rows
+from zerojax.posttrain.roles.reference import Reference
+from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
+from zerojax.posttrain.rollout.rollout import Rollout, Rows, minibatches, samples_of
+from zerojax.posttrain.rollout.task import Environment
+from zerojax.posttrain.settings import abstract_batch, check_first_weights, check_settings, steps_per_rollout
 from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.evaluation import for_several_passes

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from zerojax.adapters import LossFn
 from zerojax.models import GPT, last_scores
-from zerojax.posttrain.log_probs import token_log_probs
-from zerojax.posttrain.losses import bradley_terry_loss, dpo_loss, ipo_loss
+from zerojax.posttrain.loss.log_probs import token_log_probs
+from zerojax.posttrain.loss.losses import bradley_terry_loss, dpo_loss, ipo_loss
 from zerojax.run.config import PosttrainSection
 
 Batch = dict[str, Array]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain import advantages, losses
+from zerojax.posttrain.loss import advantages, losses
 
 RNG = np.random.default_rng(0)
 

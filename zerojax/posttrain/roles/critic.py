@@ -11,9 +11,9 @@ import jax
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.posttrain.policy import value_loss, values_of
-from zerojax.posttrain.rollout import Rows
-from zerojax.posttrain.saved_runs import check_tokenizer, saved_settings
+from zerojax.posttrain.loss.policy import value_loss, values_of
+from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
+from zerojax.posttrain.rollout.rollout import Rows
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict

@@ -14,13 +14,18 @@ from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.posttrain.memory import RoleMemory
-from zerojax.posttrain.methods import REFERENCED, check_first_weights
-from zerojax.posttrain.pairs import PairRows, Pairs, chosen_items
-from zerojax.posttrain.predictions import micro_batches
-from zerojax.posttrain.preference_loss import answer_log_probs, preference_loss
-from zerojax.posttrain.reference import Reference
-from zerojax.posttrain.settings import abstract_pairs, check_preferences, longest_answer
+from zerojax.posttrain.data.pairs import PairRows, Pairs, chosen_items
+from zerojax.posttrain.loss.preference import answer_log_probs, preference_loss
+from zerojax.posttrain.roles.memory import RoleMemory
+from zerojax.posttrain.roles.predictions import micro_batches
+from zerojax.posttrain.roles.reference import Reference
+from zerojax.posttrain.settings import (
+    REFERENCED,
+    abstract_pairs,
+    check_first_weights,
+    check_preferences,
+    longest_answer,
+)
 from zerojax.run.build import RunSetup, choose_checkpoint
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig

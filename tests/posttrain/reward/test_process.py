@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.prompts import Prompt
-from zerojax.posttrain.rewards import LostReward, RewardProcess
-from zerojax.posttrain.rollout import Rollout
-from zerojax.posttrain.scorers import FunctionScorer
+from zerojax.posttrain.data.prompts import Prompt
+from zerojax.posttrain.reward.process import LostReward, RewardProcess
+from zerojax.posttrain.reward.scorers import FunctionScorer
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.config import RewardFunction
 
 SOURCE = """

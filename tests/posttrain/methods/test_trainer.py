@@ -13,9 +13,9 @@ from micro_run import Stop, die_at, lines, micro_config
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError, Stopped
-from zerojax.posttrain.grpo import GRPOTrainer
-from zerojax.posttrain.rollout import Rollout
-from zerojax.posttrain.scorers import FunctionScorer
+from zerojax.posttrain.methods.grpo import GRPOTrainer
+from zerojax.posttrain.reward.scorers import FunctionScorer
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.config import RewardFunction, RunConfig
 from zerojax.run.run_dir import RunFolder
 

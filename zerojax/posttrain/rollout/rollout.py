@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from zerojax.generation import Completions
+from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.processes import mean_over_processes
-from zerojax.posttrain.prompts import Prompt
 from zerojax.run.data import Tokenizer, evenly_spread
 from zerojax.run.data.answers import AnswerEnd
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 import zerojax
+from zerojax.posttrain.data.prompts import Prompt, Prompts
 from zerojax.posttrain.processes import of_this_process
-from zerojax.posttrain.prompts import Prompt, Prompts
-from zerojax.posttrain.rollout import Rollout
-from zerojax.posttrain.scorers import FunctionScorer, Scorer, open_scorer
+from zerojax.posttrain.reward.scorers import FunctionScorer, Scorer, open_scorer
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import longest_prompt, rollout_rows
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig

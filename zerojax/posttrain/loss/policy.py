@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from zerojax.adapters import LossFn
 from zerojax.models import GPT, last_scores, scores
-from zerojax.posttrain.log_probs import token_log_probs
-from zerojax.posttrain.losses import clipped_policy_loss, clipped_value_loss, kl_estimate, token_mean
+from zerojax.posttrain.loss.log_probs import token_log_probs
+from zerojax.posttrain.loss.losses import clipped_policy_loss, clipped_value_loss, kl_estimate, token_mean
 from zerojax.run.config import PosttrainSection
 
 Batch = dict[str, Array]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from zerojax.posttrain.rollout import Rows
+from zerojax.posttrain.rollout.rollout import Rows
 from zerojax.run.config import RunConfig
 from zerojax.train.batch import local_rows
 

@@ -9,8 +9,8 @@ import pytest
 from micro_run import micro_config
 
 from zerojax.generation.copy import GenerationCopy
-from zerojax.posttrain.memory import RoleMemory
-from zerojax.posttrain.reference import reference_setup
+from zerojax.posttrain.roles.memory import RoleMemory
+from zerojax.posttrain.roles.reference import reference_setup
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
 from zerojax.train.memory import device_bytes

@@ -16,9 +16,9 @@ from micro_run import Stop, die_at, lines, micro_config
 import zerojax
 from zerojax.cli.posttrain import TRAINERS
 from zerojax.errors import ConfigurationError
-from zerojax.posttrain.methods import READS
-from zerojax.posttrain.preferences import PreferenceTrainer, make_batches, read_data
-from zerojax.posttrain.reference import Reference
+from zerojax.posttrain.methods.preferences import PreferenceTrainer, make_batches, read_data
+from zerojax.posttrain.roles.reference import Reference
+from zerojax.posttrain.settings import READS
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
 from zerojax.run.run_dir import RunFolder

@@ -1,0 +1,1 @@
+"""What runs on the devices: losses, advantages, and what they read of a model."""

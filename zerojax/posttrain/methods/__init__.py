@@ -1,0 +1,1 @@
+"""The methods, a module each: rollout, score, advantages, update and log, in this order."""

@@ -1,0 +1,1 @@
+"""What scores completions: functions and environments of the user's in processes of their own, or a model."""

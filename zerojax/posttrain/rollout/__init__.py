@@ -1,0 +1,1 @@
+"""Completions of prompts, as rows of a batch."""
