@@ -9,9 +9,9 @@ from environment import ROOT
 
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
-    *("terminal", "errors", "log", "versions", "formatting", "validation", "zero_config", "matmul"),
-    *("sharding", "comm", "schedule", "adapters", "optim", "train", "models", "generation", "analysis"),
-    *("multihost", "run", "posttrain", "interop", "testing", "cli"),
+    *("terminal", "errors", "log", "versions", "formatting", "validation", "zero_config", "network"),
+    *("matmul", "sharding", "comm", "schedule", "adapters", "optim", "train", "models", "generation"),
+    *("analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
 )
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zerojax.adapters.stack import Stack
+from zerojax.adapters.weight_sum import weight_sum
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
 from zerojax.generation.generate import Completions, generate
@@ -15,7 +16,6 @@ from zerojax.matmul.lora import LoRA
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
-from zerojax.schedule.weight_sum import weight_sum
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train.batch import Replicated
 from zerojax.train.fp8_report import fp8_report

@@ -16,7 +16,10 @@ from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.dtypes import dtype_name
-from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, matches, refuse_idle, why_not
+from zerojax.validation.patterns import as_patterns, matches, refuse_idle, why_not
+
+MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
+"""The kernels of a model's blocks: the default of ``ZeroConfig.fp8`` and ``LoRA.targets``."""
 
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 _MOST_CHUNKS = 64

@@ -38,7 +38,7 @@ from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
 from zerojax.models.rope import Rope, rope_of
 from zerojax.multihost.distributed import joined
-from zerojax.sharding import nccl
+from zerojax.network import nccl
 from zerojax.testing.emulated_cluster import limit_link
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import zerojax
+from zerojax.run import loop
 from zerojax.run import train_run as run_module
 from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.run.data import Batch, TrainBatches
@@ -69,7 +70,8 @@ def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             raise Stop
         return real(state, batch)
 
-    monkeypatch.setattr(zerojax, "train_step", train_step)
+    for module in (loop, zerojax):
+        monkeypatch.setattr(module, "train_step", train_step)
 
 
 class Poisoned(Iterator[Batch]):

@@ -39,7 +39,7 @@ def break_at(patch: pytest.MonkeyPatch, step: int, factor: float = 1e30) -> None
             state = state.replace(params=jax.tree.map(lambda x: x * factor, state.params))
         return state, metrics
 
-    patch.setattr(zerojax, "train_step", train_step)
+    patch.setattr(loop, "train_step", train_step)
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -30,7 +30,7 @@ def test_an_evaluation_of_several_batches_copies_the_weights_once():
 
     eval_step = zerojax.eval_step
     expected = [float(eval_step(state, batch)["loss"]) for batch in batches]
-    with mock.patch.object(zerojax, "eval_step", note):
+    with mock.patch.object(evaluation, "eval_step", note):
         loss = mean_loss(state, batches)
         assert len({id(one) for one in evaluated}) == 1
         assert evaluated[0].node_copy

@@ -9,12 +9,12 @@ import pytest
 from micro_run import Stop, die_at, losses, micro_config, poison, train
 
 from zerojax.errors import RunError, ZeroError
+from zerojax.network import nccl
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import RunConfig
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
-from zerojax.sharding import nccl
 
 EVERYTHING = {"preset": "delta", "error_feedback": True}
 

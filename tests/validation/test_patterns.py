@@ -6,7 +6,8 @@ import pytest
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.validation.patterns import MATMUL_WEIGHTS, matches, refuse_idle, why_not
+from zerojax.validation.patterns import matches, refuse_idle, why_not
+from zerojax.zero_config import MATMUL_WEIGHTS
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, LossFn, ModelState, Parameter, Weights, call_loss
+from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.sharded import Sharded, read_outside, translated_errors
 from zerojax.schedule.unit import call_unit
-from zerojax.schedule.weight_sum import MasterWeights, master_weights
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, by_name, from_tree, to_tree
 

@@ -9,7 +9,7 @@ import dacite
 import numpy as np
 
 from zerojax.errors import ConfigurationError, file_errors
-from zerojax.sharding.nccl import CHANNELS, SOCKETS, THREADS
+from zerojax.network.nccl import CHANNELS, SOCKETS, THREADS
 from zerojax.validation.untrusted import parse_json, short
 
 Op = Literal["all-gather", "all-to-all"]

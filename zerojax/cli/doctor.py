@@ -17,9 +17,9 @@ from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.matmul.fp8 import has_fp8
+from zerojax.network import nccl
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics import peak_flops
-from zerojax.sharding import nccl
 from zerojax.sharding.mesh import on_gpus
 from zerojax.versions import installed
 

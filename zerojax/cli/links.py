@@ -20,10 +20,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.formatting import numeric, plain_text, size
 from zerojax.multihost.flows import measure_flows
 from zerojax.multihost.peers.handshake import VARIABLE
+from zerojax.network.discovery import discover_network
+from zerojax.network.nccl import NAMES, given_settings
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.sharding.mesh import MeshShape
-from zerojax.sharding.nccl import NAMES, given_settings
-from zerojax.sharding.network import network_facts
 
 COUNTS = (1, 2, 4, 8)
 _MIB = 1 << 20
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> None:
 
 def _measure(options: Options) -> LinkReport:
     mesh = options.mesh.to_mesh()
-    shape, network = MeshShape.of(mesh), network_facts()
+    shape, network = MeshShape.of(mesh), discover_network()
     if shape.nodes == 1:
         raise ConfigurationError(
             "one node: there are no links to measure. Run it in a job of several processes, such as "

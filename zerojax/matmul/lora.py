@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import array_moved, array_product
-from zerojax.validation.patterns import MATMUL_WEIGHTS, as_patterns, matches, why_not
+from zerojax.validation.patterns import as_patterns, matches, why_not
+from zerojax.zero_config import MATMUL_WEIGHTS
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""

@@ -18,7 +18,7 @@ from zerojax.errors import report as report_error
 from zerojax.multihost import peers
 from zerojax.multihost.devices import visible_gpus
 from zerojax.multihost.peers.handshake import SHORTEST, VARIABLE
-from zerojax.sharding.network import remember_coordinator
+from zerojax.network.discovery import remember_coordinator
 
 # The environment variable that permits a job without a token on interfaces other than loopback.
 _INSECURE = "ZEROJAX_INSECURE"

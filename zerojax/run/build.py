@@ -13,10 +13,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-import zerojax
 from zerojax.adapters import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import LoRA
 from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
@@ -29,7 +29,10 @@ from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
+from zerojax.train.spikes import SpikeRule
+from zerojax.train.state import TrainState
 from zerojax.versions import installed
+from zerojax.zero_config import ZeroConfig
 
 _TEXTS = ("tokens", "chosen", "rejected")
 
@@ -50,10 +53,10 @@ class RunSetup:
 
     config: RunConfig
     mesh: Mesh
-    zero: zerojax.ZeroConfig
-    lora: zerojax.LoRA | None
+    zero: ZeroConfig
+    lora: LoRA | None
     tx: Optimizer
-    spikes: zerojax.SpikeRule | None
+    spikes: SpikeRule | None
     loss_fn: LossFn = lm_loss
 
     @classmethod
@@ -76,7 +79,7 @@ class RunSetup:
             zero=config.to_zero(units=units),
             lora=config.lora.to_lora(),
             tx=tx or make_optimizer(config.optimizer, train.steps),
-            spikes=zerojax.SpikeRule(deviations, train.spike_window) if deviations else None,
+            spikes=SpikeRule(deviations, train.spike_window) if deviations else None,
             loss_fn=loss_fn,
         )
 
@@ -93,11 +96,11 @@ class RunSetup:
             )
         check_batch(self.config.train, self.mesh)
 
-    def abstract_state(self) -> zerojax.TrainState:
+    def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
-        return zerojax.TrainState.abstract(**self._arguments())
+        return TrainState.abstract(**self._arguments())
 
-    def initial_state(self, *, base: bool = True) -> zerojax.TrainState:
+    def initial_state(self, *, base: bool = True) -> TrainState:
         """The model and optimizer at step 0, created sharded.
 
         Args:
@@ -105,7 +108,7 @@ class RunSetup:
         """
         seed = self.config.train.seed
         if base:
-            return zerojax.TrainState.create(**self._arguments(), seed=seed)
+            return TrainState.create(**self._arguments(), seed=seed)
         state = self.abstract_state()
         return state.replace(**initializer(state.spec, frozen=False)(np.uint32(seed)))
 
@@ -136,7 +139,7 @@ def check_batch(train: TrainSection, mesh: Mesh) -> None:
         )
 
 
-def abstract_model(config: RunConfig) -> zerojax.TrainState:
+def abstract_model(config: RunConfig) -> TrainState:
     """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
     return RunSetup.of(config, optax.identity()).abstract_state()
 
@@ -170,7 +173,7 @@ class Trained(NamedTuple):
     """A state that each step of a run trains, its model, and the shapes and dtypes of its global batch."""
 
     model: GPTConfig
-    state: zerojax.TrainState
+    state: TrainState
     batch: Any
 
 
@@ -220,7 +223,7 @@ def make_log(
     )
 
 
-def _spared_flops(state: zerojax.TrainState) -> int:
+def _spared_flops(state: TrainState) -> int:
     """FLOPs per token of the gradients of frozen matrices, which are not computed."""
     frozen = [leaf for group in state.spec.unit_groups for leaf in group.frozen]
     return sum(2 * leaf.count for leaf in frozen if len(leaf.shape) > 1)

@@ -3,26 +3,27 @@
 import jax
 import jax.numpy as jnp
 
-import zerojax
 from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.data import Batch
 from zerojax.train.memory import free_memory
-from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes
+from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes, with_node_copy
+from zerojax.train.state import TrainState
+from zerojax.train.step import eval_step
 
 
-def mean_loss(state: zerojax.TrainState, batches: list[Batch]) -> jax.Array:
+def mean_loss(state: TrainState, batches: list[Batch]) -> jax.Array:
     """The mean loss over all tokens that count of some batches, in nats per token."""
     return mean_metrics(state, batches)["loss"]
 
 
-def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
+def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
     """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
 
     The means are over "tokens" if the loss counts them, else over batches. GPUs are still computing them.
     """
     if len(batches) > 1:
         state = for_several_passes(state)
-    measured = [zerojax.eval_step(state, batch) for batch in batches]
+    measured = [eval_step(state, batch) for batch in batches]
     counts = [metrics.pop("tokens", 1.0) for metrics in measured]
     total = jnp.asarray(sum(counts))
     sums = {
@@ -32,7 +33,7 @@ def mean_metrics(state: zerojax.TrainState, batches: list[Batch]) -> dict[str, j
     return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
 
 
-def for_several_passes(state: zerojax.TrainState, beside: int = 0) -> zerojax.TrainState:
+def for_several_passes(state: TrainState, beside: int = 0) -> TrainState:
     """``zerojax.with_node_copy``, if every device has room for the copy; else the state itself.
 
     All processes call it together.
@@ -44,4 +45,4 @@ def for_several_passes(state: zerojax.TrainState, beside: int = 0) -> zerojax.Tr
     if not lacks_node_copy(state):
         return state
     room = (free_memory(state.spec) << 20) - beside - node_copy_bytes(state.spec)
-    return zerojax.with_node_copy(state) if min(gather_from_all(room)) >= 0 else state
+    return with_node_copy(state) if min(gather_from_all(room)) >= 0 else state

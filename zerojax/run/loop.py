@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 
-import zerojax
 from zerojax.errors import DivergedError, RunError, Stopped, disk_errors
 from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.preemption import StopRequest
@@ -18,7 +17,8 @@ from zerojax.run.checkpoints import Checkpoints, Record, TrainingClock, step_dir
 from zerojax.run.metrics import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
-from zerojax.train.step import Metrics
+from zerojax.train.state import TrainState
+from zerojax.train.step import Metrics, train_step
 
 # Those that a checkpoint records.
 _RECORDED = ("loss", "validation_loss", "reward")
@@ -59,7 +59,7 @@ class TrainLoop(ABC):
     log: RunLog
     watchdog: Watchdog
     lock: RunLock | None
-    state: zerojax.TrainState
+    state: TrainState
     step: int
     should_stop: bool = False
 
@@ -174,7 +174,7 @@ class TrainLoop(ABC):
 
     def take_step(self, batch: Any) -> Metrics:
         """Dispatch a step on a batch; returns its metrics."""
-        self.state, metrics = zerojax.train_step(self.state, batch)
+        self.state, metrics = train_step(self.state, batch)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -213,7 +213,7 @@ class TrainLoop(ABC):
         """
         return math.isfinite(self.log.last.get("validation_loss", math.nan))
 
-    def beside(self) -> dict[str, zerojax.TrainState]:
+    def beside(self) -> dict[str, TrainState]:
         """Further states that are saved with the run's, by name; ``record`` has their ``Beside``."""
         return {}
 

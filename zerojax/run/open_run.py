@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-import zerojax
 from zerojax.analysis.plan import describe_plan
 from zerojax.errors import Stopped
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog
+from zerojax.network import nccl
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
     Checkpoints,
@@ -27,7 +27,7 @@ from zerojax.run.metrics import MetricsFile, RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
-from zerojax.sharding import nccl
+from zerojax.train.state import TrainState
 
 
 @dataclass
@@ -50,7 +50,7 @@ class OpenRun(TrainLoop):
     samples: MetricsFile | None
     watchdog: Watchdog
     lock: RunLock | None
-    state: zerojax.TrainState
+    state: TrainState
     step: int
     base: str
 

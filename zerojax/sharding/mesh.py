@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from zerojax.errors import ConfigurationError
-from zerojax.sharding import nccl
+from zerojax.network import nccl
 
 NODE = "node"
 LOCAL = "local"
@@ -55,7 +55,7 @@ def make_mesh(
     Returns:
         A mesh of ``nodes x local`` devices, the first ones if there are more (in one process only: of
         several, each must own a part of the mesh). With GPUs of several processes, NCCL is told what the
-        network between them needs (``zerojax.sharding.nccl``): make the mesh before the first collective.
+        network between them needs (``zerojax.network.nccl``): make the mesh before the first collective.
 
     Raises:
         ConfigurationError: the extents are not positive, or ask for more devices than there are.

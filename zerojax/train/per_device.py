@@ -23,14 +23,12 @@ from jax import lax
 from jaxtyping import Array
 
 from zerojax.adapters import Bound, ModelState, call_loss
+from zerojax.adapters.weight_sum import master_weights
 from zerojax.comm.collectives import UnitComm, Values
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.branches import Branches
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
-from zerojax.schedule.weight_reads import refuse_reads
-from zerojax.schedule.weight_sum import master_weights
 from zerojax.sharding.layout import OWNED, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
@@ -38,8 +36,10 @@ from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import map_batch, split_rows, unmarked
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.train.branches import Branches
 from zerojax.train.sources import Placed, Weights, place_weights
 from zerojax.train.spec import TrainSpec
+from zerojax.train.weight_reads import refuse_reads
 
 Sums = dict[str, Any]
 """Sums over tokens: of the "loss", of every scalar in "aux", and the number of tokens, "count"."""

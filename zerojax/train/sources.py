@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from zerojax.adapters.weight_sum import MasterWeights
 from zerojax.matmul.operand import array_of, with_values
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import materialise
-from zerojax.schedule.weight_sum import MasterWeights
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix

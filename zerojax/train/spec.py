@@ -23,8 +23,8 @@ from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spikes import SpikeRule
-from zerojax.validation.patterns import MATMUL_WEIGHTS, refuse_idle
-from zerojax.zero_config import ZeroConfig
+from zerojax.validation.patterns import refuse_idle
+from zerojax.zero_config import MATMUL_WEIGHTS, ZeroConfig
 
 _EVERYONE = PartitionSpec()
 

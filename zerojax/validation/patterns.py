@@ -5,9 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from zerojax.errors import ConfigurationError
 
-MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
-"""The kernels of a model's blocks, which fp8 products and adapters are for unless patterns are given."""
-
 
 def as_patterns(setting: str, given: Iterable[str]) -> tuple[str, ...]:
     """The patterns of a setting as a tuple.

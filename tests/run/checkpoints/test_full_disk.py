@@ -14,6 +14,7 @@ from micro_run import hang, micro_config
 import zerojax
 from zerojax.errors import RunError, ZeroError
 from zerojax.multihost.background import is_stuck
+from zerojax.run import loop
 from zerojax.run.checkpoints import newest_valid, step_dirs
 from zerojax.run.metrics import MetricsFile, log
 from zerojax.run.run_dir import RunFolder
@@ -48,7 +49,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch, number: int, happen: Any) -> No
             happen()
         return real(state, batch)
 
-    monkeypatch.setattr(zerojax, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from micro_run import micro_config
 
 import zerojax
+from zerojax.run import loop
 from zerojax.run.config import dump_config, load_config
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
@@ -54,7 +55,7 @@ def test_a_torn_run_on_a_mixture_goes_on_bit_by_bit(tmp_path: Path, monkeypatch:
                 raise KeyError("torn")
             return real(state, batch)
 
-        patch.setattr(zerojax, "train_step", train_step)
+        patch.setattr(loop, "train_step", train_step)
         with pytest.raises(KeyError, match="torn"):
             train(tmp_path / "torn")
     train(tmp_path / "torn", resume="must")

@@ -15,8 +15,7 @@ from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
-from zerojax.validation.patterns import MATMUL_WEIGHTS
-from zerojax.zero_config import PRESETS, ZeroConfig
+from zerojax.zero_config import MATMUL_WEIGHTS, PRESETS, ZeroConfig
 
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"

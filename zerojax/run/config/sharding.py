@@ -11,9 +11,9 @@ from zerojax.matmul.lora import LoRA
 from zerojax.sharding.mesh import make_mesh
 from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers, require
 from zerojax.validation.dtypes import dtype_name
-from zerojax.validation.patterns import MATMUL_WEIGHTS
 from zerojax.zero_config import (
     COMPUTE_FORMAT,
+    MATMUL_WEIGHTS,
     AccumulateOrder,
     FrozenSpread,
     GradSync,

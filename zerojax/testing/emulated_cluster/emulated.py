@@ -8,8 +8,8 @@ from typing import BinaryIO, Self
 from zerojax.multihost import supervisor
 from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
-from zerojax.sharding.nccl import CORES
-from zerojax.sharding.network import VARIABLE as LINK_RATE
+from zerojax.network.discovery import VARIABLE as LINK_RATE
+from zerojax.network.nccl import CORES
 from zerojax.testing.emulated_cluster import inside
 from zerojax.testing.emulated_cluster.network import INTERFACE, LinkBytes, Network
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError
-from zerojax.sharding.network import VARIABLE, Network, network_facts
+from zerojax.network.discovery import VARIABLE, Network, discover_network
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 SPLIT = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
@@ -79,7 +79,7 @@ def settings_here(processes: int, devices: int, local: int) -> tuple[Network, li
     """
     own = devices // processes
     local = max(local, own)
-    network, given = network_facts(), given_settings(os.environ)
+    network, given = discover_network(), given_settings(os.environ)
     return network, settings(network, nodes=processes, local=local, cores=_cores(local // own), given=given)
 
 

@@ -17,7 +17,7 @@ from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import TAKEN
 from zerojax.schedule.user_code import line_of_equation
-from zerojax.schedule.weight_reads import scan_counts
+from zerojax.train.weight_reads import scan_counts
 
 Axes = frozenset[str]
 """The mesh axes along which a value differs between devices, or over which a collective joins them."""

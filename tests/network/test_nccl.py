@@ -10,9 +10,9 @@ import pytest
 import zerojax
 from zerojax.cli import doctor
 from zerojax.errors import ConfigurationError
+from zerojax.network import nccl
+from zerojax.network.discovery import Network
 from zerojax.run.config import MeshSection
-from zerojax.sharding import nccl
-from zerojax.sharding.network import Network
 
 GBIT = 1e9 / 8
 THREADS, SOCKETS, SPLIT = nccl.THREADS, nccl.SOCKETS, nccl.SPLIT
@@ -147,7 +147,7 @@ def job(monkeypatch):
     monkeypatch.setenv("NCCL_NET", "Socket")
     monkeypatch.setenv("HOME", "/nowhere")
     monkeypatch.setattr(nccl, "_applied", [])
-    monkeypatch.setattr(nccl, "network_facts", network)
+    monkeypatch.setattr(nccl, "discover_network", network)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
 

@@ -1,4 +1,4 @@
-"""The network that joins a job's nodes, as this host's kernel describes it."""
+"""Finds the network that joins the nodes of a job, from what the kernel of this host says of it."""
 
 import ipaddress
 import os
@@ -50,8 +50,8 @@ def remember_coordinator(host: str) -> None:
     _joined[:] = [host]
 
 
-def network_facts(environ: Mapping[str, str] | None = None) -> Network:
-    """Describe the network to the job's other nodes.
+def discover_network(environ: Mapping[str, str] | None = None) -> Network:
+    """Find the network that leads to the other nodes of the job.
 
     Args:
         environ: to read NCCL's variables and ``ZEROJAX_LINK_RATE`` from; by default this process's.

@@ -1,12 +1,12 @@
-"""The facts about the network, read from the kernel's files."""
+"""What the kernel's files say of the network."""
 
 from pathlib import Path
 
 import pytest
 
 from zerojax.errors import ConfigurationError
-from zerojax.sharding import network
-from zerojax.sharding.network import chosen_interfaces, interface_rate, network_facts, rdma_of
+from zerojax.network import discovery
+from zerojax.network.discovery import chosen_interfaces, discover_network, interface_rate, rdma_of
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -72,14 +72,14 @@ def test_interfaces_that_nccl_is_told_to_use(wanted, names):
 
 
 def test_the_interface_leads_to_the_coordinator(monkeypatch):
-    monkeypatch.setattr(network, "_joined", [])
-    assert network_facts({}) == network.Network(rdma=network_facts({}).rdma)
-    network.remember_coordinator("127.0.0.1")
-    facts = network_facts({})
-    assert (facts.interface, facts.loopback, facts.rate) == ("lo", True, None)
-    assert network_facts({network.VARIABLE: "100gbit"}).rate == 100e9 / 8
+    monkeypatch.setattr(discovery, "_joined", [])
+    assert discover_network({}) == discovery.Network(rdma=discover_network({}).rdma)
+    discovery.remember_coordinator("127.0.0.1")
+    found = discover_network({})
+    assert (found.interface, found.loopback, found.rate) == ("lo", True, None)
+    assert discover_network({discovery.VARIABLE: "100gbit"}).rate == 100e9 / 8
 
 
 def test_a_wrong_rate_is_refused():
     with pytest.raises(ConfigurationError, match="ZEROJAX_LINK_RATE: 'fast' is not a rate"):
-        network_facts({network.VARIABLE: "fast"})
+        discover_network({discovery.VARIABLE: "fast"})
