@@ -107,9 +107,9 @@ def test_impossible_rewinds_are_refused(
 ) -> None:
     assert main(["checkpoints", str(broken), "--rewind", "3"]) == 2
     assert "has no checkpoint of step 3; there are: 4, 5" in capsys.readouterr().err
-    (broken / "checkpoints" / "4" / "seal.json").unlink()
+    (broken / "checkpoints" / "4" / "manifest.json").unlink()
     assert main(["checkpoints", str(broken), "--rewind", "4"]) == 2
-    assert "4 is damaged: seal.json is missing" in capsys.readouterr().err
+    assert "4 is damaged: manifest.json is missing" in capsys.readouterr().err
     assert steps_in(broken) == [4, 5]
     assert not (broken / "metrics.jsonl.undone").exists()
 

@@ -90,7 +90,7 @@ def test_another_model_is_refused(tmp_path):
 
 def test_all_damaged_is_refused(tmp_path):
     save(tmp_path, 3)
-    (tmp_path / "3" / "seal.json").unlink()
+    (tmp_path / "3" / "manifest.json").unlink()
     with pytest.raises(zerojax.ZeroError, match="no checkpoint can be used"):
         checkpoints.resume(tmp_path, abstract())
     assert (tmp_path / "3").is_dir()

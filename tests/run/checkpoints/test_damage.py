@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
     real, why = Path.open, os.strerror(number)
 
     def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
-        if checkpoint in path.parents and (path.name == "seal.json") == manifest:
+        if checkpoint in path.parents and (path.name == "manifest.json") == manifest:
             raise OSError(number, why, str(path))
         return real(path, *arguments, **options)
 
@@ -221,7 +221,7 @@ def test_a_run_goes_on_from_the_one_before(
 
 def test_nothing_is_begun_anew_over_damaged_checkpoints(finished_copy: RunFolder) -> None:
     for step in ("6", "8"):
-        (finished_copy.checkpoints / step / "seal.json").unlink()
-    with pytest.raises(ZeroError, match=r"8 is damaged: seal\.json is missing; .*6 is damaged"):
+        (finished_copy.checkpoints / step / "manifest.json").unlink()
+    with pytest.raises(ZeroError, match=r"8 is damaged: manifest\.json is missing; .*6 is damaged"):
         TrainRun.open(finished_copy.read_config(), finished_copy)
     assert sorted(path.name for path in finished_copy.checkpoints.iterdir()) == ["6", "8"]

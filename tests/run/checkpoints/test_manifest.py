@@ -48,7 +48,7 @@ def flip(path: Path, position: int) -> None:
 
 def forge(path: Path, **values: object) -> None:
     """Change values of a manifest, with the checksum that belongs to them."""
-    file = path / "seal.json"
+    file = path / "manifest.json"
     file.write_text(dump_checked(load_checked(file.read_text()) | values))
 
 
@@ -63,21 +63,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"_META is missing \(and 1 more\)",
     ),
     "link": (lambda p: (p / "params/link").symlink_to("/etc/passwd"), "params/link is not a plain file"),
-    "no manifest": (lambda p: (p / "seal.json").unlink(), "seal.json is missing"),
-    "cut manifest": (lambda p: os.truncate(p / "seal.json", 200), "seal.json is damaged"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "cut manifest": (lambda p: os.truncate(p / "manifest.json", 200), "manifest.json is damaged"),
     "changed manifest": (
-        lambda p: (p / "seal.json").write_text((p / "seal.json").read_text().replace("61.5", "61.0")),
-        "seal.json is damaged: wrong checksum",
+        lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace("61.5", "61.0")),
+        "manifest.json is damaged: wrong checksum",
     ),
     "absurd time": (
         lambda p: forge(p, saved_at=1e300),
-        r"seal.json is damaged: saved_at = 1e\+300 is no time",
+        r"manifest.json is damaged: saved_at = 1e\+300 is no time",
     ),
     "absurd seconds": (
         lambda p: forge(p, record=asdict(RECORD) | {"seconds": -1e18}),
-        r"seal.json is damaged: seconds = -1e\+18 is no time",
+        r"manifest.json is damaged: seconds = -1e\+18 is no time",
     ),
-    "binary manifest": (lambda p: (p / "seal.json").write_bytes(b"\xff\x00"), "seal.json is damaged"),
+    "binary manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff\x00"), "manifest.json is damaged"),
 }
 
 
@@ -92,6 +92,16 @@ def test_a_valid_one(tmp_path: Path) -> None:
     )  # the check value that every list of CRCs gives
     assert read_manifests(tmp_path) == [manifest]
     assert find(tmp_path / "400") == tmp_path / "400"
+
+
+def test_a_manifest_by_its_name_of_version_0_1_is_read(tmp_path):
+    path = make(tmp_path, 400)
+    written = read_manifest(path)
+    (path / "manifest.json").rename(path / "seal.json")
+    assert verify(path) == written
+    (path / "manifest.json").write_bytes((path / "seal.json").read_bytes())
+    with pytest.raises(DamagedError, match=r"seal\.json does not belong to it"):
+        verify(path)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -121,7 +131,7 @@ def test_sizes_alone_are_compared_on_wish(tmp_path: Path) -> None:
 
 def test_a_checkpoint_under_another_step_s_name(tmp_path: Path) -> None:
     make(tmp_path, 400).rename(tmp_path / "500")
-    with pytest.raises(ZeroError, match=r"500 is damaged: seal\.json is that of step 400"):
+    with pytest.raises(ZeroError, match=r"500 is damaged: manifest\.json is that of step 400"):
         newest_valid(tmp_path)
 
 
@@ -156,7 +166,7 @@ def test_names(tmp_path: Path) -> None:
 def test_find_refuses_what_is_none(tmp_path: Path) -> None:
     with pytest.raises(ZeroError, match="neither a run's folder nor a checkpoint"):
         find(tmp_path / "nothing")
-    with pytest.raises(ZeroError, match=r"not a checkpoint, or is damaged: seal\.json is missing"):
+    with pytest.raises(ZeroError, match=r"not a checkpoint, or is damaged: manifest\.json is missing"):
         find(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ZeroError, match="there is no checkpoint yet"):

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: its files, with checksums, and the trainer's record.
 
-``STEP/seal.json`` lists every other file with its size and CRC-32, which detects accidents, not tampering.
+``STEP/manifest.json`` lists every other file with its size and CRC-32, which detects accidents, not tampering.
 It is written once all processes have written all their files, before the checkpoint gets its final name.
 """
 
@@ -20,7 +20,8 @@ from zerojax.run.run_dir import write_whole
 from zerojax.validation.bounds import is_time, require
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
-MANIFEST = "seal.json"
+MANIFEST = "manifest.json"
+_OLD_NAME = "seal.json"  # of zerojax 0.1.0
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 # Reading and checksumming release the GIL, and a file system serves several readers faster than one.
@@ -141,7 +142,7 @@ def read_manifest(path: Path) -> Manifest:
         RunError: it cannot be read for another reason.
     """
     try:
-        data = load_checked((path / MANIFEST).read_text(encoding="utf-8"))
+        data = load_checked((path / _manifest_name(path)).read_text(encoding="utf-8"))
         hooks = dacite.Config(strict=True, cast=[tuple])
         manifest = dacite.from_dict(Manifest, data, hooks)
     except FileNotFoundError:
@@ -153,6 +154,10 @@ def read_manifest(path: Path) -> Manifest:
     if manifest.format != _FORMAT:
         raise DamagedError(f"{MANIFEST} is of format {manifest.format}, and this version reads {_FORMAT}")
     return manifest
+
+
+def _manifest_name(path: Path) -> str:
+    return _OLD_NAME if (path / _OLD_NAME).exists() and not (path / MANIFEST).exists() else MANIFEST
 
 
 def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Manifest:
@@ -210,6 +215,7 @@ def _files(path: Path) -> Iterator[str]:
         OSError: a folder cannot be read.
         DamagedError: there is a link or another special file.
     """
+    manifest = _manifest_name(path)
     for folder, folders, names in os.walk(path, onerror=_raise):
         for name in [*folders, *names]:
             entry = Path(folder, name)
@@ -218,7 +224,7 @@ def _files(path: Path) -> Iterator[str]:
         yield from (
             str(relative)
             for name in names
-            if str(relative := Path(folder, name).relative_to(path)) != MANIFEST
+            if str(relative := Path(folder, name).relative_to(path)) != manifest
         )
 
 
