@@ -28,7 +28,7 @@ from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
     from zerojax import posttrain
-    from zerojax.analysis import aot, hlo, plan, profile
+    from zerojax.analysis import aot, plan, profile
     from zerojax.interop import deepspeed, huggingface
     from zerojax.multihost import distributed
     from zerojax.run import checkpoints, html_report, trackers
@@ -41,7 +41,6 @@ _MODULES = {
     "cluster": "zerojax.testing.emulated_cluster",
     "deepspeed": "zerojax.interop.deepspeed",
     "distributed": "zerojax.multihost.distributed",
-    "hlo": "zerojax.analysis.hlo",
     "html_report": "zerojax.run.html_report",
     "huggingface": "zerojax.interop.huggingface",
     "plan": "zerojax.analysis.plan",
@@ -80,7 +79,6 @@ __all__ = [
     "gather_model",
     "gather_params",
     "generate",
-    "hlo",
     "html_report",
     "huggingface",
     "lower_train_step",

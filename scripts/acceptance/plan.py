@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax import aot, hlo
+from zerojax import aot
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Plan, plan_state, predict_memory
 from zerojax.analysis.plan.work import decoder_work, flash_attention
@@ -29,6 +29,9 @@ from zerojax.models import GPT, lm_loss
 from zerojax.run.config import RunConfig, find_config, load_config
 from zerojax.run.optimizers import make_optimizer
 from zerojax.zero_config import PRESETS, Remat
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+import hlo
 
 ALLOWED = 0.15
 LAYERS_OF_A_BODY = 2

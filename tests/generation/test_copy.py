@@ -5,6 +5,7 @@ import functools
 from typing import Any
 from unittest import mock
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from mesh_axes import axes_used
 from plain_loop import by_path
 
 import zerojax
-from zerojax import aot, hlo
+from zerojax import aot
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine, Queue
 from zerojax.generation.generate import _copy, generation_program

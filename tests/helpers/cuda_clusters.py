@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import hlo
 import jax
 import numpy as np
 import optax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import aot, hlo
+from zerojax import aot
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.models import GPT, GPTConfig, lm_loss
 

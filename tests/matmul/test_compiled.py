@@ -4,10 +4,10 @@ import math
 
 import pytest
 from cuda_clusters import compiled_gpt
+from hlo.text import Array, Instruction, Program, parse, walk
 
 import zerojax
 from pallas_kernels.backends import cuda_implementation
-from zerojax.analysis.hlo.text import Array, Instruction, Program, parse, walk
 from zerojax.analysis.plan import plan_state
 from zerojax.models import GPTConfig
 

@@ -1,5 +1,6 @@
 """Sums of gradients are kept, to the bit, where residuals of finished layers were."""
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from cuda_clusters import compiled_gpt
 
 import zerojax
-from zerojax import aot, hlo
+from zerojax import aot
 from zerojax.models import GPTConfig
 from zerojax.schedule import sum_storage
 from zerojax.schedule.sum_storage import SumStorage

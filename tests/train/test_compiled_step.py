@@ -1,5 +1,6 @@
 """The real training step, compiled for CUDA clusters without a GPU: what it sends, and in what formats."""
 
+import hlo
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,7 +9,7 @@ from cuda_clusters import check_traffic
 from flax import nnx
 
 import zerojax
-from zerojax import aot, hlo
+from zerojax import aot
 
 WIDTH, LAYERS = 256, 8
 

@@ -1,9 +1,8 @@
 """Replica groups in all their forms, against groups written out by hand."""
 
 import pytest
-
-from zerojax.analysis.hlo.groups import parse_groups, parse_pairs
-from zerojax.analysis.hlo.text import HloError
+from hlo.groups import parse_groups, parse_pairs
+from hlo.text import HloError
 
 CASES = {
     "{{0,1},{2,3}}": ((0, 1), (2, 3)),

@@ -1,10 +1,9 @@
-"""zerojax.analysis.hlo against programs compiled here for CUDA, whose traffic is known by construction."""
+"""hlo against programs compiled here for CUDA, whose traffic is known by construction."""
 
+import hlo
 import jax
 import jax.numpy as jnp
 import pytest
-
-from zerojax import hlo
 
 NODES, LOCAL = 2, 4
 WORLD = NODES * LOCAL

@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Any
 
+import hlo
 import jax
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from cuda_clusters import check_traffic, compiled_gpt, gpt_batch
 from environment import ROOT
 
 import zerojax
-from zerojax import aot, hlo
+from zerojax import aot
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import plan_state, predict_memory
 from zerojax.analysis.plan.work import decoder_work

@@ -8,10 +8,10 @@ Trust only programs compiled for CUDA (``zerojax.analysis.aot`` needs no GPU for
 gathers to int8 and bf16 reductions to fp32.
 """
 
-from zerojax.analysis.hlo.collectives import HloCollective, collectives
-from zerojax.analysis.hlo.memory import CompiledMemory, memory
-from zerojax.analysis.hlo.moves import MOVES, Movement, movements
-from zerojax.analysis.hlo.text import HloError
+from hlo.collectives import HloCollective, collectives
+from hlo.memory import CompiledMemory, memory
+from hlo.moves import MOVES, Movement, movements
+from hlo.text import HloError
 
 __all__ = [
     "MOVES",

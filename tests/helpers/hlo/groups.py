@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from zerojax.analysis.hlo.text import HloError
+from hlo.text import HloError
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zerojax.analysis.hlo.groups import Groups, parse_groups, parse_pairs
-from zerojax.analysis.hlo.text import (
+from hlo.groups import Groups, parse_groups, parse_pairs
+from hlo.text import (
     WRAPPERS,
     Computation,
     HloError,

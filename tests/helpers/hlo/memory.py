@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from zerojax.analysis.hlo.text import HloError
+from hlo.text import HloError
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zerojax.analysis.hlo.text import WRAPPERS, Computation, Instruction, Program, callees, parse, walk
+from hlo.text import WRAPPERS, Computation, Instruction, Program, callees, parse, walk
 
 #: Array operations that only move data.
 MOVES = frozenset(
