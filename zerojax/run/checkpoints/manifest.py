@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: its files, with checksums, and the trainer's record.
 
-``STEP/manifest.json`` lists every other file with its size and CRC-32, which detects accidents, not tampering.
-It is written once all processes have written all their files, before the checkpoint gets its final name.
+``STEP/manifest.json`` lists every other file with its size and CRC-32, which detects accidents, not
+tampering. It is written once all processes have written all their files, before the checkpoint gets its
+final name.
 """
 
 import errno
