@@ -9,12 +9,13 @@ import optax
 import pytest
 from core_models import CASES
 from flax import traverse_util
+from jax.sharding import NamedSharding
 from optax import contrib
 from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
-from zerojax.optim.shard_check import check_shardable
-from zerojax.sharding.layout import ParamShape, make_layout
+from zerojax.optim.shard_check import OnLayout, check_shardable, on_shards
+from zerojax.sharding.layout import OWNED, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
 
 ROWS = 24
@@ -116,19 +117,101 @@ def test_a_mask_by_sizes_is_refused(chosen):
         check_shardable(tx, leaves()[1:3])
 
 
-def test_a_mask_by_ndim_of_a_stack_is_warned_of(recwarn):
-    """A stacked norm has two dimensions: it would decay like a matrix."""
-    by_ndim = optax.adamw(1e-2, mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1))
-    by_path = optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda label: label == "frozen", label(p)))
-    zero, world = zerojax.ZeroConfig(), MeshShape(2, 4)
-    norm = make_layout(
-        ParamShape(("blocks", "scale"), (200,), "float32", (3,)), index=4, world=world, zero=zero
+def by_ndim(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def labels_by_ndim(params: Any) -> Any:
+    """Plain optax has no third kind of leaf for a stacked matrix."""
+    return jax.tree.map(lambda x: {0: "vector", 1: "vector", 2: "matrix"}[x.ndim], params)
+
+
+AS_IT_IS = OnLayout(lambda mesh, leaves, zero: optax.identity())
+BY_NDIM = {
+    "decay": lambda first: optax.chain(
+        optax.clip_by_global_norm(0.3), optax.adamw(1e-2, weight_decay=1.0, mask=by_ndim)
+    ),
+    "rates": lambda first: optax.multi_transform(
+        {"vector": optax.sgd(0.1), "matrix": optax.sgd(0.2)}, labels_by_ndim
+    ),
+    "frozen": lambda first: optax.chain(optax.sgd(0.1), optax.masked(optax.set_to_zero(), by_ndim)),
+    "chained": lambda first: zerojax.chain(
+        first, optax.add_decayed_weights(1.0, mask=by_ndim), optax.scale(-1e-2)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("decay", 3), ("decay", 0), ("rates", 3), ("frozen", 3), ("chained", 3)]
+)
+def test_masks_see_the_ndim_of_a_layer(name, stage):
+    """A stack of three layers is updated like three layers of a list, and nothing is sent for it."""
+    mesh, zero = zerojax.make_mesh(2, 4), zerojax.ZeroConfig(stage=stage)
+    stacked = {("blocks", "scale"): (5,), ("blocks", "kernel"): (5, 6), ("blocks", "gain"): ()}
+    shapes = [ParamShape(path, shape, "float32", (3,)) for path, shape in stacked.items()]
+    shapes.append(ParamShape(("head", "kernel"), (6, 3), "float32", ()))
+    laid_out = [
+        make_layout(shape, index=i, world=MeshShape(2, 4), zero=zero) for i, shape in enumerate(shapes)
+    ]
+    rng = np.random.default_rng(0)
+    params, *grads = (
+        {leaf.path: rng.standard_normal(leaf.unsharded_shape).astype(np.float32) for leaf in laid_out}
+        for _ in range(3)
     )
-    check_shardable(by_path, (*leaves(), norm))
-    check_shardable(by_ndim, leaves()[:3])  # a stacked matrix is one in both
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match="'blocks/scale' has 2,.*Choose leaves by their path"):
-        check_shardable(by_ndim, (*leaves(), norm))
+
+    def stored(values: Any) -> Any:
+        result = {}
+        for leaf in laid_out:
+            rows = values[leaf.path].reshape(leaf.layers, -1)
+            padded = np.pad(rows, ((0, 0), (0, leaf.padded - leaf.size))).reshape(leaf.stored_shape)
+            place = NamedSharding(mesh, leaf.spec(OWNED if stage else ()))
+            result[leaf.path] = jax.device_put(padded, place)
+        return traverse_util.unflatten_dict(result)
+
+    def listed(values: Any) -> Any:
+        layers = [{path[-1]: values[path][layer] for path in stacked} for layer in range(3)]
+        return {"blocks": layers, "head": values["head", "kernel"]}
+
+    tx, found = on_shards(BY_NDIM[name](AS_IT_IS), mesh, laid_out, zero), stored(params)
+    state = jax.jit(tx.init)(found)
+    assert {x.shape for x in jax.tree.leaves(state)} <= {(), *(leaf.stored_shape for leaf in laid_out)}
+
+    def plain_updates(tx: Any) -> Any:
+        state, wanted = tx.init(listed(params)), listed(params)
+        for grad in grads:
+            updates, state = tx.update(listed(grad), state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+        return wanted
+
+    def step(found: Any, state: Any, grad: Any) -> Any:
+        updates, state = tx.update(grad, state, found)
+        return optax.apply_updates(found, updates), state
+
+    compiled = jax.jit(step).lower(found, state, stored(grads[0])).compile()
+    for moved in ("all-gather", "all-to-all", "collective-permute"):
+        assert moved not in str(compiled.as_text())
+    for grad in grads:
+        found, state = compiled(found, state, stored(grad))
+    whole = {
+        leaf.path: np.asarray(by_path(found)[leaf.path])
+        .reshape(leaf.layers, -1)[:, : leaf.size]
+        .reshape(leaf.unsharded_shape)
+        for leaf in laid_out
+    }
+    wanted = jax.jit(lambda: plain_updates(BY_NDIM[name](optax.identity())))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), listed(whole), wanted)
+
+
+@pytest.mark.parametrize("name", ["masked sizes", "masked shapes"])
+def test_what_a_layers_ndim_lets_through_is_checked_as_a_layer(name):
+    """Neither does anything to a stack as a whole."""
+    chosen, tx = {
+        "masked sizes": (lambda x: x.ndim == 2 and x.shape[-1] == 130, optax.sgd(0.1)),
+        "masked shapes": (lambda x: x.ndim == 2, optax.centralize()),
+    }[name]
+    masked = optax.masked(tx, functools.partial(jax.tree.map, chosen))
+    with pytest.raises(zerojax.ZeroError, match=r"goes by sizes of leaves|depends on the leaf's shape"):
+        on_shards(masked, zerojax.make_mesh(2, 4), leaves()[2:3], zerojax.ZeroConfig())
 
 
 def of_items(params: Any) -> Any:

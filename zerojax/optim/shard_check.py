@@ -2,12 +2,14 @@
 
 An optimizer sees the model's own tree as global arrays, each leaf flat and padded but of its unsharded rank
 (``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
-stays zero. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct. The
+stays zero. One that chooses leaves by their ndim is given the layers of a stack in a row, as leaves of one
+layer's ndim. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct. The
 check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
 """
 
+import dataclasses
 import functools
-import warnings
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
+from zerojax.optim.moments import Shape, with_layers_in_a_row
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
@@ -59,10 +62,35 @@ def chain(*parts: Optimizer) -> Optimizer:
         return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
 
     def make(mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig) -> optax.GradientTransformation:
-        made = (part.make(mesh, leaves, zero) if isinstance(part, OnLayout) else part for part in parts)
-        return optax.chain(*made)
+        return optax.chain(*(on_shards(part, mesh, leaves, zero) for part in parts))
 
     return OnLayout(make)
+
+
+def on_shards(
+    tx: Optimizer, mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig
+) -> optax.GradientTransformation:
+    """The transform that a step runs on stored leaves.
+
+    Raises:
+        ConfigurationError: as ``check_shardable``.
+    """
+    if isinstance(tx, OnLayout):
+        return tx.make(mesh, leaves, zero)
+    layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
+    if layers == list(leaves) or _operations(tx, _whole(layers)) == _operations(tx, _stored(leaves)):
+        check_shardable(tx, leaves)
+        return tx
+    check_shardable(tx, layers)
+    return with_layers_in_a_row(tx, leaves, sharded=zero.stage > 0)
+
+
+def _whole(leaves: Sequence[ParamLayout]) -> dict[Path, Shape]:
+    return {leaf.path: leaf.unsharded_shape for leaf in leaves}
+
+
+def _stored(leaves: Sequence[ParamLayout]) -> dict[Path, Shape]:
+    return {leaf.path: leaf.stored_shape for leaf in leaves}
 
 
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:
@@ -75,23 +103,10 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
     _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
-    shapes = {leaf.path: leaf.unsharded_shape for leaf in leaves}
-    operations = _operations(tx, shapes)
-    if operations != _operations(tx, {leaf.path: leaf.stored_shape for leaf in leaves}):
+    if _operations(tx, _whole(leaves)) != _operations(tx, _stored(leaves)):
         raise ConfigurationError(
             "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
             "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
-        )
-    # The same leaves as the layers of a list would have them; a scalar has no other rank to be stored in.
-    stacked = [leaf for leaf in leaves if leaf.stack and leaf.shape]
-    alone = {leaf.path: (leaf.layers * leaf.shape[0], *leaf.shape[1:]) for leaf in stacked}
-    if stacked and operations != _operations(tx, shapes | alone):
-        first = min(stacked, key=lambda leaf: len(leaf.shape))
-        warnings.warn(
-            "the optimizer goes by the ndim of leaves, and stacked ones have one more than those of a layer: "
-            f"{first.name!r} has {len(first.unsharded_shape)}, so a mask such as ndim > 1 takes norms and "
-            "biases for matrices. Choose leaves by their path.",
-            stacklevel=5,
         )
 
 
@@ -182,16 +197,28 @@ def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]
     return {path: np.asarray(x) for path, x in from_tree(total).items()}
 
 
-def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, tuple[int, ...]]) -> list[str]:
-    """The operations of an update of leaves of these shapes, in order."""
+def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, Shape]) -> list[Any]:
+    """The operations of an update of leaves of these shapes, in order, and of which results; or its error."""
     params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()})
-    traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
-    names: list[str] = []
-    pending = [traced.jaxpr]
+    try:
+        traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
+    except Exception as error:
+        return [repr(error)]
+    found: list[Any] = []
+    pending, number = [traced.jaxpr], itertools.count()
     while pending:
         jaxpr = pending.pop()
+        numbers: dict[Any, Any] = {var: next(number) for var in (*jaxpr.constvars, *jaxpr.invars)}
+
+        def of(atoms: Sequence[Any], numbers: dict[Any, Any] = numbers) -> list[Any]:
+            return [repr(x.val) if isinstance(x, core.Literal) else numbers[x] for x in atoms]
+
         for equation in jaxpr.eqns:
-            if equation.primitive.name not in _MOVES:
-                names.append(equation.primitive.name)
+            if equation.primitive.name in _MOVES:
+                numbers[equation.outvars[0]] = of(equation.invars)[0]
+                continue
+            found.append((equation.primitive.name, of(equation.invars)))
+            numbers |= {var: next(number) for var in equation.outvars}
             pending += core.jaxprs_in_params(equation.params)
-    return names
+        found.append(of(jaxpr.outvars))
+    return found

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.spec import TrainSpec
@@ -25,7 +26,9 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
     opt_state = jax.eval_shape(spec.tx.init, params)
-    places = by_moment(spec, opt_state, spec.param_spec, PartitionSpec())
+    places = by_moment(
+        spec.leaves, opt_state, lambda leaf, _: spec.param_spec(leaf), lambda _: PartitionSpec()
+    )
     return {
         "step": like(scalar),
         "skipped_in_row": like(scalar),
@@ -39,23 +42,6 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "frozen": to_tree({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
     }
-
-
-def by_moment(spec: TrainSpec, opt_state: PyTree, make: Callable[[ParamLayout], Any], other: Any) -> PyTree:
-    """The tree of the optimizer's state: for each moment ``make(leaf)`` of its parameter, else ``other``.
-
-    A moment is nested like its parameter, in whatever it is a part of, and has its shape. (optax itself
-    initialises with a placeholder in place of the parameters, which label functions cannot walk.)
-    """
-    known = {leaf.path: leaf for leaf in spec.leaves}
-
-    def choose(keys: tuple[Any, ...], x: Any) -> Any:
-        names = [str(getattr(key, "key", key)) for key in keys]
-        endings = (tuple(names[first:]) for first in range(len(names)))
-        leaf = next((known[ending] for ending in endings if ending in known), None)
-        return other if leaf is None or x.shape != leaf.stored_shape else make(leaf)
-
-    return jax.tree_util.tree_map_with_path(choose, opt_state)
 
 
 def state_specs(spec: TrainSpec) -> dict[str, PyTree]:

@@ -17,7 +17,7 @@ from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import A, B, LoRA
 from zerojax.matmul.operand import Scaled
-from zerojax.optim.shard_check import OnLayout, Optimizer, check_shardable
+from zerojax.optim.shard_check import Optimizer, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
@@ -229,13 +229,10 @@ def build(
             "ZeroConfig.units, or use zerojax.Stack, to gather layer by layer.",
             stacklevel=4,
         )
-    if isinstance(tx, OnLayout):
-        tx = tx.make(mesh, leaves, zero)
-    else:
-        check_shardable(tx, leaves)
+    transform = on_shards(tx, mesh, leaves, zero)
     strategy = ShardingStrategy.of(zero)
     return TrainSpec(
-        mesh, zero, adapter, tx, loss_fn, leaves, groups, strategy, spikes, frozen=frozen, lora=lora
+        mesh, zero, adapter, transform, loss_fn, leaves, groups, strategy, spikes, frozen=frozen, lora=lora
     )
 
 

@@ -20,10 +20,11 @@ from jaxtyping import Array
 from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import Scaled
+from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.fields import by_moment, copied, shardings_of
+from zerojax.train.fields import copied, shardings_of
 from zerojax.train.initial import secondary_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
@@ -163,7 +164,7 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
                 entries |= {f"{name}/values": (leaves[path], x.values), f"{name}/scale": (None, x.scale)}
             else:
                 entries[name] = (leaves[path], x)
-    layouts = by_moment(state.spec, state.opt_state, lambda leaf: leaf, 0)
+    layouts = by_moment(state.spec.leaves, state.opt_state, lambda leaf, _: leaf, lambda _: 0)
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     for (path, x), layout in zip(moments, jax.tree.leaves(layouts), strict=True):
         entries[_optimizer_name(path)] = (layout or None, x)

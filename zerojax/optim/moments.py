@@ -1,0 +1,89 @@
+"""What an optimizer holds of each parameter, and how it sees the layers of a stack."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array, Num, PyTree
+
+from zerojax.sharding.layout import ParamLayout
+
+Shape = tuple[int, ...]
+
+
+def by_moment(
+    leaves: Sequence[ParamLayout],
+    tree: PyTree,
+    moment: Callable[[ParamLayout, Any], Any],
+    other: Callable[[Any], Any],
+    shape: Callable[[ParamLayout], Shape] = lambda leaf: leaf.stored_shape,
+) -> PyTree:
+    """``moment(leaf, x)`` for each moment x of a parameter in an optimizer's state, and ``other(x)`` else.
+
+    A moment is nested like its parameter, in whatever it is a part of, and has its shape. (optax itself
+    initialises with a placeholder in place of the parameters, which label functions cannot walk.)
+
+    Args:
+        leaves: the parameters' layouts.
+        tree: the state, or the parameters or updates themselves, which count as moments.
+        moment: takes a parameter's layout and its moment.
+        other: takes what is not a moment.
+        shape: of a parameter's moments.
+    """
+    known = {leaf.path: leaf for leaf in leaves}
+
+    def choose(keys: tuple[Any, ...], x: Any) -> Any:
+        names = [str(getattr(key, "key", key)) for key in keys]
+        endings = (tuple(names[first:]) for first in range(len(names)))
+        leaf = next((known[ending] for ending in endings if ending in known), None)
+        return other(x) if leaf is None or x.shape != shape(leaf) else moment(leaf, x)
+
+    return jax.tree_util.tree_map_with_path(choose, tree)
+
+
+def _row_shape(leaf: ParamLayout) -> Shape:
+    """The shape of a stored leaf whose layers are one after another: of the ndim of one layer."""
+    stored = leaf.stored_shape[len(leaf.stack) :]
+    return (leaf.layers * leaf.padded, *stored[1:])
+
+
+def with_layers_in_a_row(
+    tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], *, sharded: bool
+) -> optax.GradientTransformation:
+    """A transform whose masks and label functions see the ndim of one layer where several are stacked.
+
+    Each device puts its own parts of the layers one after another, which moves nothing. The state keeps the
+    shapes that it has without this.
+
+    Args:
+        tx: gives the same update for an element wherever in its leaf it is, as ``check_shardable`` finds out.
+        leaves: the layouts of all parameters.
+        sharded: whether they are spread over the devices, as they are from stage 1 on.
+    """
+
+    def parts(leaf: ParamLayout) -> int:
+        return leaf.world.size if sharded else 1
+
+    def to_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:
+        if not leaf.stack:
+            return x
+        return x.reshape(leaf.layers, parts(leaf), -1).swapaxes(0, 1).reshape(_row_shape(leaf))
+
+    def from_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:
+        if not leaf.stack:
+            return x
+        return x.reshape(parts(leaf), leaf.layers, -1).swapaxes(0, 1).reshape(leaf.stored_shape)
+
+    rows = functools.partial(by_moment, leaves, moment=to_row, other=lambda x: x)
+    stored = functools.partial(by_moment, leaves, moment=from_row, other=lambda x: x, shape=_row_shape)
+
+    def init(params: Any) -> Any:
+        return stored(tx.init(rows(params)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = tx.update(rows(updates), rows(state), rows(params))
+        return stored(updates), stored(state)
+
+    return optax.GradientTransformation(init, update)
