@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import zerojax
+from zerojax.posttrain.methods import ppo
+from zerojax.posttrain.roles import critic
 from zerojax.run import loop
 from zerojax.run import train_run as run_module
 from zerojax.run.config import RunConfig, config_from_dict
@@ -70,7 +72,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             raise Stop
         return real(state, batch)
 
-    for module in (loop, zerojax):
+    for module in (loop, ppo, critic):
         monkeypatch.setattr(module, "train_step", train_step)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from zerojax import gather_model
 from zerojax.cli.options import RunPath
 from zerojax.cli.trained import as_stored, open_trained
 from zerojax.errors import ConfigurationError
@@ -10,6 +9,7 @@ from zerojax.generation import Sampling
 from zerojax.models import GPT
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
+from zerojax.train.gathering import gather_model
 
 _MOST_TOKENS = 1 << 24
 

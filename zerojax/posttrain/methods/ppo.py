@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import zerojax
 from zerojax.models import parameter_count
 from zerojax.posttrain.loss.advantages import gae, token_rewards
 from zerojax.posttrain.methods.trainer import PostTrainer, Roles
@@ -20,7 +19,8 @@ from zerojax.run.checkpoints import Record
 from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import Start, WeightReader
-from zerojax.train.step import Metrics
+from zerojax.train.state import TrainState
+from zerojax.train.step import Metrics, train_step
 
 _gae = jax.jit(gae, static_argnames=("discount", "decay"))
 
@@ -83,7 +83,7 @@ class PPOTrainer(PostTrainer):
     def take_step(self, batch: Rows) -> Metrics:
         """Dispatch a step of the policy and one of the critic; see ``TrainLoop.take_step``."""
         own = {name: batch[name] for name in abstract_batch(self.config)}
-        self.state, metrics = zerojax.train_step(self.state, own)
+        self.state, metrics = train_step(self.state, own)
         values = self.critic.take_step(batch)
         # The run ends if either has diverged.
         in_row = jnp.maximum(metrics["skipped_in_row"], values["skipped_in_row"])
@@ -94,7 +94,7 @@ class PPOTrainer(PostTrainer):
             "skipped_in_row": in_row,
         }
 
-    def beside(self) -> dict[str, zerojax.TrainState]:
+    def beside(self) -> dict[str, TrainState]:
         """The critic's state; see ``TrainLoop.beside``."""
         return {NAME: self.critic.state}
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import zerojax
 from zerojax.errors import RunError
 from zerojax.formatting import plain_text
 from zerojax.models import parameter_count
@@ -33,6 +32,7 @@ from zerojax.run.evaluation import for_several_passes
 from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, Start, WeightReader, keep_for, start_run
+from zerojax.train.step import predict_step
 
 
 class Roles(NamedTuple):
@@ -213,7 +213,7 @@ class PostTrainer(OpenRun):
         counted = np.isfinite(rewards).astype(np.float32)
         rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
         log_probs = log_probs_of(self.config.posttrain)
-        own = predict_rows(self.config, rows, partial(zerojax.predict_step, self.state, fn=log_probs))
+        own = predict_rows(self.config, rows, partial(predict_step, self.state, fn=log_probs))
         if self.reference is None:
             return rows | {"old_log_probs": own}
         predict = partial(self.reference.log_probs, self.state, fn=log_probs)

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jaxtyping import Float32
 
-import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
@@ -32,6 +31,7 @@ from zerojax.run.data import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
 from zerojax.train.state import TrainState
+from zerojax.train.step import predict_step
 
 _STOP_SECONDS = 0.2  # within which a signal is noticed
 
@@ -181,7 +181,7 @@ class ModelScorer:
         """See ``Scorer``; scores that are not finite are lost, and it does not stop."""
         del stopping
         rows = {"tokens": rollout.tokens, "mask": rollout.mask}
-        score = partial(zerojax.predict_step, self.state, fn=completion_scores)
+        score = partial(predict_step, self.state, fn=completion_scores)
         found = predict_rows(self.config, rows, score)
         lost = ~np.isfinite(found)
         if not lost.any():

@@ -8,7 +8,6 @@ from typing import Self
 
 import jax
 
-import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.loss.policy import value_loss, values_of
@@ -22,7 +21,7 @@ from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, first_weights, keep_base, needed_base, with_base
 from zerojax.train.state import TrainState
-from zerojax.train.step import Metrics
+from zerojax.train.step import Metrics, predict_step, train_step
 
 NAME = "critic"
 """The name of its state in a checkpoint."""
@@ -85,11 +84,11 @@ class Critic:
 
     def reader(self) -> Callable[[Rows], jax.Array]:
         """A function that gives the value of the state before each token of a completion."""
-        return partial(zerojax.predict_step, for_several_passes(self.state), fn=values_of)
+        return partial(predict_step, for_several_passes(self.state), fn=values_of)
 
     def take_step(self, rows: Rows) -> Metrics:
         """Dispatch a step; returns its metrics."""
-        self.state, metrics = zerojax.train_step(self.state, {name: rows[name] for name in COLUMNS})
+        self.state, metrics = train_step(self.state, {name: rows[name] for name in COLUMNS})
         return metrics
 
     def record(self) -> Beside:

@@ -5,7 +5,6 @@ from typing import Any
 
 import optax
 
-import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, RunConfig
@@ -13,6 +12,7 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
+from zerojax.train.step import predict_step
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Reference:
     def log_probs(self, trained: TrainState, batch: Any, fn: Any) -> Any:
         """``predict_step`` with the reference's weights."""
         if self.state is None:
-            return zerojax.predict_step(trained, batch, fn, adapters=False)
-        return zerojax.predict_step(self.state, batch, fn)
+            return predict_step(trained, batch, fn, adapters=False)
+        return predict_step(self.state, batch, fn)
 
 
 def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:

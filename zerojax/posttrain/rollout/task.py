@@ -6,7 +6,7 @@ from typing import Self
 import jax
 import numpy as np
 
-import zerojax
+from zerojax.generation.generate import generate
 from zerojax.posttrain.data.prompts import Prompt, Prompts
 from zerojax.posttrain.processes import of_this_process
 from zerojax.posttrain.reward.scorers import FunctionScorer, Scorer, open_scorer
@@ -70,7 +70,7 @@ class Environment:
         self, state: TrainState, prompts: list[Prompt], *, temperature: float, seed: int = 0
     ) -> Rollout:
         """Generate a completion of each prompt."""
-        completions = zerojax.generate(
+        completions = generate(
             state,
             [prompt.tokens for prompt in prompts],
             self.config.posttrain.max_new_tokens,
