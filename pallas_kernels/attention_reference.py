@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LEAST = float(jnp.finfo(jnp.float32).min)
+MIN_SCORE = float(jnp.finfo(jnp.float32).min)
 """The score of a column that is not seen."""
 
 
@@ -28,5 +28,5 @@ def attend_cache(
         scores = softcap * jnp.tanh(scores / softcap)
     column = jnp.arange(keys.shape[2])
     seen = (start[:, None] <= column) & (column < stop[:, None])
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, LEAST), axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MIN_SCORE), axis=-1)
     return jnp.einsum("bkgs,bksd->bkgd", weights.astype(values.dtype), values).reshape(rows, heads, dim)

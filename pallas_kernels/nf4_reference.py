@@ -89,9 +89,9 @@ MIDPOINTS = ((LEVELS[:-1].astype(np.float64) + LEVELS[1:]) / 2).astype(np.float3
 ZERO_CODE = 7
 MAX_PEAK_BITS = (127 + 120) << 23
 MIN_PEAK_BITS = (127 - 80) << 23
-LARGEST_SCALE = 254
+MAX_SCALE = 254
 NAN_SCALE = 255
-UNIT = np.float32(1 / LARGEST_SCALE**3)
+UNIT = np.float32(1 / MAX_SCALE**3)
 BUCKETS = 32
 
 
@@ -147,7 +147,7 @@ def _scale_codes(peaks: jax.Array, units: jax.Array) -> jax.Array:
     for step in (128, 64, 32, 16, 8, 4, 2, 1):
         higher = code + step
         bound = (higher**3 + (higher - 1) ** 3).astype(jnp.float32) * half
-        code = jnp.where((higher <= LARGEST_SCALE) & (peaks > bound), higher, code)
+        code = jnp.where((higher <= MAX_SCALE) & (peaks > bound), higher, code)
     return code
 
 

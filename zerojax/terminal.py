@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Literal, TextIO
 
 # The most texts that wait for a reader.
-_MOST = 1000
+_MAX_LINES = 1000
 # Seconds that a writer waits until its text is out, unless the stream is known to be held up.
 _PATIENCE = 0.1
 # Seconds that the end of the process waits for a reader.
@@ -82,7 +82,7 @@ class Terminal(io.TextIOBase):
         with self._changed:
             if self._error is not None:
                 raise self._error
-            if len(self._texts) >= _MOST:
+            if len(self._texts) >= _MAX_LINES:
                 self._dropped += text.count(b"\n")
                 return
             if self._thread is None:

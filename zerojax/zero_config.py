@@ -22,7 +22,7 @@ MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
 """The kernels of a model's blocks: the default of ``ZeroConfig.fp8`` and ``LoRA.targets``."""
 
 COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
-_MOST_CHUNKS = 64
+_MAX_CHUNKS = 64
 _FP8_MULTIPLE = 16
 """Sizes of the matrices that cuBLASLt multiplies in fp8."""
 NF4 = "nf4"
@@ -150,8 +150,8 @@ class ZeroConfig:
         for field in ("accumulate", "chunks"):
             if getattr(self, field) < 1:
                 raise ConfigurationError(f"ZeroConfig.{field}={getattr(self, field)} must be at least 1.")
-        if self.chunks > _MOST_CHUNKS:
-            raise ConfigurationError(f"ZeroConfig.chunks={self.chunks} must be at most {_MOST_CHUNKS}.")
+        if self.chunks > _MAX_CHUNKS:
+            raise ConfigurationError(f"ZeroConfig.chunks={self.chunks} must be at most {_MAX_CHUNKS}.")
         size = self.block_size
         if size & (size - 1) or not 64 <= size <= 2048:
             raise ConfigurationError(f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048.")

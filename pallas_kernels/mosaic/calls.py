@@ -28,7 +28,7 @@ from pallas_kernels.mosaic.tiles import Tile, choose_tile
 
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
-_MOST_PEERS = 32
+_MAX_PEERS = 32
 """Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
 """Elements encoded per thread."""
@@ -194,7 +194,7 @@ def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jn
 
 def _sum_tile(peers: int, source: Rows, blocks: int, lanes: int, vector: int) -> Tile | None:
     """The tile for sums over ``peers`` rows of words of ``lanes`` codes; None if no kernel supports them."""
-    if peers > _MOST_PEERS:
+    if peers > _MAX_PEERS:
         return None
     # A single row must also be a whole number of words.
     vector = _vector(source, vector, max(peers, 2)) // lanes

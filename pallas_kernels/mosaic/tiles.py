@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _WARPS = 4
 _WARP_LANES = 32
-_FEWEST_LANES = 8
+_MIN_LANES = 8
 
 
 def _layout(tiles: Any, warp_dims: Any, lane_dims: Any) -> plgpu.Layout:
@@ -98,7 +98,7 @@ def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | N
         elements: elements per thread, if the row is long enough.
     """
     most = min(_WARP_LANES, width)
-    lanes = min(most, max(_FEWEST_LANES, width // elements))
+    lanes = min(most, max(_MIN_LANES, width // elements))
     threads = _WARPS * _WARP_LANES
     while lanes < most and threads // lanes > blocks:
         lanes *= 2

@@ -7,7 +7,7 @@ Tensor cores take sixteen queries at least, so rows of zeros are added: reading 
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-3.4028234663852886e38)
+MIN_SCORE = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def attend_kernel(
     query = tl.load(query_ptr + queries[:, None] * DIM + d[None, :], mask=there, other=0.0)
     layer = tl.load(layer_ptr).to(tl.int64)
     first = ((layer * ROWS + row) * HEADS + head) * LENGTH
-    most = tl.full((GROUP_PADDED,), LEAST, tl.float32)
+    most = tl.full((GROUP_PADDED,), MIN_SCORE, tl.float32)
     total = tl.zeros((GROUP_PADDED,), tl.float32)
     out = tl.zeros((GROUP_PADDED, DIM_PADDED), tl.float32)
     for begin in range(start, stop, COLUMNS):
@@ -65,7 +65,7 @@ def attend_kernel(
         if SOFTCAP > 0:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which holds where exp overflows
             scores = SOFTCAP * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))
-        scores = tl.where(seen[None, :], scores, LEAST)
+        scores = tl.where(seen[None, :], scores, MIN_SCORE)
         higher = tl.maximum(most, tl.max(scores, 1))
         weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
         shrink = tl.exp(most - higher)
@@ -76,5 +76,5 @@ def attend_kernel(
     queries += split * ROWS * HEADS * GROUP
     out = tl.where(total[:, None] > 0, out / total[:, None], 0.0)
     tl.store(out_ptr + queries[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
-    weight = tl.where(total > 0, most + tl.log(total), LEAST)
+    weight = tl.where(total > 0, most + tl.log(total), MIN_SCORE)
     tl.store(weight_ptr + queries, weight, mask=g < GROUP)

@@ -22,7 +22,7 @@ _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _LIMIT = 2**31
 """Elements of a row that 32-bit offsets can address."""
-_MOST_PEERS = 64
+_MAX_PEERS = 64
 """Rows summed in unrolled code."""
 _PROGRAMS = 512
 """Programs of the attention kernel that fill a chip."""
@@ -233,7 +233,7 @@ def decode_sum(
     payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
 ) -> jax.Array:
     """See ``pallas_kernels.decode_sum``."""
-    if not _has_kernel(fmt=fmt, n=n) or payload.shape[0] > _MOST_PEERS:
+    if not _has_kernel(fmt=fmt, n=n) or payload.shape[0] > _MAX_PEERS:
         return reference.decode_sum(payload, fmt=fmt, n=n, block=block, rotation=rotation, scale=scale)
     factor = float(np.float32(scale) * (reference.ROTATION_NORM if rotation else np.float32(1)))
     out = jax.ShapeDtypeStruct((n,), jnp.float32)
@@ -248,7 +248,7 @@ def decode_sum_encode(
     """See ``pallas_kernels.decode_sum_encode``."""
     total = rows_out * n
     re_encode = partial(encode, fmt=fmt_out, block=block, rounding=rounding, rotation=0)
-    fits = payload.shape[0] <= _MOST_PEERS and _has_kernel(fmt=fmt_in, n=total)
+    fits = payload.shape[0] <= _MAX_PEERS and _has_kernel(fmt=fmt_in, n=total)
     if not fits or not _has_kernel(fmt=fmt_out, n=n):
         summed = decode_sum(payload, fmt=fmt_in, n=total, block=block, rotation=0, scale=1.0)
         return re_encode(summed.reshape(rows_out, n), seed)

@@ -132,16 +132,16 @@ def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS:
 
 
 @triton.jit
-def _minifloat(y, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
+def _minifloat(y, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """exponent | mantissa of y, int32, the exponent in fp32's place, with noise above and below.
 
     Adds a power of two so large that the mantissa of the sum ends in y's rounded significand, which is then
-    put under the exponent of that power. SMALLEST is fp32's exponent of the smallest normal number with a
+    put under the exponent of that power. MIN_EXPONENT is fp32's exponent of the smallest normal number with a
     code.
     """
     UP: tl.constexpr = 23 - MANTISSA
     exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.maximum(exponent + (UP << 23), (SMALLEST + UP) << 23)
+    power = tl.maximum(exponent + (UP << 23), (MIN_EXPONENT + UP) << 23)
     steps = (tl.abs(y) + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     return (steps << UP) + power
 

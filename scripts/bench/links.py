@@ -25,7 +25,7 @@ MODELS = {
     "7B": ["--layers", "32", "--d-model", "4096", "--ffn", "11008", "--llama"],
 }
 TOKENS = (512, 1024, 2048, 8192)
-LONGEST = 2048
+MAX_LENGTH = 2048
 
 
 def main() -> int:
@@ -62,14 +62,14 @@ def main() -> int:
 
 
 def in_sequences(tokens: int) -> tuple[int, int]:
-    """The number and length of sequences for a number of tokens: a single one, or some of `LONGEST`.
+    """The number and length of sequences for a number of tokens: a single one, or some of `MAX_LENGTH`.
 
     Raises:
         ValueError: the tokens do not divide so.
     """
-    length = min(tokens, LONGEST)
+    length = min(tokens, MAX_LENGTH)
     if tokens < 1 or tokens % length:
-        raise ValueError(f"{tokens} tokens do not divide into sequences of {LONGEST}")
+        raise ValueError(f"{tokens} tokens do not divide into sequences of {MAX_LENGTH}")
     return tokens // length, length
 
 

@@ -28,11 +28,11 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "documentation": (".md", ".rst", ".txt"),
 }
 KIND_OF = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
-SMALLEST, LARGEST = 256, 1 << 20
+MIN_BYTES, MAX_BYTES = 256, 1 << 20
 """Bytes of a document; larger files are mostly tables or generated."""
 
-LONGEST_LINE = 1000
-LEAST_LETTERS = 0.6
+MAX_LINE_LENGTH = 1000
+MIN_LETTERS = 0.6
 """Least fraction of ASCII letters and white space in a document; tables of numbers have less."""
 
 _LETTERS = (string.ascii_letters + string.whitespace).encode()
@@ -120,15 +120,15 @@ def _texts(files: list[Path]) -> Iterator[tuple[Path, str]]:
 def _read(file: Path) -> str | None:
     """A file's text, or None if it holds none to train on."""
     try:
-        if not SMALLEST <= file.stat().st_size <= LARGEST:
+        if not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
             return None
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    if "\0" in text or max(map(len, text.splitlines()), default=0) > LONGEST_LINE:
+    if "\0" in text or max(map(len, text.splitlines()), default=0) > MAX_LINE_LENGTH:
         return None
     raw = text.encode()
-    return text if len(raw.translate(None, _LETTERS)) <= (1 - LEAST_LETTERS) * len(raw) else None
+    return text if len(raw.translate(None, _LETTERS)) <= (1 - MIN_LETTERS) * len(raw) else None
 
 
 def main() -> None:

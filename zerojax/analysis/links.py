@@ -21,7 +21,8 @@ TOKENS = 8192
 # Roughly the fraction of a single matrix product's speed that a training step reaches.
 _REACHED = 0.5
 # A measurement grows until it takes this many seconds, or this many bytes per device.
-_LONG_ENOUGH, _MOST_BYTES = 0.02, 1 << 27
+_LONG_ENOUGH = 0.02
+_MAX_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def measure_link(mesh: Mesh, axis: str) -> Link | None:
         return None
     latency = _time_gather(mesh, axis, 64)
     size = 1 << 20
-    while (seconds := _time_gather(mesh, axis, size)) < _LONG_ENOUGH and size < _MOST_BYTES:
+    while (seconds := _time_gather(mesh, axis, size)) < _LONG_ENOUGH and size < _MAX_BYTES:
         size *= 8
     return Link((peers - 1) * size / max(seconds - latency, 1e-9), latency)
 

@@ -10,7 +10,7 @@ import tyro
 from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.interop.deepspeed import translate
-from zerojax.validation.untrusted import LONGEST_SETTINGS, parse_json
+from zerojax.validation.untrusted import MAX_SETTINGS_CHARS, parse_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if len(text) > LONGEST_SETTINGS:
+        if len(text) > MAX_SETTINGS_CHARS:
             raise ConfigurationError(f"{len(text):,} characters: no DeepSpeed config has so many")
         return parse_json(text)
     except OSError as error:

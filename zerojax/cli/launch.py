@@ -33,7 +33,7 @@ from zerojax.multihost.distributed import VARIABLES, free_port
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
 
 # Per machine, emulated devices included.
-_MOST_DEVICES = 4096
+_MAX_DEVICES = 4096
 
 # Commands besides `train` that a job can run.
 _OTHERS = ("doctor", "links")
@@ -69,9 +69,9 @@ def launch(job: Job) -> int:
         raise ConfigurationError(f"restarts must not be negative: {job.restarts}")
     if not 0 <= job.grace < float("inf"):
         raise ConfigurationError(f"grace must be a number of seconds, not {job.grace}")
-    if job.nodes * job.devices_per_node > _MOST_DEVICES:
+    if job.nodes * job.devices_per_node > _MAX_DEVICES:
         raise ConfigurationError(
-            f"{job.nodes} x {job.devices_per_node} devices are more than {_MOST_DEVICES} on one machine: for "
+            f"{job.nodes} x {job.devices_per_node} devices are more than {_MAX_DEVICES} on one machine: for "
             "several machines, use scripts/slurm or scripts/k8s"
         )
     if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes:

@@ -27,7 +27,7 @@ from zerojax.sharding.mesh import MeshShape
 
 COUNTS = (1, 2, 4, 8)
 _MIB = 1 << 20
-_LARGEST = 1 << 10  # in MiB
+_MAX_MIB = 1 << 10  # in MiB
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "links", arguments)
     if not 0.1 <= options.seconds <= 60:
         raise ConfigurationError(f"--seconds {options.seconds:g}: from 0.1 to 60")
-    if not options.sizes or not all(0 < size <= _LARGEST for size in options.sizes):
-        raise ConfigurationError(f"--sizes: whole numbers from 1 to {_LARGEST}, in MiB")
+    if not options.sizes or not all(0 < size <= _MAX_MIB for size in options.sizes):
+        raise ConfigurationError(f"--sizes: whole numbers from 1 to {_MAX_MIB}, in MiB")
     with joined_cluster(options.mesh, ClusterSection(), options):
         report = _measure(options)
         if jax.process_index() == 0:

@@ -11,7 +11,7 @@ from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.gathering import gather_model
 
-_MOST_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class SamplingOptions:
         Raises:
             ConfigurationError: names the option.
         """
-        if not 1 <= self.tokens <= _MOST_TOKENS:
-            raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MOST_TOKENS:,}")
+        if not 1 <= self.tokens <= _MAX_TOKENS:
+            raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MAX_TOKENS:,}")
 
     @property
     def sampling(self) -> Sampling:

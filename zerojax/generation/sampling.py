@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zerojax.errors import ConfigurationError
-from zerojax.validation.bounds import LEAST_TEMPERATURE
+from zerojax.validation.bounds import MIN_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):
+        if not (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE):
             raise ConfigurationError(
-                f"temperature = {self.temperature}: 0 (greedy), or at least {LEAST_TEMPERATURE}"
+                f"temperature = {self.temperature}: 0 (greedy), or at least {MIN_TEMPERATURE}"
             )
         if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
             raise ConfigurationError(f"top_k = {self.top_k}: a whole number from 1, or left out")

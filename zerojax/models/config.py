@@ -159,7 +159,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         check_model(self)
         count = parameter_count(self)
-        require(count <= _MOST_PARAMETERS, f"{count:.3g} parameters: at most {_MOST_PARAMETERS:.0e}")
+        require(count <= _MAX_PARAMETERS, f"{count:.3g} parameters: at most {_MAX_PARAMETERS:.0e}")
 
     @property
     def head_dim(self) -> int:
@@ -240,7 +240,7 @@ class GPTConfig:
         )
 
 
-_MOST_PARAMETERS = 10**15
+_MAX_PARAMETERS = 10**15
 
 
 def _block_matrices(c: GPTConfig) -> int:

@@ -28,8 +28,8 @@ _POSITIVE = (
     "logit_divisor",
     "rope_fraction",
 )
-_MOST_LAYERS = 10_000
-_MOST_UNSCANNED = 1_000  # each is a module, built and compiled separately
+_MAX_LAYERS = 10_000
+_MAX_UNSCANNED = 1_000  # each is a module, built and compiled separately
 
 
 def require(condition: bool, message: str) -> None:
@@ -65,7 +65,7 @@ def _check_values(c: "GPTConfig") -> None:
             choices, value = get_args(field.type), getattr(c, field.name)
             require(value in choices, f"{field.name} = {value!r}: one of {', '.join(choices)}")
     require(0 <= c.dropout < 1, f"dropout = {c.dropout}: at least 0 and below 1")
-    most = _MOST_LAYERS if c.scan else _MOST_UNSCANNED
+    most = _MAX_LAYERS if c.scan else _MAX_UNSCANNED
     require(c.layers <= most, f"layers = {c.layers}: at most {most:,}{', or scan' * (not c.scan)}")
 
 

@@ -29,7 +29,7 @@ _HOW = (
 )
 
 # A Unix socket's path has at most 108 bytes.
-_LONGEST_FOLDER = 70
+_MAX_FOLDER_LENGTH = 70
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 """Describe a job to a process of it, as do the first three arguments of ``joined``."""
@@ -202,7 +202,7 @@ def _private_folder() -> Generator[Path]:
     """
     try:
         usual = tempfile.gettempdir()
-        parent = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"
+        parent = usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp"
         made = tempfile.TemporaryDirectory(prefix="zerojax-", dir=parent, ignore_cleanup_errors=True)
         with socket.socket(socket.AF_UNIX) as probe:  # not every file system supports them
             probe.bind(f"{made.name}/probe")

@@ -34,7 +34,7 @@ _PENDING = 64
 _WARM_UP = 0.5
 
 # Seconds that a read should take, and its fewest and most bytes: few calls, and the window ends on time.
-_READ, _LEAST, _MOST = 0.01, 1 << 16, 1 << 22
+_READ, _MIN_BYTES, _MAX_BYTES = 0.01, 1 << 16, 1 << 22
 
 
 class Flows:
@@ -214,7 +214,7 @@ async def _talk(flow: socket.socket, say: Callable[[Connection, str], Awaitable[
 def _send(flow: socket.socket) -> float:
     """Send zeros until the other end closes the flow; the share of a core that it took."""
     _make_blocking(flow)
-    zeros, start, core = bytes(_MOST), time.monotonic(), time.thread_time()
+    zeros, start, core = bytes(_MAX_BYTES), time.monotonic(), time.thread_time()
     with suppress(OSError):
         while True:
             flow.sendall(zeros)
@@ -224,9 +224,9 @@ def _send(flow: socket.socket) -> float:
 def _receive(flow: socket.socket, seconds: float) -> tuple[float, float]:
     """Receive for some seconds; bytes per second, and the share of a core that it took."""
     _make_blocking(flow)
-    buffer, start = memoryview(bytearray(_MOST)), time.monotonic()
-    rate, warm = _read_until(flow, buffer[:_LEAST], start + _WARM_UP)
-    size = max(_LEAST, min(_MOST, int(rate * _READ)))
+    buffer, start = memoryview(bytearray(_MAX_BYTES)), time.monotonic()
+    rate, warm = _read_until(flow, buffer[:_MIN_BYTES], start + _WARM_UP)
+    size = max(_MIN_BYTES, min(_MAX_BYTES, int(rate * _READ)))
     core = time.thread_time()
     rate, end = _read_until(flow, buffer[:size], warm + seconds)
     return rate, (time.thread_time() - core) / (end - warm)

@@ -31,7 +31,7 @@ from zerojax.zero_config import ZeroConfig
 # Adafactor factors a matrix from 128 rows on: a smaller probe would not see it.
 _PROBE_SIDE = 128
 _PADDING = 3
-_MOST_UPDATES = 64
+_MAX_UPDATES = 64
 _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 """Operations that a scalar, which is stored as a vector, may need more or fewer of."""
 _WAY_OUT = (
@@ -189,7 +189,7 @@ def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]
 
     total, state = jax.tree.map(np.zeros_like, given), jax.jit(tx.init)(given)
     changed = 0
-    for number in range(_MOST_UPDATES):
+    for number in range(_MAX_UPDATES):
         total, state, changes = update(total, state, gradients[number % len(gradients)])
         changed += int(changes)
         if changed == 2:

@@ -14,15 +14,15 @@ from zerojax.errors import ConfigurationError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-LARGEST = 2**32 - 1
+MAX_INTEGER = 2**32 - 1
 """The largest whole number of any setting: the largest seed."""
-LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
+MAX_FLOAT = (2 - 2.0**-23) * 2.0**127
 """The largest number of fp32, in which steps are computed."""
-MOST_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 20
 """The most devices of a mesh: ten times the largest existing cluster."""
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Logits that are divided by less may overflow."""
-MOST_EMULATED = 4096
+MAX_EMULATED = 4096
 """CPU devices emulated by one process; with four times as many, XLA takes minutes to start."""
 
 
@@ -39,10 +39,10 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
     for field in dataclasses.fields(settings):
         given = getattr(settings, field.name)
         for value in given if isinstance(given, tuple) else (given,):
-            if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+            if isinstance(value, float) and not abs(value) <= MAX_FLOAT:
                 raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise ConfigurationError(f"{name(field.name)} must lie within {LARGEST:,} of 0")
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ConfigurationError(f"{name(field.name)} must lie within {MAX_INTEGER:,} of 0")
 
 
 def checked_seed(seed: int) -> np.uint32:
@@ -54,7 +54,7 @@ def checked_seed(seed: int) -> np.uint32:
     try:
         return np.uint32(operator.index(seed))
     except (TypeError, OverflowError):
-        raise ConfigurationError(f"seed={seed!r} must be a whole number from 0 to {LARGEST:,}.") from None
+        raise ConfigurationError(f"seed={seed!r} must be a whole number from 0 to {MAX_INTEGER:,}.") from None
 
 
 def is_time(value: object) -> TypeGuard[float]:

@@ -11,11 +11,11 @@ from typing import Any
 
 DEEPEST = 64
 """Levels of nested tables and lists; a settings file has four or five."""
-LONGEST_SETTINGS = 1 << 20
+MAX_SETTINGS_CHARS = 1 << 20
 """Characters of a settings file."""
-_MOST_DOTS = 200  # per line
-_MOST_DIGITS = 300  # so that every whole number fits a float; transformers writes one of 31
-_TOO_LONG = f"a whole number of more than {_MOST_DIGITS} digits"
+_MAX_DOTS = 200  # per line
+_MAX_DIGITS = 300  # so that every whole number fits a float; transformers writes one of 31
+_TOO_LONG = f"a whole number of more than {_MAX_DIGITS} digits"
 _TOO_DEEP = f"nested too deeply: more than {DEEPEST} tables and lists inside each other"
 
 
@@ -41,11 +41,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         ValueError: as for ``parse_json``; or the text is longer than any settings.
     """
-    if len(text) > LONGEST_SETTINGS:
-        raise ValueError(f"{len(text):,} characters, more than the {LONGEST_SETTINGS:,} of any settings file")
+    if len(text) > MAX_SETTINGS_CHARS:
+        raise ValueError(
+            f"{len(text):,} characters, more than the {MAX_SETTINGS_CHARS:,} of any settings file"
+        )
     # The time of tomllib is quadratic in the parts of a dotted key.
-    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
-        raise ValueError(f"nested too deeply: a line has more than {_MOST_DOTS} dots; break it if it is not")
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"nested too deeply: a line has more than {_MAX_DOTS} dots; break it if it is not")
     try:
         data = tomllib.loads(text)
     except RecursionError:
@@ -91,7 +93,7 @@ def _refuse_constant(constant: str) -> Any:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:  # Python itself refuses thousands of digits, with another message
+    if len(digits) > _MAX_DIGITS:  # Python itself refuses thousands of digits, with another message
         raise ValueError(_TOO_LONG)
     return int(digits)
 
@@ -111,7 +113,7 @@ def _check(data: Any) -> None:
                 _check_text(value)
             elif isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is not a finite number")
-            elif isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
+            elif isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS:
                 raise ValueError(_TOO_LONG)
         level, depth = below, depth + 1
         if depth > DEEPEST and any(isinstance(value, dict | list) for value in level):

@@ -199,7 +199,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, message: str) -> N
 
 
 def test_a_huge_line_in_a_small_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats_module, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(formats_module, "MAX_LINE_BYTES", 1 << 20)
     write_lines(tmp_path / "rows.jsonl.gz", b'{"text": "' + b"a" * (1 << 21) + b'"}')
     with pytest.raises(DataError, match=r"rows.jsonl.gz:1: a line of more than 1 MiB"):
         texts(tmp_path)

@@ -14,7 +14,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spec import ParamGroup, TrainSpec, check_options, lay_out
-from zerojax.validation.bounds import MOST_DEVICES
+from zerojax.validation.bounds import MAX_DEVICES
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
 
@@ -57,10 +57,8 @@ class Cluster:
             raise ConfigurationError(
                 f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}"
             )
-        if self.nodes * self.local > MOST_DEVICES:
-            raise ConfigurationError(
-                f"{self.nodes} nodes of {self.local} GPUs: at most {MOST_DEVICES:,} GPUs"
-            )
+        if self.nodes * self.local > MAX_DEVICES:
+            raise ConfigurationError(f"{self.nodes} nodes of {self.local} GPUs: at most {MAX_DEVICES:,} GPUs")
         if self.nodes > 1 and self.bandwidth <= 0 and self.links is None:
             raise ConfigurationError(
                 "the network between the nodes needs a rate: give --bandwidth, such as 100gbit, or --links"

@@ -20,8 +20,8 @@ from zerojax.zero_config import MATMUL_WEIGHTS, PRESETS, ZeroConfig
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"
 EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
-_MOST_SEQUENCES = 1 << 14
-_MOST_NODES = 1 << 12
+_MAX_SEQUENCES = 1 << 14
+_MAX_NODES = 1 << 12
 _WORTH_IT = 1.03
 _DECIDED = (
     *("stage", "accumulate_order", "weights", "weights_delta", "delta_resync", "local_weights", "hpz"),
@@ -192,7 +192,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
     def fits(world: MeshShape, sequences: int) -> bool:
         return try_out(zero, world, sequences)[2].total <= cluster.budget
 
-    largest = _last(lambda n: fits(cluster.world, n), _MOST_SEQUENCES)
+    largest = _last(lambda n: fits(cluster.world, n), _MAX_SEQUENCES)
     _, most, fullest = try_out(zero, cluster.world, max(1, largest))
     return Forecast(
         name=name,
@@ -204,7 +204,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         mfu=mfu(work, time),
         largest=largest,
         largest_mfu=mfu(most, predict_step(spec, most, hops, fullest, cluster)) if largest else 0.0,
-        fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MOST_NODES),
+        fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MAX_NODES),
     )
 
 

@@ -57,7 +57,7 @@ _FIRST_VALUES = (True, "gaussian", "orthogonal", "eva")
 """Ways to draw A and B that leave the base as it is; LoftQ, PiSSA and others change it."""
 _MERGE = "merge the adapter into its model with PEFT (merge_and_unload), and import that"
 _REFUSAL = f"{_MERGE}, as zerojax lacks these options"
-_MOST_REPETITIONS = 4
+_MAX_REPETITIONS = 4
 """In a pattern of a module's name: with more, a hostile one could match for hours."""
 
 Place = tuple[str, int | None]
@@ -373,7 +373,7 @@ def _check_pattern(setting: str, pattern: str) -> None:
         re.compile(rf"(.*\.)?({pattern})$")
     except re.error as error:
         raise ConfigurationError(f"{setting}: {short(pattern)} is no pattern: {error}") from error
-    if repetitions > _MOST_REPETITIONS or re.search(r"\)[*+?{]", pattern):
+    if repetitions > _MAX_REPETITIONS or re.search(r"\)[*+?{]", pattern):
         raise ConfigurationError(f"{setting}: {short(pattern)} repeats too much: name the modules instead")
 
 

@@ -34,10 +34,10 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 """Names in a header -> numpy dtypes (bfloat16 and float8 are JAX's)."""
-_LONGEST_HEADER = 100_000_000  # the library's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _FILE_NAME = re.compile(r"\w[\w. =+-]{0,200}\.safetensors")
-_MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 1 << 60
+_MAX_DIMENSIONS = 32
+_MAX_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _read_header(path: Path) -> dict[str, tuple[TensorSpec, int]]:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
-            if not 8 <= 8 + length <= min(size, _LONGEST_HEADER):
+            if not 8 <= 8 + length <= min(size, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = parse_json(file.read(length).decode())
         return _check_header(header, 8 + length, size)
@@ -148,12 +148,12 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in tuple(DTYPES):
         raise ValueError(f"{short(name)} is of dtype {short(dtype)}: one of {', '.join(DTYPES)}")
-    if not _are_counts(shape) or len(shape) > _MOST_DIMENSIONS:
+    if not _are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{short(name)} has shape {short(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{short(name)} has data_offsets {short(offsets)}")
     spec, (start, stop) = TensorSpec(dtype, tuple(shape)), offsets
-    if math.prod(max(1, extent) for extent in shape) >= _MOST_ELEMENTS or stop - start != spec.nbytes:
+    if math.prod(max(1, extent) for extent in shape) >= _MAX_ELEMENTS or stop - start != spec.nbytes:
         raise ValueError(f"{short(name)} has {stop - start:,} bytes, but shape {short(shape)} of {dtype}")
     return spec, start, stop
 

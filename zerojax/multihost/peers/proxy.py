@@ -16,7 +16,7 @@ from zerojax.multihost.peers.messages import Connection, Piece
 _PIECE = 1 << 16
 
 # JAX's client opens one connection, and another if that breaks.
-_MOST_STREAMS = 8
+_MAX_STREAMS = 8
 
 # Seconds between attempts to reach JAX's service: it may not be up yet, or its queue may be full.
 _PAUSE = 0.05
@@ -79,7 +79,7 @@ class ServiceProxy:
         """Pass on bytes from a client; HTTP/2's flow control bounds how many can be buffered."""
         queue = self._streams.get(piece.stream)
         if queue is None:
-            if not piece.data or len(self._streams) == _MOST_STREAMS:
+            if not piece.data or len(self._streams) == _MAX_STREAMS:
                 return
             queue = self._streams[piece.stream] = asyncio.Queue()
             task = asyncio.ensure_future(self._serve(piece.stream, queue))

@@ -22,7 +22,7 @@ from zerojax.validation.untrusted import printable
 
 _LOADING_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # within which the end of a process is noticed
-_LONGEST_LINE = 4096  # bytes of what a function prints
+_MAX_LINE_BYTES = 4096  # bytes of what a function prints
 _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API|ACCESS)?KEYS?|SECRETS?|PASS|PASSWD|PASSWORDS?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
 )
@@ -199,5 +199,5 @@ def _read_line(connection: socket.socket, deadline: float) -> bytes:
 def _show(printed: IO[bytes]) -> None:
     """Print what a process prints, without control characters."""
     with printed:
-        while line := printed.readline(_LONGEST_LINE):
+        while line := printed.readline(_MAX_LINE_BYTES):
             print(printable(line.decode(errors="replace").rstrip("\r\n")), file=sys.stderr, flush=True)

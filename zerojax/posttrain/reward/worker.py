@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_LARGEST = 3.4028235e38  # of fp32, in which rewards are kept
-_LONGEST = 500  # characters of an error
+_MAX_REWARD = 3.4028235e38  # of fp32, in which rewards are kept
+_MAX_ERROR_LENGTH = 500  # characters of an error
 
 
 class RefusedError(Exception):
@@ -62,7 +62,7 @@ def reward(function: Callable[..., Any], prompt: str, completion: str, row: dict
         found = float(value)
     except (TypeError, ValueError) as error:
         raise RefusedError(f"{name} returns a {type(value).__name__}, not a number") from error
-    if not abs(found) <= _LARGEST:
+    if not abs(found) <= _MAX_REWARD:
         raise ValueError(f"the reward is {found}")
     return found
 
@@ -72,9 +72,9 @@ def answer(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return find()
     except RefusedError as error:
-        return {"error": str(error)[:_LONGEST], "refused": True}
+        return {"error": str(error)[:_MAX_ERROR_LENGTH], "refused": True}
     except Exception as error:
-        return {"error": " ".join(f"{type(error).__name__}: {error}"[:_LONGEST].split())}
+        return {"error": " ".join(f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH].split())}
 
 
 def main(address: str, *named: str) -> None:

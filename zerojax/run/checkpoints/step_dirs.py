@@ -20,7 +20,7 @@ from typing import Literal
 _LEFTOVER = re.compile(r"\d+\.(unfinished|removed)(-\d+)?(\..*)?")
 _ASIDE = re.compile(r"\d+\.(damaged|undone)(-\d+)?")
 # Seconds without anything new after which a failed save has ended, and the most to wait for that.
-_QUIET, _MOST = 0.5, 5.0
+_QUIET_SECONDS, _MAX_SECONDS = 0.5, 5.0
 
 
 def steps(folder: Path) -> list[int]:
@@ -59,7 +59,7 @@ def clear_failed(folder: Path, step: int) -> None:
     folders again.
     """
     begun = seen = time.monotonic()
-    while (now := time.monotonic()) - seen < _QUIET and now - begun < _MOST:
+    while (now := time.monotonic()) - seen < _QUIET_SECONDS and now - begun < _MAX_SECONDS:
         if left := [path for path in _leftovers(folder) if path.name.startswith(f"{step}.")]:
             seen = now
         for path in left:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerojax.run.config.sharding import WireFormat
-from zerojax.validation.bounds import LEAST_TEMPERATURE, check_numbers, require
+from zerojax.validation.bounds import MIN_TEMPERATURE, check_numbers, require
 from zerojax.zero_config import Remat
 
 
@@ -90,7 +90,7 @@ class PosttrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "posttrain.{}".format)
-        at_least = {"epochs": 1, "max_new_tokens": 1, "reward_workers": 1, "temperature": LEAST_TEMPERATURE}
+        at_least = {"epochs": 1, "max_new_tokens": 1, "reward_workers": 1, "temperature": MIN_TEMPERATURE}
         counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
         at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
         for name, least in at_least.items():

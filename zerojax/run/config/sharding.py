@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from pallas_kernels import Format
 from zerojax.matmul.lora import LoRA
 from zerojax.sharding.mesh import make_mesh
-from zerojax.validation.bounds import MOST_DEVICES, MOST_EMULATED, check_numbers, require
+from zerojax.validation.bounds import MAX_DEVICES, MAX_EMULATED, check_numbers, require
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import (
     COMPUTE_FORMAT,
@@ -49,7 +49,7 @@ class MeshSection:
             not self.emulate or (self.nodes > 0 and self.local > 0),
             "mesh.emulate needs mesh.nodes and mesh.local, the numbers of devices to emulate",
         )
-        most = MOST_EMULATED if self.emulate else MOST_DEVICES
+        most = MAX_EMULATED if self.emulate else MAX_DEVICES
         require(
             max(self.nodes, 1) * max(self.local, 1) <= most,
             f"mesh.nodes {self.nodes} x mesh.local {self.local}: at most {most:,} devices"

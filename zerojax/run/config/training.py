@@ -11,8 +11,8 @@ from typing import Literal
 
 from zerojax.validation.bounds import check_numbers, require
 
-_MOST_STEPS = 1 << 24  # schedules are computed in fp32, which has no larger odd integers
-_MOST_TOKENS = 1 << 31  # per step: counted in int32
+_MAX_STEPS = 1 << 24  # schedules are computed in fp32, which has no larger odd integers
+_MAX_TOKENS = 1 << 31  # per step: counted in int32
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class TrainSection:
         )
         require(self.spike_window >= 2, "train.spike_window must be at least 2: one loss has no deviation")
         require(0 <= self.seed < 2**32, "train.seed must lie in 0 .. 2**32 - 1")
-        require(self.steps <= _MOST_STEPS, f"train.steps must be at most {_MOST_STEPS:,}")
+        require(self.steps <= _MAX_STEPS, f"train.steps must be at most {_MAX_STEPS:,}")
         require(
-            self.batch_size * (self.sequence_length + 1) <= _MOST_TOKENS,
-            f"train.batch_size x train.sequence_length must be at most {_MOST_TOKENS:,} tokens per step",
+            self.batch_size * (self.sequence_length + 1) <= _MAX_TOKENS,
+            f"train.batch_size x train.sequence_length must be at most {_MAX_TOKENS:,} tokens per step",
         )
         require(
             self.batch_size % self.accumulate == 0,

@@ -19,7 +19,7 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import short
 
-LONGEST_LINE = 1 << 28
+MAX_LINE_BYTES = 1 << 28
 """The longest line of a JSON file, in decompressed bytes; a small archive could hold a huge one."""
 
 _ROWS = 1024
@@ -168,12 +168,12 @@ def _json_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     with _readable(path), _open_lines(path) as lines:
         for number in itertools.count(1):
-            line = lines.readline(LONGEST_LINE + 1)
+            line = lines.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
             place = f"{path}:{number}"
-            if len(line) > LONGEST_LINE:
-                raise DataError(f"{place}: a line of more than {LONGEST_LINE >> 20} MiB")
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
             if not line.isspace():
                 row = _json_row(line, columns, place)
                 wanted = (*columns, *(column for column in optional if column in row))
