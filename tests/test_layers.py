@@ -10,8 +10,8 @@ from environment import ROOT
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
     *("terminal", "errors", "log", "versions", "formatting", "validation", "zero_config", "network"),
-    *("matmul", "sharding", "comm", "schedule", "adapters", "optim", "train", "models", "generation"),
-    *("analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
+    *("matmul", "sharding", "comm", "weights", "schedule", "adapters", "optim", "train", "models"),
+    *("generation", "analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
 )
 
 

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec
 import pallas_kernels
 import zerojax
 from zerojax.cli.trained import TrainedRun, open_trained
-from zerojax.comm.collectives import UnitComm
+from zerojax.comm.reduction import GradientReduction
 from zerojax.models import parameter_count
 from zerojax.run.config import MeshSection, ZeroSection
 from zerojax.run.data import Dataset, TrainBatches, make_rows, open_dataset
@@ -151,7 +151,7 @@ def reducer(shapes: Shapes, zero: ZeroConfig) -> tuple[Any, Any]:
         make_layout(ParamShape(path, shape, "float32", ()), index=i, world=world, zero=zero)
         for i, (path, shape) in enumerate(shapes)
     )
-    comm = UnitComm(ShardingStrategy.of(zero), leaves)
+    reduction = GradientReduction(ShardingStrategy.of(zero), leaves, world)
 
     @jax.jit
     @partial(
@@ -162,7 +162,7 @@ def reducer(shapes: Shapes, zero: ZeroConfig) -> tuple[Any, Any]:
         check_vma=False,
     )
     def reduce(values: list[jax.Array], seed: jax.Array) -> list[jax.Array]:
-        return list(comm.reduce_gradients(tuple(x[0] for x in values), seed))
+        return list(reduction.reduce(tuple(x[0] for x in values), seed))
 
     return leaves, reduce
 

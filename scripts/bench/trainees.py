@@ -25,8 +25,9 @@ from zerojax.run.inputs import abstract_batch, make_batches
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.copies import copies_of
 from zerojax.train.fields import shardings_of
-from zerojax.train.initial import initializer, secondary_of
+from zerojax.train.initial import initializer
 from zerojax.train.step import lower_eval_step
 
 _CURVE_POINTS = 50
@@ -46,10 +47,8 @@ class Trainee:
             zerojax.lower_train_step(self.state, batch),
             lower_eval_step(self.state, batch),
         )
-        copies = jax.jit(
-            partial(secondary_of, self.state.spec), out_shardings=shardings_of(self.state.secondary)
-        )
-        self.copies = copies if self.state.secondary else None
+        copies = jax.jit(partial(copies_of, self.state.spec), out_shardings=shardings_of(self.state.copies))
+        self.copies = copies if self.state.copies else None
         if self.copies:
             lowered += (self.copies.lower(self.state.params),)
         self._compiled = [threads.submit(one.compile) for one in lowered]

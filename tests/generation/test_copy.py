@@ -26,7 +26,6 @@ from zerojax.generation.generate import _copy, generation_program
 from zerojax.generation.sampling import Sampling
 from zerojax.generation.text import _compiled, _continue, _split
 from zerojax.matmul import fp8
-from zerojax.matmul.operand import Scaled
 from zerojax.models import GPT, lm_loss
 from zerojax.train.memory import device_bytes
 
@@ -91,13 +90,12 @@ def test_frozen_weights_are_shared_and_the_bytes_are_counted():
     stored, frozen = copy.make(state), by_path(state.frozen)
     assert len(frozen) == 3
     for path, x in frozen.items():
-        assert stored[path] is x
+        assert stored[path].values is x.values
     for form in ("gathered", "compute", "int8"):
         copy = GenerationCopy.of(spec, form)
         made, expected = copy.make(state), copy.abstract
-        for path, x in jax.tree.leaves_with_path(made):
-            like: Any = functools.reduce(lambda tree, key: tree[key.key], path, expected)
-            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        shapes = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (made, expected))
+        assert next(shapes) == next(shapes)
         assert copy.device_bytes == device_bytes(made), form
 
 
@@ -114,8 +112,8 @@ def test_frozen_weights_of_few_bits_are_not_encoded_again():
     state = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="nf4")
     made, frozen = GenerationCopy.of(state.spec, "int8").make(state), by_path(state.frozen)
     assert len(frozen) == 3
-    for path, codes in frozen.items():
-        np.testing.assert_array_equal(made[path], codes)
+    for path, weight in frozen.items():
+        np.testing.assert_array_equal(made[path].values, weight.values)
 
 
 def test_weights_are_whole_where_they_fit():
@@ -137,10 +135,11 @@ def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
     assert len(chosen) == 3
     for path in chosen:
         x = stored[path]
-        assert isinstance(x, Scaled) == (form != "compute")
-        if isinstance(x, Scaled):
-            x = np.asarray(fp8.decode(x.values, np.float32)) / np.asarray(x.scale)[:, None]
-        apart = np.asarray(x).reshape(SMALL.layers, -1) - weights[path].reshape(SMALL.layers, -1)
+        assert (x.scale is None) == (form == "compute")
+        values = np.asarray(x.values)
+        if x.scale is not None:
+            values = np.asarray(fp8.decode(x.values, np.float32)) / np.asarray(x.scale)[:, None]
+        apart = values.reshape(SMALL.layers, -1) - weights[path].reshape(SMALL.layers, -1)
         assert np.abs(apart).max() < 2**-4 * np.abs(weights[path]).max()
     got = zerojax.generate(state, prompts(), 4, weights=form)
     assert (got.lengths == 4).all()

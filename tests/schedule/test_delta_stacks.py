@@ -19,7 +19,8 @@ from zerojax import eval_step, train_step
 from zerojax.adapters import stack
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.blocks import flat_blocks
-from zerojax.train.secondary import next_secondary
+from zerojax.train.copies import masters_of, updated_copies
+from zerojax.train.fields import abstract_copies, specs_of
 
 DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
 
@@ -70,11 +71,11 @@ RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat]
 
 def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
     """Of a state: its copies as they are after the next step's update, by path."""
-    spec = train_spec.by_path(train_spec.secondary_spec)
+    spec = specs_of(abstract_copies(train_spec))
 
-    def update(params: Any, secondary: Any, step: Any) -> Any:
-        blocks = flat_blocks(params, train_spec.leaves)
-        return next_secondary(train_spec, blocks, secondary, step)
+    def update(params: Any, copies: Any, step: Any) -> Any:
+        masters = masters_of(train_spec, flat_blocks(params, train_spec.leaves))
+        return updated_copies(train_spec, masters, copies, step)
 
     run = jax.jit(
         jax.shard_map(
@@ -87,8 +88,8 @@ def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
     )
 
     def copies(state: Any) -> dict[Any, np.ndarray]:
-        found = run(from_tree(state.params), from_tree(state.secondary), state.step)
-        return {path: np.asarray(copy, np.float32) for path, copy in found.items()}
+        found = run(from_tree(state.params), state.copies, state.step)
+        return {path: np.asarray(copy.values, np.float32) for path, copy in found.items()}
 
     return copies
 
@@ -119,8 +120,8 @@ def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, ord
         expected, loss = copies(state), eval_step(state, batch)["loss"]
         state, metrics = train_step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-        for path, copy in from_tree(state.secondary).items():
-            np.testing.assert_array_equal(np.asarray(copy, np.float32), expected[path], str(path))
+        for path, copy in state.copies.items():
+            np.testing.assert_array_equal(np.asarray(copy.values, np.float32), expected[path], str(path))
 
 
 def make(run: Any, layers: int, rngs: nnx.Rngs) -> Model:

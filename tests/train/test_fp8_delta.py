@@ -49,7 +49,7 @@ def batches(count: int) -> list[Any]:
 
 
 def host(state: zerojax.TrainState) -> dict[str, np.ndarray]:
-    flat, _ = jax.tree_util.tree_flatten_with_path((state.params, state.secondary, state.opt_state))
+    flat, _ = jax.tree_util.tree_flatten_with_path((state.params, state.copies, state.opt_state))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 
@@ -65,7 +65,7 @@ def copies(state: zerojax.TrainState) -> dict[Any, tuple[Any, np.ndarray, np.nda
 
 
 def by_scaled(state: zerojax.TrainState) -> dict[Any, Any]:
-    return from_tree(state.secondary)
+    return state.copies
 
 
 def read(codes: np.ndarray) -> np.ndarray:
@@ -73,7 +73,7 @@ def read(codes: np.ndarray) -> np.ndarray:
 
 
 def assert_same_on_all_nodes(state: zerojax.TrainState) -> None:
-    for copy in jax.tree.leaves(state.secondary):
+    for copy in jax.tree.leaves(state.copies):
         seen: dict[Any, bytes] = {}
         for shard in copy.addressable_shards:
             place, bits = str(shard.index), np.asarray(shard.data).tobytes()
@@ -100,7 +100,7 @@ def check_copies(before: Any, state: zerojax.TrainState) -> None:
 
 def with_masters(state, params):
     """The state with other master weights and the copies that it has, as after an update."""
-    return state.replace(params=params, secondary=dict(state.secondary))
+    return state.replace(params=params, copies=dict(state.copies))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_skipped_step_leaves_copies_of_the_masters():
         state = with_masters(state, jax.tree.map(lambda x: x * 3, state.params))
         state, metrics = zerojax.train_step(state, first)
         assert metrics["skipped"] == (first is bad)
-        ends.append(jax.tree.map(np.asarray, state.secondary))
+        ends.append(jax.tree.map(np.asarray, state.copies))
     jax.tree.map(np.testing.assert_array_equal, *ends)
     before = copies(state)
     state, metrics = zerojax.train_step(state, good)
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_other_formats_or_another_mesh(source, target, tmp_path)
         checkpoints.save(1, given, Record())
     moved = restore(tmp_path / "1", spec_of(**target))
     jax.tree.map(np.testing.assert_array_equal, masters(moved), masters(given))
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (moved.secondary, spec_of(**target).secondary))
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (moved.copies, spec_of(**target).copies))
     assert shapes[0] == shapes[1]
     assert_same_on_all_nodes(moved)
     if "nodes" in target:  # the same codes elsewhere, of the masters before they grew
@@ -211,12 +211,12 @@ def test_a_checkpoint_of_other_formats_or_another_mesh(source, target, tmp_path)
             np.testing.assert_array_equal(scale, theirs[2])
             np.testing.assert_array_equal(codes[:, : leaf.size], theirs[1][:, : leaf.size])
     elif "weights_delta" in source or source != target:
-        for path, copy in from_tree(moved.secondary).items():
+        for path, copy in moved.copies.items():
             if path not in chosen(moved):
                 kept = next(leaf for leaf in moved.spec.leaves if leaf.path == path)
                 master = np.asarray(from_tree(moved.params)[path]).reshape(kept.layers, kept.padded)
                 np.testing.assert_array_equal(
-                    np.asarray(copy).reshape(master.shape), master.astype(copy.dtype)
+                    np.asarray(copy.values).reshape(master.shape), master.astype(copy.values.dtype)
                 )
         assert_fresh(moved)
 

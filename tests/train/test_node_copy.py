@@ -57,7 +57,7 @@ def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     jax.block_until_ready(state)
     copied = zerojax.with_node_copy(state)
     assert zerojax.with_node_copy(copied) is copied
-    assert device_bytes(copied.node_copy) == node_copy_bytes(state.spec)
+    assert device_bytes(copied.copies) == node_copy_bytes(state.spec)
     assert "node" in axes(state, later)
     assert axes(copied, later) == {"local"}
     one, other = (zerojax.eval_step(x, later)["loss"] for x in (state, copied))
@@ -92,17 +92,17 @@ def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     for batch in (second, third):
         state, expected = zerojax.train_step(state, batch)
         copied, metrics = zerojax.train_step(copied, batch)
-        assert copied.node_copy == {}
+        assert not copied.current_copies
         jax.tree.map(np.testing.assert_array_equal, (copied, metrics), (state, expected))
 
 
 def test_changed_weights_have_no_copy():
     state = zerojax.with_node_copy(create(2, 2))
-    assert state.node_copy
-    assert state.replace(seed=state.seed).node_copy
+    assert state.current_copies
+    assert state.replace(seed=state.seed).copies
     params = jax.tree.map(jax.numpy.copy, state.params)
-    assert not state.replace(params=params).node_copy
-    assert not dataclasses.replace(state, params=params).node_copy
+    assert not state.replace(params=params).copies
+    assert not dataclasses.replace(state, params=params).copies
 
 
 @pytest.mark.parametrize(("nodes", "local", "zero"), [(1, 4, {}), (2, 2, {"stage": 0})])

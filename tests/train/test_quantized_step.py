@@ -127,12 +127,17 @@ def test_leaves_and_layers_draw_bits_of_their_own(grads, rounding):
     assert len(np.unique(rows, axis=0)) == (8 if rounding == "stochastic" else 1)
 
 
+def copies_of(state: zerojax.TrainState) -> dict[tuple[str, ...], jax.Array]:
+    """Delta's copies by path."""
+    return {path: copy.values for path, copy in state.copies.items()}
+
+
 def secondary_hashes(state: zerojax.TrainState) -> dict[tuple[str, int], set[str]]:
     """Hashes of each local device's part of each copy, over all nodes."""
     found = collections.defaultdict(set)
     devices = state.spec.mesh.devices
     local_of = {device: lane for row in devices for lane, device in enumerate(row)}
-    for path, copy in by_path(state.secondary).items():
+    for path, copy in copies_of(state).items():
         for shard in copy.addressable_shards:
             digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
             found["/".join(path), local_of[shard.device]].add(digest)
@@ -155,10 +160,10 @@ def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
     half_code = {"int4": 0.5, "fp8": 16}[fmt]
     for step, batch in enumerate(case.batches(36, 4)):
         masters = {path: np.asarray(x) for path, x in by_path(state.params).items()}
-        copies = {path: np.asarray(x) for path, x in by_path(state.secondary).items()}
+        copies = {path: np.asarray(x) for path, x in copies_of(state).items()}
         state, _ = zerojax.train_step(state, batch)
         assert {len(hashes) for hashes in secondary_hashes(state).values()} == {1}
-        moved = by_path(state.secondary)
+        moved = copies_of(state)
         for leaf in spec.leaves:
             node, local = (codec.fmt for codec in leaf.weights)
             wire = Wire(*mesh, leaf.size, (node, local), ("fp32", "fp32"), 64, leaf.shard)
@@ -193,7 +198,7 @@ def test_a_resync_sends_the_whole_weights():
                 np.asarray(copy).reshape(-1),
                 masters[path].reshape(-1).astype(copy.dtype),
             )
-            for path, copy in by_path(state.secondary).items()
+            for path, copy in copies_of(state).items()
             if path[-1] == "kernel" and copy.dtype == ml_dtypes.bfloat16
         ]
         assert equal

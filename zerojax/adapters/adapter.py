@@ -14,8 +14,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path
+from zerojax.weights.weight import Weight
 
-Weights = Mapping[Path, Num[Array, "..."] | Sharded]
+Given = Mapping[Path, Num[Array, "..."] | Sharded]
+"""The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere."""
 ModelState = dict[str, Any]
 LossFn = Callable[..., Any]
 METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})
@@ -45,7 +47,7 @@ class Bound(Protocol):
         """The non-parameter state after the pass."""
         ...
 
-    def updated(self) -> dict[Path, Num[Array, "..."]]:
+    def updated(self) -> dict[Path, Weight]:
         """Delta's copies that the pass updated, by path."""
         ...
 
@@ -72,18 +74,18 @@ class Adapter(Protocol):
         """Initial parameters of unsharded shape, layers included, and other state; can be traced."""
         ...
 
-    def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
+    def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """Put weights into the model.
 
         Args:
-            weights: per path: ``Sharded`` in units, whole arrays elsewhere.
+            weights: by path.
             model_state: non-parameter state.
             train: False selects the model's evaluation mode, if it has one.
             key: gives the pass random bits of this device's own; None keeps the model's.
         """
         ...
 
-    def whole(self, weights: Weights, model_state: ModelState) -> Any:
+    def whole(self, weights: Given, model_state: ModelState) -> Any:
         """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
         ...
 

@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num
 
-from zerojax.adapters.adapter import Bound, LossFn, ModelState, Parameter, Weights, call_loss
+from zerojax.adapters.adapter import Bound, Given, LossFn, ModelState, Parameter, call_loss
 from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
@@ -28,6 +28,7 @@ from zerojax.schedule.sharded import Sharded, read_outside, translated_errors
 from zerojax.schedule.unit import call_unit
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, by_name, from_tree, to_tree
+from zerojax.weights.weight import Weight
 
 Shape = tuple[int, ...]
 PARAMS = "params"
@@ -215,7 +216,7 @@ class _Pass:
             )
         return {name: values[path] for name, path in self._state.items()}
 
-    def updated(self) -> dict[Path, Num[Array, "..."]]:
+    def updated(self) -> dict[Path, Weight]:
         """See ``Bound.updated``."""
         return {}
 
@@ -346,18 +347,18 @@ class LinenAdapter:
             )
         return floats, _state(unbound.variables)
 
-    def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
+    def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``; a Linen module learns of evaluation from its own call's arguments."""
         del train
         key = jax.random.key(0) if key is None else key
         variables = self._variables(weights, model_state)
         return _Pass(BoundLinen(self._module, self._paths, variables, key), self._state)
 
-    def whole(self, weights: Weights, model_state: ModelState) -> Callable[..., Any]:
+    def whole(self, weights: Given, model_state: ModelState) -> Callable[..., Any]:
         """See ``Adapter.whole``: the module's ``apply`` with its variables."""
         return functools.partial(self._module.apply, self._variables(weights, model_state))
 
-    def _variables(self, weights: Weights, model_state: ModelState) -> dict[str, Any]:
+    def _variables(self, weights: Given, model_state: ModelState) -> dict[str, Any]:
         rest = to_tree({path: model_state[name] for name, path in self._state.items()})
         boxed = {path: _InScope(**vars(x)) if isinstance(x, Sharded) else x for path, x in weights.items()}
         return {PARAMS: to_tree(boxed), **rest}

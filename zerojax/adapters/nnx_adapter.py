@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Num
 
-from zerojax.adapters.adapter import Bound, ModelState, Parameter, Weights
+from zerojax.adapters.adapter import Bound, Given, ModelState, Parameter
 from zerojax.adapters.nnx_creation import (
     create,
     forget_shapes,
@@ -33,6 +33,7 @@ from zerojax.schedule.partition import partition, split_arrays
 from zerojax.schedule.sharded import is_sharded
 from zerojax.schedule.unit import call_unit
 from zerojax.sharding.param_tree import Path
+from zerojax.weights.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class BoundNNX:
         """The state after the pass, but with the random keys from before it."""
         return {**self.before, **_named(nnx.state(self.model, STATE)), **self.keys}
 
-    def updated(self) -> dict[Path, Num[Array, "..."]]:
+    def updated(self) -> dict[Path, Weight]:
         """See ``Bound.updated``."""
-        copies: dict[Path, Num[Array, ...]] = {}
+        copies: dict[Path, Weight] = {}
         for weight in jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=is_sharded):
             if is_sharded(weight):
-                copies |= weight.secondary_copies()
+                copies |= weight.updated_copies()
         return copies
 
 
@@ -95,7 +96,7 @@ class NNXAdapter:
         weights, model_state = self._values(nnx.state(self._create(nnx.Rngs(key))))
         return {path: jnp.asarray(x) for path, x in weights.items()}, model_state
 
-    def bind(self, weights: Weights, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
+    def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``."""
         keys = {name: model_state[name] for name in self._keys}
         own = keys if key is None else {name: _own_key(value, key) for name, value in keys.items()}
@@ -104,7 +105,7 @@ class NNXAdapter:
             model.eval()
         return BoundNNX(model, model_state, keys)
 
-    def whole(self, weights: Weights, model_state: ModelState) -> nnx.Module:
+    def whole(self, weights: Given, model_state: ModelState) -> nnx.Module:
         """See ``Adapter.whole``."""
         model = self._merge(self._plain, weights, model_state)
         model.eval()
@@ -116,7 +117,7 @@ class NNXAdapter:
         weights = {path: values.pop(path) for path in list(values) if path in self._weights}
         return weights, {"/".join(path): value for path, value in values.items()}
 
-    def _merge(self, graph: Any, weights: Weights, model_state: ModelState) -> nnx.Module:
+    def _merge(self, graph: Any, weights: Given, model_state: ModelState) -> nnx.Module:
         def filled(path: tuple[Any, ...], held: Any) -> Any:
             def value(inner: Any, _: Any) -> Any:
                 name = leaf_path(path, inner)

@@ -278,7 +278,7 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
 
 
 def _phase(place: _Place) -> str:
-    """The phase of a collective, by the name scopes around it (as in ``zerojax.comm.collectives``)."""
+    """The phase of a collective, by the name scopes around it (as in ``zerojax.weights.gather``)."""
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"

@@ -14,34 +14,30 @@ hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from zerojax.comm.coalesced import gather_together
-from zerojax.comm.parameter import decoded_weight
 from zerojax.matmul import fp8
-from zerojax.matmul.operand import Codes, array_of, with_values
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
-from zerojax.sharding.strategy import ShardingStrategy
+from zerojax.train.copies import Stored
 from zerojax.train.memory import device_bytes
-from zerojax.train.node_copy import abstract_in_node, node_layout, node_rows, per_node, stored_in_node
-from zerojax.train.sources import place_group, rows_of
-from zerojax.train.spec import ParamGroup, TrainSpec
+from zerojax.train.node_copy import copies_in_node, per_node
+from zerojax.train.pass_weights import place_group
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
+from zerojax.weights.weight import Weight, Weights
 from zerojax.zero_config import ZeroConfig
 
 Form = Literal["compute", "fp8", "int8", "gathered"]
-Stored = dict[Path, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,29 +68,19 @@ class GenerationCopy:
         return GenerationCopy(spec, form, adapters, leaves)
 
     @property
-    def strategy(self) -> ShardingStrategy:
-        """Where units find the weights."""
-        if self.form != "compute":
-            return self.spec.strategy.in_node()
-        return dataclasses.replace(self.spec.strategy.in_node("full"), in_place=True)
-
-    @property
     def abstract(self) -> Stored:
         """The shape, dtype and sharding of each weight."""
 
-        def stored(leaf: ParamLayout) -> Any:
+        def stored(leaf: ParamLayout) -> Weight:
             if self.form == "compute":
-                return self.spec.abstract(leaf.unsharded_shape, self.strategy.weight_dtype(leaf))
+                dtype = self.spec.strategy.weight_dtype(leaf)
+                return Weight(self.spec.abstract(leaf.unsharded_shape, dtype), leaf, "full")
             if self.form == "gathered":
-                return abstract_in_node(self.spec, leaf)
-            return self.spec.abstract_encoded(leaf, leaf.frozen_shape, PartitionSpec())
+                return self.spec.stored(leaf, "secondary")
+            # Spread over no device of the mesh: to their units, which decode them, they are local shards.
+            return dataclasses.replace(self.spec.stored(leaf, "full"), level="secondary")
 
         return {path: stored(leaf) for path, leaf in self.leaves.items()}
-
-    @property
-    def specs(self) -> dict[Path, Any]:
-        """The PartitionSpec of each weight."""
-        return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
 
     @property
     def device_bytes(self) -> int:
@@ -111,38 +97,37 @@ class GenerationCopy:
     def make(self, state: TrainState) -> Stored:
         """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
         if self.form == "gathered":
-            stored = from_tree(state.frozen) | stored_in_node(state)
-            return {path: stored[path] for path in self.leaves}
+            stored = from_tree(state.frozen) | copies_in_node(state)
+            return {
+                path: dataclasses.replace(stored[path], layout=leaf) for path, leaf in self.leaves.items()
+            }
 
         def compiled() -> Any:
-            return per_node(self.spec, lambda shards: _whole(self, node_rows(self.spec, shards)), self.specs)
+            return per_node(self.spec, functools.partial(_whole, self), self.abstract)
 
         return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
     def place(self, stored: Stored) -> dict[Path, Any]:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
         placed: dict[Path, Any] = {}
+        strategy = dataclasses.replace(self.spec.strategy, in_place=self.form == "compute")
         for group in self.spec.groups:
-            placed |= place_group(self.spec, group, self._sharded(group, stored), train=False)
+            seeds = jnp.zeros(group.stack, jnp.uint32)  # nothing random is left: dropout is off
+            sharded = {
+                leaf.path: Sharded(stored[leaf.path], None, seeds, strategy)
+                for leaf in group.every
+                if leaf.path in stored
+            }
+            placed |= place_group(self.spec, group, sharded, train=False)
         return placed
-
-    def _sharded(self, group: ParamGroup, stored: Stored) -> dict[Path, Sharded]:
-        seeds = jnp.zeros(group.stack, jnp.uint32)  # nothing random is left: dropout is off
-
-        def one(leaf: ParamLayout) -> Sharded:
-            source = stored[leaf.path]
-            if self.form != "compute":
-                source = jax.tree.map(lambda x: rows_of(x, leaf), source)
-            return Sharded(source, None, seeds, leaf, self.strategy)
-
-        return {leaf.path: one(self.leaves[leaf.path]) for leaf in group.every if leaf.path in self.leaves}
 
 
 def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: bool) -> ParamLayout:
     if form in ("gathered", "compute"):
-        return node_layout(leaf)
+        return dataclasses.replace(leaf, frozen=True)
     if _keeps_format(leaf):
-        return dataclasses.replace(_gathered(leaf), frozen=True)
+        # Shards in their order, as if each were a node of one device.
+        return dataclasses.replace(leaf, world=MeshShape(leaf.world.size, 1), frozen=True)
     zero = spec.zero
     options = ZeroConfig(
         compute_dtype=zero.compute_dtype,
@@ -154,55 +139,44 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
     return make_layout(leaf, index=leaf.index, world=MeshShape(1, 1), zero=options, frozen=True)
 
 
-def _gathered(leaf: ParamLayout) -> ParamLayout:
-    """The layout of what is gathered over both axes: shards in their order, as if on nodes of one device."""
-    return dataclasses.replace(leaf, world=MeshShape(leaf.world.size, 1))
-
-
 def _keeps_format(leaf: ParamLayout) -> bool:
     """Whether a weight is stored in an 8-bit form as it comes."""
     return leaf.fp8 or (leaf.frozen and not leaf.weights.local.raw)
 
 
-def _whole(copy: GenerationCopy, rows: Stored) -> Stored:
+def _whole(copy: GenerationCopy, in_node: Stored) -> Stored:
     """Gather secondary partitions over ``local`` and store whole weights, layer by layer."""
     stored: Stored = {}
     for group in copy.spec.groups:
-        leaves = tuple(leaf for leaf in group.every if leaf.path in copy.leaves)
-        layer = functools.partial(_whole_layer, copy, leaves)
-        values = tuple(rows[leaf.path] for leaf in leaves)
-        results = lax.map(layer, values) if group.stack else layer(values)
-        stored |= {leaf.path: x for leaf, x in zip(leaves, results, strict=True)}
+        weights = tuple(in_node[leaf.path] for leaf in group.every if leaf.path in copy.leaves)
+        layer = functools.partial(_whole_layer, copy)
+        results = lax.map(layer, weights) if group.stack else layer(weights)
+        stored |= {weight.layout.path: weight for weight in results}
     return stored
 
 
-def _whole_layer(
-    copy: GenerationCopy, leaves: Sequence[ParamLayout], values: Sequence[Any]
-) -> tuple[Any, ...]:
-    arrived = [array_of(x).reshape(-1) for x in values]
+def _whole_layer(copy: GenerationCopy, weights: Weights) -> Weights:
+    arrived = [weight.values for weight in weights]
     if copy.spec.world.local > 1:
         arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]
-    return tuple(
-        _stored_whole(copy, leaf, value, gathered)
-        for leaf, value, gathered in zip(leaves, values, arrived, strict=True)
-    )
+    return tuple(_stored_whole(copy, *pair) for pair in zip(weights, arrived, strict=True))
 
 
-def _stored_whole(copy: GenerationCopy, leaf: ParamLayout, value: Any, gathered: Array) -> Any:
+def _stored_whole(copy: GenerationCopy, weight: Weight, gathered: Array) -> Weight:
     """One whole weight in the copy's form.
 
     Args:
         copy: says in which form.
-        leaf: the weight's layout in the state.
-        value: its secondary partition, for the scale.
+        weight: its secondary partition.
         gathered: the encoded shards of all devices, in their order.
     """
+    leaf, own = weight.layout, copy.leaves[weight.layout.path]
     if copy.form != "compute" and _keeps_format(leaf):
-        return with_values(value, gathered)
-    weight = decoded_weight(gathered, _gathered(leaf), copy.spec.strategy.weight_dtype(leaf))
-    if isinstance(weight, Codes):
-        weight = (fp8.decode(weight.codes, jnp.float32) / value.scale).astype(weight.gradient.dtype)
+        return Weight(gathered, own, "secondary", weight.scale)
+    dtype = copy.spec.strategy.weight_dtype(leaf)
+    values = weight.whole(gathered, dtype).values
+    if weight.scale is not None:
+        values = (fp8.decode(values, jnp.float32) / weight.scale).astype(dtype)
     if copy.form == "compute":
-        return weight
-    own = copy.leaves[leaf.path]
-    return own.weights.local.encode(flatten(weight, own)[None])[0]
+        return Weight(values, own, "full")
+    return Weight(own.weights.local.encode(flatten(values, own)[None])[0], own, "secondary")

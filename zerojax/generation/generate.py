@@ -31,6 +31,7 @@ from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
 from zerojax.train.batch import local_rows, place
+from zerojax.train.fields import specs_of
 from zerojax.train.memory import free_memory
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
@@ -253,7 +254,7 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
     run = on_mesh(
         local,
         spec.mesh,
-        in_specs=(copy.specs, PartitionSpec(), spec.batch_spec, PartitionSpec()),
+        in_specs=(specs_of(copy.abstract), PartitionSpec(), spec.batch_spec, PartitionSpec()),
         out_specs=spec.batch_spec,
     )
     return jax.jit(run, compiler_options=compiler_options(spec.mesh, separate_products=True))

@@ -3,49 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, UInt8
 
 from zerojax.matmul import fp8
-
-
-class Scaled(NamedTuple):
-    """A weight in memory, and the scale of its fp8 codes; or their shardings, or their shapes.
-
-    Attributes:
-        values: fp32 master values, not multiplied by the scale; or codes, made with it.
-        scale: fp32, one per layer where the weight is stacked.
-    """
-
-    values: Any
-    scale: Any
-
-    def scaled(self) -> Num[Array, "..."]:
-        """Master values times the scale; codes as they are."""
-        return self.values if self.values.dtype == jnp.uint8 else self.values * self.scale
-
-
-class Codes(NamedTuple):
-    """A gathered weight in fp8.
-
-    Attributes:
-        codes: e4m3, as bytes; one layer of unsharded shape.
-        gradient: zeros that nothing reads, whose cotangent is the weight's gradient: codes, being integers,
-            have none.
-    """
-
-    codes: UInt8[Array, "..."]
-    gradient: Num[Array, "..."]
-
-    @staticmethod
-    def of(codes: UInt8[Array, "..."], dtype: DTypeLike) -> "Codes":
-        """With a gradient of that dtype."""
-        return Codes(codes, jnp.zeros(codes.shape, dtype))
 
 
 @dataclass(frozen=True)
@@ -54,7 +19,7 @@ class Fp8Operand:
 
     Attributes:
         codes: e4m3, as bytes.
-        gradient: as of ``Codes``.
+        gradient: zeros that nothing reads, whose cotangent is the weight's gradient: codes have none.
         scale: of the whole weight.
         name: of the weight.
         trained: whether the weight has a gradient.
@@ -157,15 +122,3 @@ def array_product(
         x, weight, ((tuple(x_axes), tuple(axes)), ((), ())),
         precision=params["precision"], preferred_element_type=params["preferred_element_type"],
     )  # fmt: skip
-
-
-def with_values(source: Any, values: Num[Array, "..."]) -> Any:
-    """Other values in a source's place, with its scale if it has one."""
-    return source._replace(values=values) if isinstance(source, Scaled) else values
-
-
-def array_of(value: Any) -> Any:
-    """A source without its scale; the gradient in the cotangent of ``Codes``; any array as it is."""
-    return (
-        value.values if isinstance(value, Scaled) else value.gradient if isinstance(value, Codes) else value
-    )

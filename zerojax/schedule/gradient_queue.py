@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.collectives import Payload, UnitComm, Values
+from zerojax.comm.reduction import GradientReduction, Payload, Values
 from zerojax.sharding.wire_format import Seed
 
 InFlight = tuple[Payload | None, ...]
@@ -31,23 +31,24 @@ class GradientQueue:
     """The stages of one stack; callers hold the gradients in flight.
 
     Attributes:
-        comm: of one layer.
+        reduction: of one layer.
         seeds: one per layer.
         last: the index of the last layer, whose gradients come first.
     """
 
-    comm: UnitComm
+    reduction: GradientReduction
     seeds: Seed
     last: int
 
     @property
     def hops(self) -> int:
         """How many hops are stages of their own; 0 if gradients do not cross nodes."""
-        return len(self.comm.axes) if self.comm.strategy.reduces_between_nodes(self.comm.world) else 0
+        reduction = self.reduction
+        return len(reduction.axes) if reduction.strategy.reduces_between_nodes(reduction.world) else 0
 
     def enqueue(self, grads: Values, index: Any, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
-        encoded = self.comm.encode_gradients(tuple(grads), self.seeds[index])
+        encoded = self.reduction.encode(grads, self.seeds[index])
         return (encoded, *((None,) * self.hops if behind is None else behind))
 
     def advance(self, in_flight: InFlight, first: Any) -> tuple[InFlight, Arrived | None]:
@@ -67,7 +68,7 @@ class GradientQueue:
             # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
             index = jnp.minimum(first + self.hops, self.last)
             if not self.hops:
-                for hop in range(len(self.comm.axes)):
+                for hop in range(len(self.reduction.axes)):
                     payload = self._send(payload, index, hop)
             arrived = Arrived(payload, index)
         sent = [
@@ -85,7 +86,7 @@ class GradientQueue:
 
     def sum(self, arrived: Arrived) -> Values:
         """The sums of gradients that have arrived, at the sink."""
-        return self.comm.sum_gradients(arrived.payload)
+        return self.reduction.sum(arrived.payload)
 
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
         """The gradients still in flight, as they arrive; layer 0's are on the first stage, and come last."""
@@ -96,4 +97,4 @@ class GradientQueue:
             in_flight = (None, *sent)
 
     def _send(self, payload: Payload, index: Any, hop: int) -> Payload:
-        return self.comm.send_gradients(payload, self.seeds[index], hop)
+        return self.reduction.send(payload, self.seeds[index], hop)

@@ -19,7 +19,6 @@ A loss with a gradient of its own needs derivatives of this schedule. Those are 
 same layers run one after another (``_one_by_one``), with each layer's hops in line with its compute.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,10 +26,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num
+from jaxtyping import Array
 
-from zerojax.comm.collectives import UnitComm, Values
-from zerojax.matmul.operand import with_values
+from zerojax.comm.reduction import Values
 from zerojax.schedule.breadth_first import (
     all_batched,
     broadcast_unbatched,
@@ -43,31 +41,42 @@ from zerojax.schedule.sharded import Sharded, taken
 from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored, SumStorage
 from zerojax.schedule.transforms import TracedOnce, with_derivatives_of
-from zerojax.schedule.unit import Body, as_layer, call_gathered, on_operands, refuse_mapped, take_apart
+from zerojax.schedule.unit import (
+    Body,
+    as_layer,
+    call_gathered,
+    gradients_of,
+    kept_for_backward,
+    on_operands,
+    reduction_of,
+    refuse_mapped,
+    take_apart,
+)
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed
+from zerojax.weights.gather import Payloads, to_full
+from zerojax.weights.weight import Weight, Weights
 
 
 class _ScanArgs(NamedTuple):
     """The traced arguments of the scan.
 
     Attributes:
-        sources: the weights at the strategy's source level, stacked.
+        weights: stacked, each at its own level.
         sinks: zeros, whose cotangents are the gradients' sums, stacked.
         seeds: one per layer, for stochastic rounding.
-        copies: delta's copies, stacked; or None.
-        frozen: secondary partitions of the frozen weights, stacked.
+        copies: delta's copies of the trained weights, stacked; or None.
         x: the first layer's activations.
         state: each layer's other state, stacked.
         shared: arrays that every layer receives.
     """
 
-    sources: Values
+    weights: Weights
     sinks: Values
     seeds: Seed
-    copies: Values | None
-    frozen: Values
+    copies: Payloads | None
     x: Any
     state: Any
     shared: Any
@@ -75,7 +84,7 @@ class _ScanArgs(NamedTuple):
 
 def scan_units(
     body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any
-) -> tuple[Any, Any, dict[Path, Num[Array, "..."]] | None]:
+) -> tuple[Any, Any, dict[Path, Weight] | None]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
     Args:
@@ -90,35 +99,41 @@ def scan_units(
         the gathers updated them, stacked and by path, else None.
     """
     parts = take_apart(taken(list(weights)))
-    comm = parts.comm
+    strategy = parts.strategy
     run_on = on_operands(body, weights)
 
-    def one(whole: Values, x: Any, own: Any, shared: Any) -> tuple[Any, Any]:
-        inputs, state = own
-        x, state = run_on(whole, inputs, x, state, shared)
-        return x, (inputs, state)
+    def one(whole: Weights, x: Any, own: Any, shared: Any) -> tuple[Any, Any]:
+        seeds, state = own
+        x, state = run_on(whole, seeds, x, state, shared)
+        return x, (seeds, state)
 
-    body = as_layer(one, comm.strategy)
+    body = as_layer(one, strategy)
 
     def in_breadth(size: int, mapped: tuple[_ScanArgs], args: _ScanArgs) -> tuple[Any, Any]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
         (flags,) = mapped
-        refuse_mapped(flags[:5])
+        refuse_mapped((flags.weights, flags.sinks, flags.seeds, flags.copies))
         x, state = broadcast_unbatched(size, (flags.x, flags.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), flags.shared))
-        out: Any = _scan(comm, _Layer(turns), args._replace(x=x, state=state))
+        out: Any = _scan(strategy, _Layer(turns), args._replace(x=x, state=state))
         x, state, copies = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         return (x, state, copies), (*all_batched((x, state), True), all_batched(copies, False))
 
-    run = with_batching_rule(in_breadth, functools.partial(_scan, comm, _Layer(body)))
-    state = (parts.inputs, state)
-    args = _ScanArgs(parts.sources, parts.sinks, parts.seed, parts.copies, parts.frozen, x, state, shared)
+    run = with_batching_rule(in_breadth, functools.partial(_scan, strategy, _Layer(body)))
+    state = (parts.seeds, state)
+    args = _ScanArgs(parts.weights, parts.sinks, parts.seed, parts.copies, x, state, shared)
     x, (_, state), copies = run(args)
     if copies is None:
         return x, state, None
-    return x, state, {leaf.path: copy for leaf, copy in zip(comm.leaves, copies, strict=True)}
+    return x, state, {w.layout.path: w for w in _with_copies(parts.weights, copies) if not w.layout.frozen}
+
+
+def _with_copies(weights: Weights, copies: Payloads) -> Weights:
+    """The weights, with delta's copies in place of the trained ones, which come first."""
+    trained = (w.replace(copy, "secondary") for w, copy in zip(weights, copies, strict=False))
+    return (*trained, *weights[len(copies) :])
 
 
 class _Layer:
@@ -132,7 +147,7 @@ class _Layer:
     """
 
     def __init__(self, body: Body) -> None:
-        def keeping(whole: Values, x: Any, state: Any, shared: Any) -> tuple[Any, Any, Any]:
+        def keeping(whole: Weights, x: Any, state: Any, shared: Any) -> tuple[Any, Any, Any]:
             vjp: Any
             (x, after), vjp = jax.vjp(body, whole, x, state, shared)
             _, own_x, own_state, _ = vjp.args_res
@@ -144,30 +159,26 @@ class _Layer:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any, Values | None]:
-    return _forward(comm, layer.run, args)[:3]
+def _scan(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any, Payloads | None]:
+    return _forward(strategy, layer.run, args)[:3]
 
 
-def _one_by_one(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any]:
+def _one_by_one(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any]:
     """The scan's activations and state, computed layer after layer with a gather each: for derivatives.
 
     ``args.copies`` are up to date already, where there are any.
     """
-    sources = args.sources
-    if args.copies is not None:
-        strategy = dataclasses.replace(comm.strategy, source="secondary")
-        comm = dataclasses.replace(comm, strategy=strategy)
-        sources = tuple(with_values(source, copy) for source, copy in zip(sources, args.copies, strict=True))
-    sources = lax.stop_gradient(sources)  # gradients go to the sinks, and kernels that encode have none
+    weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
+    weights = lax.stop_gradient(weights)  # gradients go to the sinks, and kernels that encode have none
 
-    def body(whole: Values, inputs: Any) -> tuple[Any, Any]:
+    def body(whole: Weights, inputs: Any) -> tuple[Any, Any]:
         return layer.body(whole, *inputs)
 
     def one(x: Any, own: Any) -> tuple[Any, Any]:
-        both, sink, seed, state = own
-        return call_gathered(comm, body, both, sink, seed, (x, state, args.shared))
+        weights, sink, seed, state = own
+        return call_gathered(strategy, body, weights, sink, seed, (x, state, args.shared))
 
-    return lax.scan(one, args.x, ((sources, args.frozen), args.sinks, args.seeds, args.state))
+    return lax.scan(one, args.x, (weights, args.sinks, args.seeds, args.state))
 
 
 class _ForwardCarry(NamedTuple):
@@ -176,68 +187,77 @@ class _ForwardCarry(NamedTuple):
     Attributes:
         x: activations.
         fetching: the weights of later layers.
-        own: this layer's secondary partitions, if the backward pass gathers from those, else None.
+        kept: this layer's secondary partitions that the backward pass gathers from, unless it finds them
+            among the scan's arguments or the copies.
         whole: this layer's weights.
-        stacks: the earlier layers' new state, residuals and ``own``, stacked.
+        stacks: the earlier layers' new state, residuals and ``kept``, stacked.
     """
 
     x: Any
     fetching: Fetching
-    own: Values | None
-    whole: Values
-    stacks: tuple[Any, Any, Values | None]
+    kept: Weights
+    whole: Weights
+    stacks: tuple[Any, Any, Weights]
 
 
-def _forward(comm: UnitComm, run: TracedOnce, args: _ScanArgs) -> tuple[Any, Any, Values | None, Any, Any]:
+def _forward(
+    strategy: ShardingStrategy, run: TracedOnce, args: _ScanArgs
+) -> tuple[Any, Any, Payloads | None, Any, Any]:
     """Run every layer in order, gathering each while those before it compute.
 
     Returns:
-        The activations, the stacked state, the copies; and the residuals of all layers but the last,
-        stacked, and those of the last.
+        The activations, the stacked state, the copies; of all layers but the last, stacked, the residuals and
+        the weights that were kept; and the residuals and the weights of the last.
     """
-    sources, _, _, copies, frozen, x, state, shared = args
-    strategy, last = comm.strategy, comm.every[0].layers - 1
-    weights = WeightPrefetcher(comm, strategy.source, sources, frozen, end=last, step=1)
-    trained = len(comm.leaves)
-    keep = copies is None and strategy.source != strategy.keep
+    weights, _, _, copies, x, state, shared = args
+    last = weights[0].layout.layers - 1
+    prefetcher = WeightPrefetcher(weights, end=last, step=1, own_stream=strategy.own_stream)
+
+    def kept_of(secondary: Weights) -> Weights:
+        if copies is not None:
+            return ()
+        given = zip(weights, kept_for_backward(strategy, weights, secondary), strict=True)
+        return tuple(kept for own, kept in given if kept is not own)
 
     def layer(carry: _ForwardCarry, index: Any, *, crossing: bool) -> _ForwardCarry:
-        fetching, secondary = weights.advance(carry.fetching, index, crossing=crossing)
-        whole = comm.to_whole(secondary)
+        fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
+        whole = to_full(secondary, strategy.weight_dtype)
         x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
-        stacks = put_layer(carry.stacks, (after, residual, carry.own), index)
-        return _ForwardCarry(x, fetching, secondary[:trained] if keep else None, whole, stacks)
+        stacks = put_layer(carry.stacks, (after, residual, carry.kept), index)
+        return _ForwardCarry(x, fetching, kept_of(secondary), whole, stacks)
 
-    fetching, secondary = weights.start(0, copies)
-    whole = comm.to_whole(secondary)
+    fetching, secondary = prefetcher.start(0, copies)
+    whole = to_full(secondary, strategy.weight_dtype)
     _, *one = run.shapes(whole, x, layer_at(state, 0), shared)
     # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
-    own = secondary[:trained] if keep else None
-    carry = _ForwardCarry(x, fetching, own, whole, empty_layers((*one, own), last))
-    looped = max(last - 1, 0) if weights.crosses else last
+    kept = kept_of(secondary)
+    carry = _ForwardCarry(x, fetching, kept, whole, empty_layers((*one, kept), last))
+    looped = max(last - 1, 0) if prefetcher.crosses else last
     if looped:
         carry, _ = lax.scan(
-            lambda c, i: (layer(c, i, crossing=weights.crosses), None), carry, jnp.arange(looped)
+            lambda c, i: (layer(c, i, crossing=prefetcher.crosses), None), carry, jnp.arange(looped)
         )
     for index in range(looped, last):
         carry = layer(carry, index, crossing=False)
     copies, (states, residuals, kept) = carry.fetching.copies, carry.stacks
     x, after, residual = run(carry.whole, carry.x, layer_at(state, last), shared)
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    return x, states, copies, (residuals, kept if copies is None else copies), (residual, carry.whole)
+    return x, states, copies, (residuals, kept), (residual, carry.whole)
 
 
-def _scan_fwd(comm: UnitComm, layer: _Layer, args: _ScanArgs) -> tuple[tuple[Any, Any, Values | None], Any]:
+def _scan_fwd(
+    strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs
+) -> tuple[tuple[Any, Any, Payloads | None], Any]:
     def plain(result: Any, args: _ScanArgs) -> Any:
         _, _, fresh, *kept = result
-        return *_one_by_one(comm, layer, args._replace(copies=fresh)), fresh, *kept
+        return *_one_by_one(strategy, layer, args._replace(copies=fresh)), fresh, *kept
 
-    function = functools.partial(_forward, comm, layer.run_keeping)
+    function = functools.partial(_forward, strategy, layer.run_keeping)
     x, states, fresh, *kept = with_derivatives_of(plain, function)(args)
     return (x, states, fresh), (args._replace(copies=fresh), kept)
 
 
-def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[_ScanArgs]:
+def _scan_bwd(strategy: ShardingStrategy, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[_ScanArgs]:
     args, kept = residuals
     *given, _ = cotangents
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
@@ -246,17 +266,17 @@ def _scan_bwd(comm: UnitComm, layer: _Layer, residuals: Any, cotangents: Any) ->
         del result, kept
 
         def run(sinks: Values, x: Any, state: Any, shared: Any) -> Any:
-            return _one_by_one(comm, layer, args._replace(sinks=sinks, x=x, state=state, shared=shared))
+            return _one_by_one(strategy, layer, args._replace(sinks=sinks, x=x, state=state, shared=shared))
 
         vjp = jax.vjp(run, args.sinks, args.x, args.state, args.shared)[1]
         sums, of_x, of_state, of_shared = vjp(tuple(with_float0(given, shapes)))
         return sums, of_x, inexact(of_state), inexact(of_shared)
 
-    function = functools.partial(_backward, comm, shapes)
+    function = functools.partial(_backward, strategy, shapes)
     sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args)
     of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
     none: Any = None
-    return (_ScanArgs(none, sums, none, none, none, of_x, of_state, of_shared),)
+    return (_ScanArgs(none, sums, none, none, of_x, of_state, of_shared),)
 
 
 class _BackwardCarry(NamedTuple):
@@ -276,18 +296,18 @@ class _BackwardCarry(NamedTuple):
     of_state: list[Any]
     of_shared: list[Any]
     fetching: Fetching
-    whole: Values
+    whole: Weights
     in_flight: InFlight
     stored: Stored
 
 
 def _backward(
-    comm: UnitComm, shapes: Any, kept: Any, given: list[Array], args: _ScanArgs
+    strategy: ShardingStrategy, shapes: Any, kept: Any, given: list[Array], args: _ScanArgs
 ) -> tuple[Values, Any, list[Any], list[Any]]:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients beside it.
 
     Args:
-        comm: of one layer.
+        strategy: how the weights travel.
         shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
         kept: the residuals that it returned.
         given: those cotangents, less those of integers.
@@ -297,23 +317,25 @@ def _backward(
         The sinks' sums; the cotangents of the first layer's activations, and of the floating-point arrays in
         ``state`` and in ``shared``.
     """
-    sources, frozen, seeds, shared = args.sources, args.frozen, args.seeds, args.shared
-    (stacked, copies), (last_residual, last_whole) = kept
+    seeds, shared = args.seeds, args.shared
+    (stacked, gathered), (last_residual, last_whole) = kept
+    weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
+    stand_in = iter(gathered)
+    weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in weights)
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
-    sources, frozen, copies, given = lax.optimization_barrier((sources, frozen, copies, given))
+    weights, given = lax.optimization_barrier((weights, given))
     cotangent, after = with_float0(given, shapes)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
     after = inexact(after)
-    strategy, last = comm.strategy, comm.every[0].layers - 1
-    kept = sources if strategy.source == strategy.keep else copies
-    weights = WeightPrefetcher(comm, strategy.keep, kept, frozen, end=0, step=-1)
-    queue = GradientQueue(comm, seeds, last)
+    last = weights[0].layout.layers - 1
+    prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
+    queue = GradientQueue(reduction_of(strategy, weights), seeds, last)
 
-    def run(residual: Any, whole: Values, cotangent: Any, index: Any) -> tuple[Values, Any, Any, Any]:
+    def run(residual: Any, whole: Weights, cotangent: Any, index: Any) -> tuple[Values, Any, Any, Any]:
         _, x, state, _ = residual.args_res
         vjp = residual.replace(args_res=[whole, x, state, shared])
-        grads, before, of_state, of_shared = vjp((cotangent, with_float0(layer_at(after, index), like)))
-        return grads, before, inexact(of_state), inexact(of_shared)
+        of_whole, before, of_state, of_shared = vjp((cotangent, with_float0(layer_at(after, index), like)))
+        return gradients_of(of_whole), before, inexact(of_state), inexact(of_shared)
 
     def compute(carry: _BackwardCarry, index: Any) -> _BackwardCarry:
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
@@ -334,27 +356,27 @@ def _backward(
         )
 
     def layer(carry: _BackwardCarry, index: Any, *, crossing: bool) -> _BackwardCarry:
-        fetching, secondary = weights.advance(carry.fetching, index, crossing=crossing)
-        whole = comm.to_whole(secondary)
+        fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
+        whole = to_full(secondary, strategy.weight_dtype)
         return compute(carry, index)._replace(fetching=fetching, whole=whole)
 
     storage = SumStorage(stacked, args.sinks)
     fetching, whole = Fetching(None, (), ()), last_whole
     if last > 0:
-        fetching, secondary = weights.start(last - 1)
-        whole = comm.to_whole(secondary)
+        fetching, secondary = prefetcher.start(last - 1)
+        whole = to_full(secondary, strategy.weight_dtype)
     grads, cotangent, own, of_shared = run(last_residual, last_whole, cotangent, last)
     of_state = put_layer(empty_layers(own, last + 1), own, last)
     in_flight, stored = queue.enqueue(grads, last), storage.start(stacked)
     carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
-    stop = min(2 if weights.crosses else 1, last)
+    stop = min(2 if prefetcher.crosses else 1, last)
     top = max(last - max(queue.hops - 1, 0), stop)
     for index in range(last - 1, top - 1, -1):
-        carry = layer(carry, index, crossing=weights.crosses)
+        carry = layer(carry, index, crossing=prefetcher.crosses)
     if top > stop:
         carry, _ = lax.scan(
-            lambda c, i: (layer(c, i, crossing=weights.crosses), None),
+            lambda c, i: (layer(c, i, crossing=prefetcher.crosses), None),
             carry._replace(in_flight=queue.prime(carry.in_flight)),
             jnp.arange(stop, top),
             reverse=True,

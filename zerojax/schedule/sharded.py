@@ -12,12 +12,12 @@ from jaxtyping import Array, Num
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
-from zerojax.matmul.operand import Scaled, array_of, with_values
 from zerojax.schedule.user_code import is_library_error
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed
+from zerojax.weights.weight import Weight
 
 TAKEN = "zerojax: a weight as its unit takes it"
 """The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them (see ``taken``)."""
@@ -29,41 +29,42 @@ class Sharded:
     """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
 
     Attributes:
-        source: the weight at the strategy's source level; ``Scaled``, if fp8 products read it. A frozen one
-            is encoded, at the strategy's level for those.
+        weight: at the level where the unit finds it.
         sink: zeros at the sink's level; their cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the leaf is stacked.
-        leaf: its layout.
         strategy: how it travels.
-        copy: delta's secondary copy, if the unit updates it itself; call ``updated`` with the new one.
+        copy: delta's copy of a weight at "primary", if the unit updates it itself; call ``updated`` with the
+            new one.
         adapter: its low-rank adapter's A and B, if it has one.
         lora: the adapter's settings.
     """
 
-    source: Num[Array, "..."] | Scaled
+    weight: Weight
     sink: Num[Array, "..."] | None
     seed: Seed
-    leaf: ParamLayout = dataclasses.field(metadata={"static": True})
     strategy: ShardingStrategy = dataclasses.field(metadata={"static": True})
     copy: Num[Array, "..."] | None = None
     adapter: tuple["Sharded", ...] = ()
     lora: LoRA | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def updated(self, copies: Mapping[Path, Num[Array, "..."]]) -> "Sharded":
-        """The weight, and its adapter, with their secondary copies as the sources from now on."""
+    @property
+    def leaf(self) -> ParamLayout:
+        """The layout of the weight."""
+        return self.weight.layout
+
+    def updated(self, copies: Mapping[Path, Weight]) -> "Sharded":
+        """The parameter, and its adapter, beginning with updated copies from now on."""
         adapter = tuple(part.updated(copies) for part in self.adapter)
         if self.copy is None:
             return dataclasses.replace(self, adapter=adapter)
-        strategy = dataclasses.replace(self.strategy, source="secondary")
-        source = with_values(self.source, copies[self.leaf.path])
-        return dataclasses.replace(self, source=source, copy=None, strategy=strategy, adapter=adapter)
+        return dataclasses.replace(self, weight=copies[self.leaf.path], copy=None, adapter=adapter)
 
-    def secondary_copies(self) -> dict[Path, Num[Array, "..."]]:
-        """Delta's copies that are sources, by path: of the weight and of its adapter."""
-        own = {} if self.leaf.frozen or self.strategy.source != "secondary" else {self.leaf.path: self.source}
-        found = {path: array_of(source) for path, source in own.items()}
+    def updated_copies(self) -> dict[Path, Weight]:
+        """Delta's copies with which the parameter and its adapter begin, by path."""
+        is_copy = self.weight.level == "secondary" and not self.leaf.frozen
+        found = {self.leaf.path: self.weight} if is_copy else {}
         for part in self.adapter:
-            found |= part.secondary_copies()
+            found |= part.updated_copies()
         return found
 
     def __jax_array__(self) -> Array:
@@ -144,7 +145,7 @@ def is_sharded(value: Any) -> bool:
 
 def is_gathered(weight: Any) -> bool:
     """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
-    return is_sharded(weight) and weight.strategy.keep != "full"
+    return is_sharded(weight) and weight.weight.level != "full"
 
 
 def taken[T](values: T) -> T:

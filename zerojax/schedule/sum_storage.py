@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Num, UInt
 
-from zerojax.comm.collectives import Values
+from zerojax.comm.reduction import Values
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.

@@ -4,7 +4,7 @@ A unit's parameters reach the model as ``Sharded`` values, which carry all that 
 unit goes through ``call_unit``: one ``custom_vjp`` that gathers the weights, runs the module, and in the
 backward pass gathers again, runs the module's own vjp and reduces the gradients to their owners.
 
-The ``ShardingStrategy`` decides where its weights come from and where its gradients go.
+A ``Weight`` knows the level from which it is gathered, and the ``ShardingStrategy`` where its gradient goes.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from zerojax.comm.collectives import UnitComm, Values
+from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA, LowRankOperand
-from zerojax.matmul.operand import Codes, Fp8Operand, LayerOperand, Scaled
+from zerojax.matmul.operand import LayerOperand
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.partition import split_arrays
@@ -33,6 +33,8 @@ from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
+from zerojax.weights.gather import Payloads, to_full, to_secondary
+from zerojax.weights.weight import Weights
 
 Body = Callable[..., Any]
 
@@ -57,13 +59,9 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     if not weights:
         return ()
     parts = take_apart(weights)
-    comm = parts.comm
-    secondary = comm.to_secondary(comm.strategy.source, parts.sources, parts.frozen)
-    whole: Any = _to_whole(comm, secondary, parts.sinks, parts.seed)
-    by_path = {leaf.path: x for leaf, x in zip(comm.every, whole, strict=True)}
-    return tuple(
-        lax.stop_gradient(by_path[w.leaf.path]) if w.leaf.frozen else by_path[w.leaf.path] for w in weights
-    )
+    whole: Weights = _to_whole(parts.strategy, to_secondary(parts.weights), parts.sinks, parts.seed)
+    by_path = {w.layout.path: lax.stop_gradient(w.values) if w.layout.frozen else w.values for w in whole}
+    return tuple(by_path[w.leaf.path] for w in weights)
 
 
 def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
@@ -87,10 +85,9 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         return arrays
 
     parts = take_apart(weights)
-    comm = parts.comm
     on_whole = on_operands(arrays_of, weights)
-    layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), comm.strategy)
-    inputs = (parts.inputs, inputs)
+    layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), parts.strategy)
+    inputs = (parts.seeds, inputs)
 
     def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
         """Run one micro-batch after another."""
@@ -98,52 +95,48 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         *weights_mapped, inputs_mapped = mapped
         refuse_mapped(weights_mapped)
         if not any(jax.tree.leaves(inputs_mapped)):
-            out = call_gathered(comm, layer, *args)
+            out = call_gathered(parts.strategy, layer, *args)
             return out, all_batched(out, False)
-        out = call_gathered(comm, map_microbatches(layer, (inputs_mapped,)), *args)
+        out = call_gathered(parts.strategy, map_microbatches(layer, (inputs_mapped,)), *args)
         return out, all_batched(out, True)
 
-    run = with_batching_rule(in_breadth, functools.partial(call_gathered, comm, layer))
-    arrays = run((parts.sources, parts.frozen), parts.sinks, parts.seed, inputs)
+    run = with_batching_rule(in_breadth, functools.partial(call_gathered, parts.strategy, layer))
+    arrays = run(parts.weights, parts.sinks, parts.seed, inputs)
     return joins[-1](arrays)
 
 
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
-    """``body(weights, *args)`` as a function of what ``UnitComm.to_whole`` returns.
+    """``body(weights, *args)`` as a function of whole weights as ``take_apart`` orders them.
 
     Args:
-        body: a pure function of whole weights; it may close over nothing that is traced.
+        body: a pure function of what a model gets for each weight; it may close over nothing that is traced.
         weights: the unit's parameters, of which only what is static is read.
 
     Returns:
-        The same of ``(whole, inputs, *args)``, with the ``inputs`` of ``take_apart``.
+        The same of ``(whole, seeds, *args)``, with the ``seeds`` of ``take_apart``.
     """
     run = at_matmuls(body)
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
-    trained, frozen = _flattened(weights)
-    every = [part.leaf for part in (*trained, *frozen)]
-    strategy = (*trained, *frozen)[0].strategy
+    in_place = weights[0].strategy.in_place
 
-    def with_inputs(whole: Sequence[Any], inputs: UnitInputs, *args: Any) -> Any:
-        by_path = {leaf.path: x for leaf, x in zip(every, whole, strict=True)}
+    def with_seeds(whole: Weights, seeds: Seed, *args: Any) -> Any:
+        by_path = {w.layout.path: w.operand() for w in whole}
 
         def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Any:
             value = by_path[leaf.path]
-            if isinstance(value, Codes):
-                value = Fp8Operand(*value, inputs.scales[leaf.name], leaf.name, trained=not leaf.frozen)
-            elif strategy.in_place and leaf.stack:
+            if in_place and leaf.stack:
                 value = LayerOperand(value)
             if leaf.frozen:
                 value = lax.stop_gradient(value)
             if lora is None:
                 return value
             a, b = (by_path[path] for path in adapter)
-            seed = mix(inputs.seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
+            seed = mix(seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
             return LowRankOperand.of(value, a, b, seed, lora, leaf.name)
 
         return run(tuple(operand(*slot) for slot in slots), *args)
 
-    return with_inputs
+    return with_seeds
 
 
 def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
@@ -167,92 +160,93 @@ def refuse_mapped(weights: Any) -> None:
         )
 
 
-class UnitInputs(NamedTuple):
-    """What a unit's body reads beside whole weights.
-
-    Attributes:
-        scales: of the operands of fp8 products, by name.
-        seeds: of its adapters' dropout; one per layer, if the unit is stacked.
-    """
-
-    scales: dict[str, Array]
-    seeds: Seed
-
-
 class UnitParts(NamedTuple):
-    """The parameters of a unit, by what happens to them.
+    """The parameters of a unit, adapters included, by what happens to them.
 
     Attributes:
-        comm: their communication.
-        sources: of the trained ones, and of those frozen ones that cross nodes as they do.
+        strategy: how they travel.
+        weights: the trained ones, then the frozen ones, each at its own level.
         sinks: of the trained ones.
         seed: salts stochastic rounding.
         copies: delta's, of the trained ones, if the unit updates them itself; else None.
-        frozen: secondary partitions of the other frozen ones.
-        inputs: for the unit's body.
+        seeds: of adapters' dropout; one per layer, if the unit is stacked.
     """
 
-    comm: UnitComm
-    sources: tuple[Any, ...]
+    strategy: ShardingStrategy
+    weights: Weights
     sinks: Values
     seed: Seed
-    copies: Values | None
-    frozen: tuple[Any, ...]
-    inputs: UnitInputs
+    copies: Payloads | None
+    seeds: Seed
 
 
 def take_apart(weights: Sequence[Sharded]) -> UnitParts:
-    """The parameters of a unit, adapters included, by what happens to them."""
-    trained, frozen = _flattened(weights)
-    strategy = (trained or frozen)[0].strategy
-    comm = UnitComm(strategy, tuple(w.leaf for w in trained), tuple(w.leaf for w in frozen))
-    copies = tuple(weight.copy for weight in trained if weight.copy is not None)
-    scales = {w.leaf.name: taken(w.source.scale) for w in (*trained, *frozen) if isinstance(w.source, Scaled)}
+    """The parameters of a unit by what happens to them."""
+    every = [part for weight in weights for part in (weight, *weight.adapter)]
+    ordered = sorted(every, key=lambda part: part.leaf.frozen)
+    copies = tuple(part.copy for part in ordered if part.copy is not None)
     seed = weights[0].seed
     seeds = taken(seed)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):
         seeds = mix(seeds, next(_calls.get()))
-    held = [w.source for w in frozen]
-    crossing = held if strategy.frozen == "primary" else []
     return UnitParts(
-        comm,
-        (*(w.source for w in trained), *crossing),
-        tuple(w.sink for w in trained if w.sink is not None),
+        weights[0].strategy,
+        tuple(part.weight for part in ordered),
+        tuple(part.sink for part in ordered if part.sink is not None),
         seed,
         copies or None,
-        () if crossing else tuple(held),
-        UnitInputs(scales, seeds),
+        seeds,
     )
 
 
-def _flattened(weights: Sequence[Sharded]) -> tuple[list[Sharded], list[Sharded]]:
-    """A unit's trained parameters, adapters included, and the frozen ones: the order of whole weights."""
-    every = [part for weight in weights for part in (weight, *weight.adapter)]
-    return [w for w in every if not w.leaf.frozen], [w for w in every if w.leaf.frozen]
+def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduction:
+    """How the gradients of a unit's weights are summed."""
+    layouts = [w.layout for w in weights]
+    return GradientReduction(strategy, tuple(leaf for leaf in layouts if not leaf.frozen), layouts[0].world)
+
+
+def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Weights) -> Weights:
+    """The weights from which the backward pass gathers again.
+
+    Args:
+        strategy: says from which level, at the lowest.
+        given: as the unit finds them. What is kept of these, a scan's input, is not stacked a second time.
+        secondary: the same, of which those at "primary" have crossed the nodes.
+    """
+    return tuple(
+        own if own.reaches(strategy.keep) else gathered
+        for own, gathered in zip(given, secondary, strict=True)
+    )
+
+
+def gradients_of(cotangents: Weights) -> Values:
+    """The gradients of a unit's trained weights in the cotangents of all."""
+    return tuple(w.cotangent() for w in cotangents if not w.layout.frozen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_whole(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) -> Values:
-    """Whole parameters, whose gradients of any order go to the sinks."""
+def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Values, seed: Seed) -> Weights:
+    """Whole weights, whose gradients of any order go to the sinks."""
     del sinks, seed
-    return comm.to_whole(secondary)
+    return to_full(secondary, strategy.weight_dtype)
 
 
-def _to_whole_fwd(comm: UnitComm, secondary: Values, sinks: Values, seed: Seed) -> tuple[Values, Seed]:
-    return _to_whole(comm, secondary, sinks, seed), seed
+def _to_whole_fwd(strategy: ShardingStrategy, secondary: Weights, sinks: Values, seed: Seed) -> Any:
+    return _to_whole(strategy, secondary, sinks, seed), seed
 
 
-def _delivered(comm: UnitComm, grads: Values, seed: Seed) -> Values:
+def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> Values:
     """Gradients at the sinks. They are not differentiated again: kernels that encode have no derivative.
 
     Nothing is lost by that: a loss with a gradient in it takes it with respect to activations, and discards
     the weights' gradients that arise on the way.
     """
-    return comm.to_sink(lax.stop_gradient(grads), seed)
+    gradients = lax.stop_gradient(gradients_of(cotangents))
+    return reduction_of(strategy, cotangents).to_sink(gradients, seed)
 
 
-def _to_whole_bwd(comm: UnitComm, seed: Seed, grads: Values) -> Any:
-    return None, _delivered(comm, grads, seed), None
+def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -> Any:
+    return None, _delivered(strategy, cotangents, seed), None
 
 
 _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
@@ -260,43 +254,41 @@ _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def call_gathered(
-    comm: UnitComm, body: Body, sources: tuple[Values, Values], sinks: Values, seed: Seed, inputs: Any
+    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Any
 ) -> Any:
-    """``call_unit`` for weights that ``take_apart`` has taken apart; ``sources`` are trained and frozen."""
+    """``call_unit`` for weights that ``take_apart`` has taken apart."""
     del sinks, seed
-    trained, frozen = taken(sources)
-    if trained or comm.strategy.keep != "full":
+    weights = taken(weights)
+    if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
-        (trained, frozen), inputs = lax.optimization_barrier(((trained, frozen), inputs))
-    return body(comm.to_whole(comm.to_secondary(comm.strategy.source, trained, frozen)), inputs)
+        weights, inputs = lax.optimization_barrier((weights, inputs))
+    return body(to_full(to_secondary(weights), strategy.weight_dtype), inputs)
 
 
 def _call_fwd(
-    comm: UnitComm, body: Body, sources: tuple[Values, Values], sinks: Values, seed: Seed, inputs: Any
+    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Any
 ) -> Any:
-    strategy = comm.strategy
-    held, inputs = lax.optimization_barrier((taken(sources), inputs))
-    started = comm.to_secondary(strategy.source, *lax.stop_gradient(held))
-    # A scan's own input is kept as it came, and so is not stacked a second time for the backward pass.
-    kept = sources[0] if strategy.source == strategy.keep else started[: len(comm.leaves)]
+    held, inputs = lax.optimization_barrier((taken(weights), inputs))
+    secondary = to_secondary(lax.stop_gradient(held))
     vjp: Any
-    out, vjp = jax.vjp(body, _to_whole(comm, started, sinks, seed), inputs)
+    out, vjp = jax.vjp(body, _to_whole(strategy, secondary, sinks, seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
-    return out, ((kept, sources[1]), sinks, vjp.replace(args_res=[None, *others]), seed)
+    kept = kept_for_backward(strategy, weights, secondary)
+    return out, (kept, sinks, vjp.replace(args_res=[None, *others]), seed)
 
 
-def _call_bwd(comm: UnitComm, body: Body, residuals: Any, cotangent: Any) -> Any:
+def _call_bwd(strategy: ShardingStrategy, body: Body, residuals: Any, cotangent: Any) -> Any:
     del body
     kept, sinks, vjp, seed = residuals
     kept, seed = taken((kept, seed))
     # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    secondary = comm.to_secondary(comm.strategy.keep, *lax.stop_gradient(kept))
     # If the loss has a gradient of its own in it, this gather has a gradient, too.
-    whole = _to_whole(comm, secondary, sinks, mix(seed, 1))
-    grads, inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
-    return None, _delivered(comm, grads, seed), None, inputs
+    secondary = to_secondary(lax.stop_gradient(kept))
+    whole = _to_whole(strategy, secondary, sinks, mix(seed, 1))
+    of_whole, of_inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
+    return None, _delivered(strategy, of_whole, seed), None, of_inputs
 
 
 call_gathered.defvjp(_call_fwd, _call_bwd)

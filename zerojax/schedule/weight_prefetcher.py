@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from zerojax.comm.collectives import UnitComm, Values
 from zerojax.schedule.stacked import layer_at, put_layer
-from zerojax.sharding.strategy import Level
+from zerojax.weights.gather import Payloads, cross_nodes, crosses_nodes, decode, encode, to_secondary
+from zerojax.weights.weight import Weights
 
 
 class Fetching(NamedTuple):
@@ -21,13 +21,13 @@ class Fetching(NamedTuple):
 
     Attributes:
         copies: delta's copies of all layers, updated for those fetched so far; or None.
-        payload: the encoded weights that cross the nodes next.
+        payloads: the encoded weights that cross the nodes next.
         arrived: the weights that have crossed, not yet decoded.
     """
 
-    copies: Values | None
-    payload: Values
-    arrived: Values
+    copies: Payloads | None
+    payloads: Payloads
+    arrived: Payloads
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,39 @@ class WeightPrefetcher:
     """The order in which a pass fetches layers; callers hold the weights on their way (``Fetching``).
 
     Attributes:
-        comm: of one layer.
-        level: the level of ``sources``.
-        sources: the trained weights, stacked.
-        frozen: the secondary partitions of the frozen ones, stacked.
+        weights: of all layers, stacked, each at its own level.
         end: the index of the last layer to be fetched.
         step: 1 forward, -1 backward.
+        own_stream: see ``zerojax.comm.coalesced``.
     """
 
-    comm: UnitComm
-    level: Level
-    sources: Values
-    frozen: Values
+    weights: Weights
     end: int
     step: Literal[1, -1]
+    own_stream: bool
 
     @property
     def crosses(self) -> bool:
         """Whether weights cross nodes."""
-        return self.comm.crosses_nodes(self.level)
+        return crosses_nodes(self.weights)
 
-    def start(self, first: int, copies: Values | None = None) -> tuple[Fetching, Values]:
-        """Fetch the first layer's secondary partitions, and start on the next two layers."""
-        payload, arrived = (), ()
+    def start(self, first: int, copies: Payloads | None = None) -> tuple[Fetching, Weights]:
+        """Fetch the first layer's secondary partitions, and start on the next two layers.
+
+        Args:
+            first: the first layer's index.
+            copies: delta's copies of all layers, which are updated as their weights arrive; or None.
+        """
+        payloads, arrived = (), ()
         if self.crosses:
             arrived = self._cross(self._encode(copies, first), copies)
         copies, secondary = self._receive(copies, arrived, first)
         if self.crosses and first != self.end:
             arrived = self._cross(self._encode(copies, first + self.step), copies)
-            payload = self._encode(copies, self._ahead(first, 2))
-        return Fetching(copies, payload, arrived), secondary
+            payloads = self._encode(copies, self._ahead(first, 2))
+        return Fetching(copies, payloads, arrived), secondary
 
-    def advance(self, fetching: Fetching, index: Any, *, crossing: bool) -> tuple[Fetching, Values]:
+    def advance(self, fetching: Fetching, index: Any, *, crossing: bool) -> tuple[Fetching, Weights]:
         """Move every layer's weights one stage on.
 
         Args:
@@ -77,13 +78,13 @@ class WeightPrefetcher:
         Returns:
             ``fetching`` for the next layer, and the next layer's secondary partitions.
         """
-        copies, payload, arrived = fetching
+        copies, payloads, arrived = fetching
         copies, secondary = self._receive(copies, arrived, index + self.step)
         if crossing:
-            arrived = self._cross(payload, copies)
+            arrived = self._cross(payloads, copies)
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
-            payload = self._encode(copies, self._ahead(index, 3))
-        return Fetching(copies, payload, arrived), secondary
+            payloads = self._encode(copies, self._ahead(index, 3))
+        return Fetching(copies, payloads, arrived), secondary
 
     def _ahead(self, index: Any, layers: int) -> Any:
         """The index of the layer that comes ``layers`` later, at most the last."""
@@ -92,17 +93,21 @@ class WeightPrefetcher:
             return min(ahead, self.end) if self.step > 0 else max(ahead, self.end)
         return (jnp.minimum if self.step > 0 else jnp.maximum)(ahead, self.end)
 
-    def _encode(self, copies: Values | None, index: Any) -> Values:
-        return self.comm.encode_weights(layer_at(self.sources, index), layer_at(copies, index))
+    def _encode(self, copies: Payloads | None, index: Any) -> Payloads:
+        return encode(layer_at(self.weights, index), layer_at(copies, index))
 
-    def _cross(self, payload: Values, copies: Values | None) -> Values:
-        return self.comm.cross_nodes(payload, delta=copies is not None)
+    def _cross(self, payloads: Payloads, copies: Payloads | None) -> Payloads:
+        return cross_nodes(payloads, delta=copies is not None, own_stream=self.own_stream)
 
-    def _receive(self, copies: Values | None, arrived: Values, index: Any) -> tuple[Values | None, Values]:
+    def _receive(
+        self, copies: Payloads | None, arrived: Payloads, index: Any
+    ) -> tuple[Payloads | None, Weights]:
         """The copies, with this layer's updated, and this layer's secondary partitions."""
-        frozen = layer_at(self.frozen, index)
+        weights = layer_at(self.weights, index)
         if not self.crosses:
-            return copies, self.comm.to_secondary(self.level, layer_at(self.sources, index), frozen)
-        fresh = self.comm.decode_weights(arrived, layer_at(copies, index))
-        secondary = self.comm.to_secondary("secondary", fresh, frozen)
-        return (None if copies is None else put_layer(copies, fresh, index)), secondary
+            return copies, to_secondary(weights)
+        secondary = decode(weights, arrived, layer_at(copies, index))
+        if copies is not None:
+            # The trained weights, which have copies, come first.
+            copies = put_layer(copies, tuple(w.values for w in secondary[: len(copies)]), index)
+        return copies, secondary

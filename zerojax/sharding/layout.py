@@ -126,8 +126,8 @@ class ParamLayout(ParamShape):
         return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
 
     @property
-    def frozen_shape(self) -> tuple[int, ...]:
-        """The shape in which a frozen weight is stored: encoded shards, one after the other."""
+    def encoded_shape(self) -> tuple[int, ...]:
+        """The shape of the shards in the local hop's format, one after another."""
         return (*self.stack, self.world.size * self.weights.local.row_items(self.shard))
 
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:

@@ -13,11 +13,12 @@ stage 3, delta        secondary secondary primary
 ===================== ========= ========= =========
 
 Frozen weights start at "secondary", or with ``frozen_spread`` at "primary", as the trained ones do then. If
-the node hop is taken once per step, the sink is the secondary partition. A stack whose layers update
-delta's copies as they are gathered (``Sharded.copy``) finds its weights at "primary" for that pass.
+the node hop is taken once per step, the sink is the secondary partition.
+
+A weight knows its own level (``zerojax.weights``). A pass by copies that every node has finds all of them at
+"secondary", and a stack whose layers update delta's copies as they are gathered finds its own at "primary".
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,8 @@ from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.zero_config import RAW, Remat, ZeroConfig
 
 Level = Literal["primary", "secondary", "full"]
+LEVELS: tuple[Level, ...] = ("primary", "secondary", "full")
+"""The levels in the order in which a weight is gathered."""
 DIFFERING: dict[Level, frozenset[str]] = {
     "primary": frozenset((NODE, LOCAL)),
     "secondary": frozenset((LOCAL,)),
@@ -42,8 +45,8 @@ class ShardingStrategy:
     """Between which levels weights and gradients travel, when, and how.
 
     Attributes:
-        source: the level at which a unit finds its weights.
-        keep: the level from which the backward pass gathers again.
+        source: the level at which a step begins with the trained weights.
+        keep: the level from which the backward pass gathers again, at the lowest.
         sink: the level at which a unit leaves its gradients.
         compute_dtype: of the gathered weights.
         grad_dtype: of gradients left at level "full".
@@ -54,7 +57,7 @@ class ShardingStrategy:
         chunks: the number of pieces of the owner's block if there are two hops.
         own_stream: whether hops between nodes, also those of the weights, have a stream of their own
             (``zerojax.comm.coalesced``).
-        frozen: the level at which a unit finds the weights that are not trained; "primary" only if the others
+        frozen: the level at which the weights that are not trained are stored; "primary" only if the others
             start and are kept there.
         in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
             few tokens.
@@ -96,10 +99,6 @@ class ShardingStrategy:
             own_stream=_own_stream(zero, keep, sink),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
         )
-
-    def in_node(self, level: Level = "secondary") -> "ShardingStrategy":
-        """The strategy of passes without gradients, by weights that every node has, or every device."""
-        return dataclasses.replace(self, source=level, keep=level, frozen="secondary", remat="none")
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
         """The dtype to compute with a parameter in: never wider than the model's own."""

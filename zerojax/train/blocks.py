@@ -1,7 +1,7 @@
 """This device's blocks of the parameters, and hops over all of them, group by group."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.comm.collectives import UnitComm
+from zerojax.comm.reduction import GradientReduction
 from zerojax.schedule.stacked import layer_at, put_layer
 from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.param_tree import Path
@@ -33,22 +33,41 @@ def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
 
 
 def by_group(
+    spec: TrainSpec, hop: Callable[..., Sequence[Any]], *values: Mapping[Path, Any]
+) -> dict[Path, Any]:
+    """Run ``hop(*values)`` for each group of weights that travel together, layer by layer for stacked ones.
+
+    Args:
+        spec: the train spec.
+        hop: of tuples with one value for each weight of a group; returns as many.
+        *values: by path; weights that the first lacks are left out.
+    """
+    return _of_groups(spec, lambda _, __, *own: hop(*own), values, None)
+
+
+def reduce_by_group(
+    spec: TrainSpec, hop: Callable[..., Sequence[Any]], *values: Mapping[Path, Any], seed: Seed
+) -> dict[Path, Any]:
+    """Run ``hop(reduction, seed, *values)`` for the gradients of each group, as ``by_group`` does."""
+    return _of_groups(spec, hop, values, seed)
+
+
+def _of_groups(
     spec: TrainSpec,
     hop: Callable[..., Sequence[Any]],
-    *values: dict[Path, Any],
-    seed: Seed | None = None,
-    skip: Sequence[ParamGroup] = (),
+    values: Sequence[Mapping[Path, Any]],
+    seed: Seed | None,
 ) -> dict[Path, Any]:
-    """Run ``hop(comm, seed, *values)`` for each group of leaves, layer by layer for stacked ones."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
-        if group in skip or not group.leaves:
+        leaves = tuple(leaf for leaf in group.every if leaf.path in values[0])
+        if not leaves:
             continue
         own = mix(jnp.uint32(0) if seed is None else seed, number)
-        mine = [tuple(each[leaf.path] for leaf in group.leaves) for each in values]
-        comm = UnitComm(spec.strategy, group.leaves)
-        out = _over_layers(group, functools.partial(hop, comm), own, mine)
-        result |= {leaf.path: x for leaf, x in zip(group.leaves, out, strict=True)}
+        mine = [tuple(each[leaf.path] for leaf in leaves) for each in values]
+        reduction = GradientReduction(spec.strategy, leaves, spec.world)
+        out = _over_layers(group, functools.partial(hop, reduction), own, mine)
+        result |= {leaf.path: x for leaf, x in zip(leaves, out, strict=True)}
     return result
 
 

@@ -10,8 +10,9 @@ from jaxtyping import Array, PyTree
 
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.param_tree import to_tree
+from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.train.spec import TrainSpec
+from zerojax.weights.weight import Weight
 
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
@@ -36,17 +37,28 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "params": params,
         "opt_state": jax.tree.map(lambda x, to: spec.abstract(x.shape, x.dtype, to), opt_state, places),
         "model_state": like(spec.adapter.abstract_model_state),
-        "secondary": by_leaf(spec.abstract_secondary, zero.weights_delta),
+        "copies": abstract_copies(spec) if zero.weights_delta else {},
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
         "losses": like(jax.eval_shape(spec.spikes.start)) if spec.spikes else {},
-        "frozen": to_tree({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen}),
+        "frozen": to_tree({leaf.path: spec.stored(leaf, spec.strategy.frozen) for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
     }
 
 
+def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
+    """A copy in every node of the trained weights and, if asked for, of frozen ones that have none."""
+    apart = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
+    return {leaf.path: spec.stored(leaf, "secondary") for leaf in (*spec.leaves, *apart)}
+
+
 def state_specs(spec: TrainSpec) -> dict[str, PyTree]:
     """The PartitionSpec of every array of a state, by field."""
-    return jax.tree.map(lambda x: x.sharding.spec, abstract_fields(spec))
+    return specs_of(abstract_fields(spec))
+
+
+def specs_of(tree: PyTree) -> PyTree:
+    """The PartitionSpec of each leaf of a tree of ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
 
 
 def shardings_of(tree: PyTree) -> PyTree:

@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Num
+from jaxtyping import Array
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.sharding.layout import OWNED, ParamLayout
+from zerojax.sharding.layout import OWNED
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.blocks import flat_blocks
+from zerojax.train.copies import Stored, masters_of, updated_copies, with_scales
 from zerojax.train.fields import state_specs
-from zerojax.train.secondary import next_secondary, with_scales
+from zerojax.train.node_copy import copy_specs
 from zerojax.train.state import TrainState, check_there
+from zerojax.weights.weight import Weight
 
 
 class Fp8Loss(NamedTuple):
@@ -64,17 +66,18 @@ def _dispatched(state: TrainState) -> dict[str, Fp8Loss]:
 
 
 def _losses(state: TrainState) -> dict[str, Fp8Loss]:
-    spec, specs = state.spec, state_specs(state.spec)
+    spec = state.spec
+    specs = state_specs(spec) | {"copies": copy_specs(spec, state.copies)}
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
 
-    def local(params: Any, secondary: Any, step: Array) -> dict[str, Fp8Loss]:
-        masters = flat_blocks(from_tree(params), spec.leaves)
-        masters, copies = with_scales(spec, masters, from_tree(secondary))
-        if copies:
-            copies = next_secondary(spec, masters, copies, step)
-        return {leaf.name: _loss(leaf, masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
+    def local(params: Any, copies: Stored, step: Array) -> dict[str, Fp8Loss]:
+        masters = masters_of(spec, flat_blocks(from_tree(params), spec.leaves))
+        masters, copies = with_scales(spec, masters, copies)
+        if copies and not state.current_copies:
+            copies = updated_copies(spec, masters, copies, step)
+        return {leaf.name: _loss(masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
 
-    given = ("params", "secondary", "step")
+    given = ("params", "copies", "step")
     run = on_mesh(
         local,
         spec.mesh,
@@ -84,12 +87,12 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
     return run(*(getattr(state, name) for name in given))
 
 
-def _loss(leaf: ParamLayout, master: Any, copy: Num[Array, "..."] | None) -> Fp8Loss:
+def _loss(master: Weight, copy: Weight | None) -> Fp8Loss:
     """The loss of one weight, over all devices."""
-    exact = master.values * master.scale[..., None]
+    leaf, exact = master.layout, master.scaled()
     codes = fp8.encode(exact)
     if copy is not None:
-        rows = copy.reshape(*leaf.stack, leaf.world.nodes, leaf.shard)
+        rows = copy.values.reshape(*leaf.stack, leaf.world.nodes, leaf.shard)
         codes = lax.dynamic_index_in_dim(rows, lax.axis_index(NODE), axis=-2, keepdims=False)
     sent = fp8.decode(codes, jnp.float32)
     sums = (

@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Num, PyTree, UInt32
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.matmul.operand import Scaled
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
-from zerojax.train.fields import shardings_of
+from zerojax.train.fields import shardings_of, specs_of
 from zerojax.train.spec import TrainSpec
+from zerojax.weights.weight import Weight
 
 ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
 """From a layout, and the index of a stacked layer, to the fp32 values of that layer in stored form."""
@@ -34,7 +34,7 @@ ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
 
 def encode_frozen(
     spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]
-) -> tuple[Any, UInt32[Array, ""]]:
+) -> tuple[Weight, UInt32[Array, ""]]:
     """A weight as it is stored, and its fingerprint; runs under ``jit``.
 
     Each owner encodes its shard, and the nodes exchange the encoded shards, once.
@@ -45,7 +45,7 @@ def encode_frozen(
         weight: of unsharded shape, layers included; any sharding.
 
     Returns:
-        The weight as ``TrainSpec.abstract_frozen`` says. And a hash of its path, of its values before they
+        The weight as ``TrainSpec.stored`` says. And a hash of its path, of its values before they
         were encoded, and of their order, the same on every mesh: the sum of the hashes of a model's weights
         is its fingerprint.
     """
@@ -65,9 +65,9 @@ def load_frozen(spec: TrainSpec, read: ReadLayer) -> dict[str, PyTree]:
     return frozen_fields(spec, ((leaf.path, *_encode_layers(spec, leaf, read)) for leaf in spec.frozen))
 
 
-def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Any, int]]) -> dict[str, PyTree]:
+def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Weight, int]]) -> dict[str, PyTree]:
     """The state's fields "frozen" and "base", of the path, the stored form and the hash of each weight."""
-    stored: dict[Path, Any] = {}
+    stored: dict[Path, Weight] = {}
     total = 0
     for path, one, hashed in encoded:
         stored[path] = one
@@ -77,15 +77,17 @@ def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Any, int]]) -> 
     return {"frozen": to_tree(stored), "base": {"fingerprint": placed}}
 
 
-def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Any, int]:
+def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Weight, int]:
     """A weight as it is stored, and its hash; beside it no more than one layer is in memory in fp32."""
-    like, everyone = spec.abstract_frozen(leaf), spec.sharding(PartitionSpec())
-    shardings = shardings_of(like)
+    like, everyone = spec.stored(leaf, spec.strategy.frozen), spec.sharding(PartitionSpec())
     # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
     one = dataclasses.replace(leaf, path=(), index=0, stack=(1,) if leaf.stack else ())
+    arrays = (like.values, like.scale)
+    shardings = shardings_of(arrays)
 
     def put(stored: Any, layer: Array, values: Array, salt: Array) -> tuple[Any, Array]:
-        encoded, hashed = _encode_stored(spec, one, values, salt + layer)
+        weight, hashed = _encode_stored(spec, one, values, salt + layer)
+        encoded = (weight.values, weight.scale)
         if leaf.stack:
             encoded = jax.tree.map(
                 lambda every, own: lax.dynamic_update_slice_in_dim(every, own, layer, 0), stored, encoded
@@ -93,7 +95,7 @@ def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple
         return encoded, hashed
 
     def empty() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
 
     form = f"{one} of {leaf.stack}"
     run = spec.once(
@@ -101,38 +103,39 @@ def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple
         lambda: jax.jit(put, donate_argnums=0, out_shardings=(shardings, everyone)),
     )
     begin = spec.once(f"no layers: {form}", lambda: jax.jit(empty, out_shardings=shardings))
-    stored, total = begin() if leaf.stack else None, 0
+    stored: Any = begin() if leaf.stack else None
+    total = 0
     for layer in range(leaf.layers):
         values = read(leaf, layer if leaf.stack else None)
         stored, hashed = run(stored, np.uint32(layer), values, _salt(leaf))
         total += int(hashed)  # waits, so that one layer's values are freed before the next are read
-    return stored, total
+    values, scale = stored
+    return Weight(values, leaf, spec.strategy.frozen, scale), total
 
 
 def _encode_stored(
     spec: TrainSpec, leaf: ParamLayout, stored: Float[Array, "..."], salt: UInt32[Array, ""] | np.uint32
-) -> tuple[Any, UInt32[Array, ""]]:
+) -> tuple[Weight, UInt32[Array, ""]]:
     """``encode_frozen`` of values that their owners hold; the layers' hashes have salts from ``salt`` on."""
+    level = spec.strategy.frozen
 
-    def encode(block: Float[Array, "..."], salt: UInt32[Array, ""]) -> tuple[Any, Array]:
+    def encode(block: Float[Array, "..."], salt: UInt32[Array, ""]) -> tuple[Weight, Array]:
         rows = block.reshape(leaf.layers, leaf.shard)
         hashed, scale = lax.psum(_hash(rows, leaf, salt), AXES), None
         if leaf.fp8:
             peaks = lax.pmax(jnp.max(jnp.abs(rows), axis=-1), AXES)
             scale = fp8.scale_for(peaks, fp8.E4M3)
-            rows = rows * scale[:, None]
+            rows, scale = rows * scale[:, None], scale.reshape(leaf.stack)
         sent = leaf.weights.local.encode(rows)
-        in_node = spec.strategy.frozen == "secondary" and leaf.world.nodes > 1
+        in_node = level == "secondary" and leaf.world.nodes > 1
         every = lax.all_gather(sent, NODE, axis=1) if in_node else sent[:, None]
-        values = every.reshape(*leaf.stack, -1)
-        return values if scale is None else Scaled(values, scale.reshape(leaf.stack)), hashed
+        return Weight(every.reshape(*leaf.stack, -1), leaf, level, scale), hashed
 
-    out = spec.frozen_spec(leaf)
     run = on_mesh(
         encode,
         spec.mesh,
         in_specs=(leaf.spec(OWNED), PartitionSpec()),
-        out_specs=(Scaled(out, PartitionSpec()) if leaf.fp8 else out, PartitionSpec()),
+        out_specs=(specs_of(spec.stored(leaf, level)), PartitionSpec()),
     )
     return run(stored, jnp.asarray(salt))
 
@@ -151,12 +154,12 @@ def _hash(
     return jnp.sum(jnp.where(place < leaf.size, hashes, 0), dtype=jnp.uint32)
 
 
-def decode_frozen(stored: Any, leaf: ParamLayout) -> Float[Array, "..."]:
+def decode_frozen(stored: Weight) -> Float[Array, "..."]:
     """The weight of unsharded shape, layers included, fp32; undoes ``encode_frozen`` up to its rounding."""
-    values, scale = stored if isinstance(stored, Scaled) else (stored, None)
+    leaf = stored.layout
     codec = leaf.weights.local
-    rows = values.reshape(-1, codec.row_items(leaf.shard))
+    rows = stored.values.reshape(-1, codec.row_items(leaf.shard))
     flat = codec.decode(rows, leaf.shard, jnp.dtype(jnp.float32)).reshape(leaf.layers, -1)
-    if scale is not None:
-        flat = flat / scale.reshape(-1, 1)
+    if stored.scale is not None:
+        flat = flat / stored.scale.reshape(-1, 1)
     return from_stored(flat.reshape(*leaf.stack, -1), leaf)

@@ -129,7 +129,7 @@ def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
     """One whole parameter on this host, in its own dtype."""
 
     def decode(x: Any) -> Array:
-        return (decode_frozen(x, leaf) if leaf.frozen else from_stored(x, leaf)).astype(leaf.dtype)
+        return (decode_frozen(x) if leaf.frozen else from_stored(x, leaf)).astype(leaf.dtype)
 
     everyone = spec.sharding(PartitionSpec())
     gather = spec.once(f"gather {leaf.name}", lambda: jax.jit(decode, out_shardings=everyone))

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.comm.in_order import on_mesh
 from zerojax.sharding.layout import to_stored
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
-from zerojax.train.blocks import Blocks, flat_blocks
+from zerojax.sharding.param_tree import Path, to_tree
+from zerojax.train.copies import copies_of
 from zerojax.train.fields import abstract_fields, shardings_of
 from zerojax.train.frozen import encode_frozen
-from zerojax.train.secondary import first_secondary, stored_secondary, with_scales
 from zerojax.train.spec import TrainSpec
 
 
@@ -77,23 +75,7 @@ def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: Mode
         "seed": seed.astype(jnp.uint32),
         "opt_state": spec.tx.init(stored),
         "model_state": model_state,
-        "secondary": secondary_of(spec, stored) if spec.zero.weights_delta else {},
+        "copies": copies_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual),
         "losses": spec.spikes.start() if spec.spikes else {},
     }
-
-
-def secondary_of(spec: TrainSpec, params: PyTree) -> PyTree:
-    """Delta's secondary copies, computed from the master weights: for a new state or a new mesh."""
-
-    def copies(blocks: Blocks) -> dict[Path, Any]:
-        scaled, _ = with_scales(spec, flat_blocks(blocks, spec.leaves), {})
-        return stored_secondary(scaled, first_secondary(spec, scaled))
-
-    make = on_mesh(
-        copies,
-        spec.mesh,
-        in_specs=(spec.by_path(spec.param_spec),),
-        out_specs=spec.by_path(spec.secondary_spec),
-    )
-    return to_tree(make(from_tree(params)))

@@ -2,9 +2,9 @@
 
 The order of a training step:
 
-1. ``sources`` brings weights to the level at which units find them (``zerojax.train.sources``): delta's
-   copies are updated (but those of stacks are in 2, layer by layer), stages 0 to 2 gather everything, stage 3
-   does nothing yet.
+1. ``zerojax.train.pass_weights`` brings weights to the level at which units find them: delta's copies are
+   updated (but those of stacks are in 2, layer by layer), stages 0 to 2 gather everything, stage 3 does
+   nothing yet.
 2. ``accumulate`` runs micro-batches forward and backward, one by one or all through a unit before the next
    (``zerojax.schedule.breadth_first``); units gather and reduce as they are called.
 3. ``to_owners`` takes the hops that are taken once per step.
@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.weight_sum import master_weights
-from zerojax.comm.collectives import UnitComm, Values
+from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
@@ -35,28 +35,29 @@ from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import map_batch, split_rows, unmarked
-from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
 from zerojax.train.branches import Branches
-from zerojax.train.sources import Placed, Weights, place_weights
+from zerojax.train.copies import Stored
+from zerojax.train.pass_weights import PassWeights, Placed, place_weights
 from zerojax.train.spec import TrainSpec
 from zerojax.train.weight_reads import refuse_reads
 
 Sums = dict[str, Any]
 """Sums over tokens: of the "loss", of every scalar in "aux", and the number of tokens, "count"."""
-Forward = Callable[..., tuple[Array, Sums, ModelState, Blocks]]
+Forward = Callable[..., tuple[Array, Sums, ModelState, Stored]]
 Run = Callable[[Any, Any, Array], Any]
 """A function of a bound model, rows of a batch, and a key."""
 TOKENS = "tokens"
 
 
 def accumulate(
-    spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed
-) -> tuple[Blocks, ModelState, Sums, Blocks]:
+    spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Any, seed: Seed
+) -> tuple[Blocks, ModelState, Sums, Stored]:
     """Run forward and backward over this device's micro-batches.
 
     Args:
         spec: the train spec.
-        weights: as ``sources`` returns.
+        weights: those that the pass begins with.
         model_state: non-parameter state.
         batch: this device's rows.
         seed: of this step.
@@ -73,7 +74,7 @@ def accumulate(
 
     def run(
         forward: Forward, model_state: ModelState, batch: Any, seed: Seed
-    ) -> tuple[Blocks, ModelState, Sums, Blocks]:
+    ) -> tuple[Blocks, ModelState, Sums, Stored]:
         def loss(sinks: Blocks) -> tuple[Array, Any]:
             total, *rest = forward(spec, place_weights(spec, weights, sinks, seed), model_state, batch, seed)
             return total, rest
@@ -81,7 +82,7 @@ def accumulate(
         (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
         return grads, after, sums, updated
 
-    updated: Blocks = {}
+    updated: Stored = {}
     if zero.passes == 1:
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
         grads, changed, sums, updated = run(forward, model_state, batch, mix(seed, 0))
@@ -100,7 +101,7 @@ def accumulate(
     return grads, model_state | _shared(changed), _over_world(sums), updated
 
 
-def evaluate(spec: TrainSpec, weights: Weights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
+def evaluate(spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _check(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
@@ -111,7 +112,7 @@ def evaluate(spec: TrainSpec, weights: Weights, model_state: ModelState, batch: 
 
 def predict(
     spec: TrainSpec,
-    weights: Weights,
+    weights: PassWeights,
     model_state: ModelState,
     batch: Any,
     seed: Seed,
@@ -160,18 +161,18 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
         return _without_padding(spec, grads, OWNED), residual
     if strategy.sink == "secondary":
         if residual:
-            both = by_group(spec, _feed_back, grads, residual, seed=seed)
+            both = reduce_by_group(spec, _feed_back, grads, residual, seed=seed)
             grads = {path: x for path, (x, _) in both.items()}
             residual = {path: r for path, (_, r) in both.items()}
         else:
-            grads = by_group(spec, lambda comm, own, x: comm.reduce_node(x, own)[0], grads, seed=seed)
+            grads = reduce_by_group(spec, _reduce_node, grads, seed=seed)
         return _without_padding(spec, grads, OWNED), _without_padding(spec, residual, LOCAL)
 
-    def reduce(comm: UnitComm, own: Seed, whole: Values) -> Values:
-        sums = comm.reduce_gradients(whole, own)
-        return comm.all_gather_sum(sums) if spec.zero.stage == 0 else sums
+    def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
+        sums = reduction.reduce(whole, own)
+        return reduction.all_gather_sum(sums) if spec.zero.stage == 0 else sums
 
-    sums = by_group(spec, reduce, grads, seed=seed)
+    sums = reduce_by_group(spec, reduce, grads, seed=seed)
     if spec.zero.stage == 0:
         stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
         return flat_blocks(stored, spec.leaves), residual
@@ -187,7 +188,7 @@ def means(sums: Sums) -> tuple[dict[str, Array], Array]:
 
 def _check(
     spec: TrainSpec,
-    weights: Weights,
+    weights: PassWeights,
     sinks: Blocks,
     model_state: ModelState,
     batch: Any,
@@ -210,7 +211,7 @@ def _check(
     mesh = frozenset(axis for axis, extent in spec.mesh.shape.items() if extent > 1)
     branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
     differing = [
-        DIFFERING[weight.strategy.source if is_sharded(weight) else "full"]
+        DIFFERING[weight.weight.level if is_sharded(weight) else "full"]
         for weight in jax.tree.leaves(placed, is_leaf=is_sharded)
         for _ in jax.tree.leaves(weight)
     ]
@@ -247,7 +248,7 @@ def _call(
 
 def _forward(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
-) -> tuple[Array, Sums, ModelState, Blocks]:
+) -> tuple[Array, Sums, ModelState, Stored]:
     """The loss of one micro-batch, times its tokens; the sums of it and aux; the state that it changed;
     updated copies.
     """
@@ -272,12 +273,12 @@ def _with_copies(weight: Any) -> list[Path]:
 
 def _forward_in_breadth(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed
-) -> tuple[Array, Sums, ModelState, Blocks]:
+) -> tuple[Array, Sums, ModelState, Stored]:
     """``_forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
 
     rows, at = _micro_batches(batch, spec.zero.accumulate)
 
-    def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, Blocks]:
+    def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, Stored]:
         return _forward(spec, placed, model_state, at(rows), mix(seed, index))
 
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
@@ -343,6 +344,12 @@ def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...
     return {**blocks, **zeroed}
 
 
-def _feed_back(comm: UnitComm, seed: Seed, sums: Values, residuals: Values) -> Sequence[Any]:
-    owned, kept = comm.reduce_node(sums, seed, residuals)
+def _reduce_node(reduction: GradientReduction, seed: Seed, sums: Values) -> Values:
+    return reduction.reduce_node(sums, seed)[0]
+
+
+def _feed_back(
+    reduction: GradientReduction, seed: Seed, sums: Values, residuals: Values
+) -> Sequence[tuple[Array, Array]]:
+    owned, kept = reduction.reduce_node(sums, seed, residuals)
     return list(zip(owned, kept or residuals, strict=True))

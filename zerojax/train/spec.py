@@ -16,14 +16,14 @@ from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import A, B, LoRA
-from zerojax.matmul.operand import Scaled
 from zerojax.optim.shard_check import Optimizer, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
-from zerojax.sharding.strategy import ShardingStrategy
+from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import refuse_idle
+from zerojax.weights.weight import Weight
 from zerojax.zero_config import MATMUL_WEIGHTS, ZeroConfig
 
 _EVERYONE = PartitionSpec()
@@ -99,31 +99,17 @@ class TrainSpec:
         """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
         return leaf.spec(OWNED if self.zero.stage > 0 else ())
 
-    def secondary_spec(self, leaf: ParamLayout) -> Any:
-        """The sharding of delta's secondary copy: spread over a node; its scale is replicated."""
-        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_secondary(leaf))
-
-    def abstract_secondary(self, leaf: ParamLayout) -> Any:
-        """Delta's secondary copy of a parameter; ``Scaled`` codes, if fp8 products read it."""
-        return self.abstract_encoded(leaf, (*leaf.stack, leaf.padded), leaf.spec((LOCAL,)))
+    def stored(self, leaf: ParamLayout, level: Level) -> Weight:
+        """The shapes, dtypes and shardings of a weight that a state has at a level, in its local format."""
+        axes = {"primary": OWNED, "secondary": (LOCAL,), "full": ()}[level]
+        values = self.abstract(leaf.encoded_shape, leaf.weights.local.dtype, leaf.spec(axes))
+        scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
+        return Weight(values, leaf, level, scale)
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The error-feedback residual of a parameter; every device has its own."""
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
-
-    def frozen_spec(self, leaf: ParamLayout) -> PartitionSpec:
-        """The sharding of a frozen weight's values: over each node, or over the world."""
-        return leaf.spec(OWNED if self.strategy.frozen == "primary" else (LOCAL,))
-
-    def abstract_frozen(self, leaf: ParamLayout) -> Any:
-        """A frozen weight as it is stored; ``Scaled`` codes, if fp8 products read it."""
-        return self.abstract_encoded(leaf, leaf.frozen_shape, self.frozen_spec(leaf))
-
-    def abstract_encoded(self, leaf: ParamLayout, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
-        """A weight in its local format; if fp8 products read it with its scales, which are replicated."""
-        values = self.abstract(shape, leaf.weights.local.dtype, spec)
-        return Scaled(values, self.abstract(leaf.stack, jnp.float32)) if leaf.fp8 else values
 
     @cached_property
     def adapters(self) -> dict[Path, tuple[ParamLayout, ParamLayout]]:

@@ -19,18 +19,20 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
+from zerojax.train.copies import Stored, copies_of
 from zerojax.train.fields import abstract_fields, copied, shardings_of
-from zerojax.train.initial import first_values, frozen_values, initializer, secondary_of
+from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.validation.bounds import checked_seed
+from zerojax.weights.weight import Weight
 from zerojax.zero_config import ZeroConfig
 
-_LARGE = ("params", "opt_state", "model_state", "secondary", "residual", "frozen", "node_copy")
+_LARGE = ("params", "opt_state", "model_state", "copies", "residual", "frozen")
 """The fields whose size a summary has."""
-# What a node's copy of the weights is made of.
-_COPIED = ("params", "secondary", "frozen", "step")
+_TRACKED = ("params", "frozen", "copies")
+"""The weights and their copies, of which ``replace`` keeps one true to the other."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, drop_fields=("_before",))
@@ -45,15 +47,16 @@ class TrainState:
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
         opt_state: the optimizer's state.
         model_state: non-parameter state by name, replicated.
-        secondary: with ``weights_delta``, the node-local copies, nested by path, those that fp8 products read
-            as ``Scaled`` codes; else empty.
+        copies: by path, the secondary partitions of trained weights: with ``weights_delta`` always, else
+            after ``with_node_copy`` alone, together with those of frozen ones that are not in every node.
         residual: with ``error_feedback``, the node hop's encoding error, nested by path; else empty.
         losses: with a ``SpikeRule``, recent losses as ``SpikeRule.start`` returns them; else empty.
-        frozen: the weights that are not trained, nested by path, encoded in ``ZeroConfig.frozen_weights``;
-            those that fp8 products read as ``Scaled`` codes. No step changes them, and states can share them.
+        frozen: the weights that are not trained, nested by path, encoded in ``ZeroConfig.frozen_weights``. No
+            step changes them, and states can share them.
         base: with frozen weights, their "fingerprint" (``encode_frozen``); else empty.
         spec: the model, optimizer, loss, mesh and config.
-        node_copy: after ``with_node_copy``, the weights as each node stores them, by path; else empty.
+        current_copies: whether ``copies`` have the values of ``params`` already. Without ``with_node_copy``
+            those of delta follow at the beginning of the next pass.
     """
 
     step: Int32[Array, ""]
@@ -62,13 +65,13 @@ class TrainState:
     params: PyTree
     opt_state: PyTree
     model_state: ModelState
-    secondary: PyTree
+    copies: dict[Path, Weight]
     residual: PyTree
     losses: Losses
     frozen: PyTree
     base: dict[str, UInt32[Array, ""]]
     spec: TrainSpec = field(metadata={"static": True})
-    node_copy: dict[Path, Any] = field(default_factory=dict)
+    current_copies: bool = field(default=False, metadata={"static": True})
     _before: dict[str, Any] | None = field(default=None, compare=False)
     """The weights and their copies as of this state, which ``dataclasses.replace`` gives the next one."""
 
@@ -76,13 +79,19 @@ class TrainState:
         """Renew the copies of weights that ``replace`` has changed."""
         if (before := self._before) is not None:
             changed = {name for name, value in before.items() if getattr(self, name) is not value}
-            stale = "params" in changed and "secondary" not in changed and self.secondary
-            if stale and all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
-                object.__setattr__(self, "secondary", _copies(self.spec, self.params))
-            if changed.intersection(_COPIED) and "node_copy" not in changed:
-                object.__setattr__(self, "node_copy", {})
-        own = {name: getattr(self, name) for name in (*_COPIED, "node_copy")}
-        object.__setattr__(self, "_before", own)
+            if self.copies and changed and "copies" not in changed:
+                self._renew_copies(of_params="params" in changed)
+        object.__setattr__(self, "_before", {name: getattr(self, name) for name in _TRACKED})
+
+    def _renew_copies(self, *, of_params: bool) -> None:
+        """Make delta's copies again of other ``params``, and drop those of ``with_node_copy``."""
+        copies, current = self.copies, self.current_copies
+        if not self.spec.zero.weights_delta:
+            copies, current = {}, False
+        elif of_params and all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
+            copies, current = _copies(self.spec, self.params), False
+        object.__setattr__(self, "copies", copies)
+        object.__setattr__(self, "current_copies", current)
 
     def __repr__(self) -> str:
         """A summary of a few lines."""
@@ -174,15 +183,15 @@ class TrainState:
     def replace(self, **changes: Any) -> Self:
         """A copy of the state with ``changes``, as ``dataclasses.replace`` makes it.
 
-        Other ``params`` bring other ``secondary`` copies, unless those are given, too; and other weights drop
-        the node's copy of them.
+        Other weights bring other ``copies``, unless those are given, too: delta's are made again of
+        ``params``, those of ``with_node_copy`` dropped.
         """
         return dataclasses.replace(self, **changes)
 
 
-def _copies(spec: TrainSpec, params: PyTree) -> PyTree:
+def _copies(spec: TrainSpec, params: PyTree) -> Stored:
     """Delta's copies of master weights, by a function that is compiled once."""
-    return spec.once("copies", lambda: jax.jit(functools.partial(secondary_of, spec)))(params)
+    return spec.once("copies", lambda: jax.jit(functools.partial(copies_of, spec)))(params)
 
 
 def check_there(state: TrainState) -> None:

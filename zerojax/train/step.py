@@ -21,19 +21,17 @@ from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
-from zerojax.matmul.operand import array_of
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.batch import abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.fields import abstract_fields, shardings_of
-from zerojax.train.node_copy import node_rows, read_specs
-from zerojax.train.secondary import last_secondary, next_secondary, stored_secondary, with_scales
-from zerojax.train.sources import in_node, sources
+from zerojax.train.copies import Stored, last_copies
+from zerojax.train.fields import abstract_fields, shardings_of, state_specs
+from zerojax.train.node_copy import copy_specs
+from zerojax.train.pass_weights import pass_weights
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
-from zerojax.zero_config import Remat
 
 Metrics = dict[str, Array]
 _REPLICATED = PartitionSpec()
@@ -181,9 +179,12 @@ def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
     """What a step changes, and is donated to it; and what it only reads."""
-    # At other stages every device has whole weights, which the node's copy is not made of.
-    copied = state.node_copy if state.spec.zero.stage == 3 else {}
-    return state.replace(frozen={}), {"frozen": state.frozen, "node_copy": copied}
+    if state.spec.zero.weights_delta:
+        return state.replace(frozen={}), {"frozen": state.frozen}
+    # At other stages every device has whole weights, which the node's copies are not made of.
+    copies = state.copies if state.spec.zero.stage == 3 else {}
+    own = state.replace(frozen={}, copies={}, current_copies=bool(copies))
+    return own, {"frozen": state.frozen, "copies": copies}
 
 
 @functools.cache
@@ -247,7 +248,8 @@ def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainSt
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
         model_state=keep(after["model_state"], state.model_state),
-        secondary=after["secondary"],
+        copies=after["copies"],
+        current_copies=False,
         residual=keep(after["residual"], state.residual),
         losses=losses,
     )
@@ -261,88 +263,55 @@ def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainSt
 
 def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
     """Mean gradients at their owners under "params", with the other fields that changed; and the metrics."""
-    updating = () if state.node_copy else spec.updating
-    spec = _reading(state, remat=spec.strategy.remat)
+    updating = () if state.current_copies else spec.updating
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
-        blocks, secondary, residual = (
-            from_tree(shards[name]) for name in ("params", "secondary", "residual")
-        )
-        step, seed = shards["step"], _seed(shards)
-        masters, secondary = with_scales(spec, flat_blocks(blocks, spec.leaves), secondary)
-        if shards["node_copy"]:
-            rows = node_rows(spec, shards)
-            secondary = {path: array_of(rows[path]).reshape(copy.shape) for path, copy in secondary.items()}
-            weights = in_node(spec, masters, rows)
-        else:
-            if secondary:
-                secondary = next_secondary(spec, masters, secondary, step, later=updating)
-            weights = sources(spec, masters, secondary, from_tree(shards["frozen"]), updating)
+        seed, residual = _seed(shards), from_tree(shards["residual"])
+        weights = pass_weights(spec, shards, current=state.current_copies, updating=updating)
         grads, model_state, sums, updated = per_device.accumulate(
             spec, weights, shards["model_state"], batch, seed
         )
-        if secondary:
-            secondary = last_secondary(spec, masters, secondary, updated, updating)
-            secondary = stored_secondary(masters, secondary)
+        copies: Stored = {}
+        if spec.zero.weights_delta:
+            copies = last_copies(spec, weights.masters, weights.copies, updated, weights.updating)
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = per_device.means(sums)
         grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        fields = {"params": grads, "secondary": secondary, "residual": residual}
-        return {"model_state": model_state, **{name: to_tree(x) for name, x in fields.items()}}, metrics
+        fields = {"params": to_tree(grads), "residual": to_tree(residual)}
+        return {"model_state": model_state, "copies": copies, **fields}, metrics
 
-    changed = ("params", "secondary", "residual", "model_state")
+    changed = ("params", "copies", "residual", "model_state")
     return _on_devices(local, state, batch, out=changed)
 
 
 def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
-    spec = dataclasses.replace(_reading(state), loss_fn=loss_fn)
+    spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
-        sums = per_device.evaluate(
-            spec, _current_weights(spec, shards), shards["model_state"], batch, _seed(shards)
-        )
+        weights = pass_weights(spec, shards, current=state.current_copies)
+        sums = per_device.evaluate(spec, weights, shards["model_state"], batch, _seed(shards))
         return {}, per_device.means(sums)[0]
 
     return _on_devices(local, state, batch, out=())[1]
 
 
 def _predict(state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], adapters: bool) -> Any:
-    spec = _reading(state)
+    spec = state.spec
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
-        weights, seed = _current_weights(spec, shards), _seed(shards)
+        weights = pass_weights(spec, shards, current=state.current_copies)
         return {}, per_device.predict(
-            spec, weights, shards["model_state"], batch, seed, fn, adapters=adapters
+            spec, weights, shards["model_state"], batch, _seed(shards), fn, adapters=adapters
         )
 
     return _on_devices(local, state, batch, out=(), rest=spec.batch_spec)[1]
 
 
-def _reading(state: TrainState, remat: Remat = "none") -> TrainSpec:
-    """The spec of passes by the node's copy of the weights, if there is one, which recompute as ``remat``."""
-    if not state.node_copy:
-        return state.spec
-    strategy = dataclasses.replace(state.spec.strategy.in_node(), remat=remat)
-    return dataclasses.replace(state.spec, strategy=strategy)
-
-
 def _seed(shards: dict[str, Any]) -> Any:
     """The seed of a step's random bits."""
     return mix(shards["seed"], shards["step"])
-
-
-def _current_weights(spec: TrainSpec, shards: dict[str, Any]) -> per_device.Weights:
-    """The weights of a state, on one device, for a forward pass alone."""
-    masters = flat_blocks(from_tree(shards["params"]), spec.leaves)
-    if shards["node_copy"]:
-        return in_node(spec, masters, node_rows(spec, shards))
-    masters, secondary = with_scales(spec, masters, from_tree(shards["secondary"]))
-    if secondary:
-        # As the next training step will do: otherwise they would be the weights one update ago.
-        secondary = next_secondary(spec, masters, secondary, shards["step"])
-    return sources(spec, masters, secondary, from_tree(shards["frozen"]))
 
 
 def _on_devices(
@@ -363,8 +332,9 @@ def _on_devices(
         out: the fields that ``local`` returns.
         rest: how the other arrays that it returns are spread over the devices.
     """
-    spec, specs = state.spec, read_specs(state.spec, copied=bool(state.node_copy))
-    given = ("params", "secondary", "residual", "model_state", "step", "seed", "frozen", "node_copy")
+    spec = state.spec
+    specs = state_specs(spec) | {"copies": copy_specs(spec, state.copies)}
+    given = ("params", "copies", "residual", "model_state", "step", "seed", "frozen")
     run = on_mesh(
         local,
         spec.mesh,
@@ -372,6 +342,6 @@ def _on_devices(
             {name: specs[name] for name in given},
             batch_specs(spec, batch),
         ),
-        out_specs=({name: specs[name] for name in out}, rest),
+        out_specs=({name: state_specs(spec)[name] for name in out}, rest),
     )
     return run({name: getattr(state, name) for name in given}, batch)

@@ -94,7 +94,7 @@ def test_what_is_trained_beside_them_is_loaded_as_well(imported: Imported):
     state = created(model, (2, 2), "create", **options)
     found = huggingface.load_weights(state, imported.model)
     wanted = checkpoints.restore_weights(imported.folder.checkpoints / "0", state)
-    for field in ("params", "frozen", "secondary", "base", "opt_state"):
+    for field in ("params", "frozen", "copies", "base", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, field), getattr(wanted, field))
 
 

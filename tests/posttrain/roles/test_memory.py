@@ -67,4 +67,4 @@ def test_preferences_need_no_generator(config: RunConfig, method: Any, beside: i
 
 
 def held_frozen(spec: TrainSpec) -> int:
-    return device_bytes({leaf.path: spec.abstract_frozen(leaf) for leaf in spec.frozen})
+    return device_bytes({leaf.path: spec.stored(leaf, spec.strategy.frozen) for leaf in spec.frozen})

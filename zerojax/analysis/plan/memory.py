@@ -117,7 +117,7 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
         "parameters": device_bytes(fields["params"]),
         "optimizer": device_bytes(fields["opt_state"]),
         "frozen": device_bytes(fields["frozen"]),
-        "secondary": device_bytes(fields["secondary"]),
+        "secondary": device_bytes(fields["copies"]),
         "residual": device_bytes(fields["residual"]),
         "other": device_bytes(fields["model_state"]),
     }

@@ -13,7 +13,7 @@ from jax.profiler import ProfileData
 from zerojax.analysis.profile.hlo_names import instructions
 from zerojax.errors import ConfigurationError
 
-# The named scopes of comm/collectives.py, schedule/, optim/muon.py and train/step.py.
+# The named scopes of weights/gather.py, comm/reduction.py, schedule/, optim/muon.py and train/step.py.
 HOPS = (
     *("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum"),
     *("reduce_local", "reduce_node", "orthogonalise"),

@@ -86,7 +86,11 @@ def gather_layer(
 
     def gather(stored: Any, layer: Array) -> Array:
         one = jax.tree.map(lambda x: pick(x, layer), stored)
-        return decode_frozen(one, replace(leaf, stack=())) if leaf.frozen else unflatten(one, leaf)
+        return (
+            decode_frozen(replace(one, layout=replace(leaf, stack=())))
+            if leaf.frozen
+            else unflatten(one, leaf)
+        )
 
     everyone = spec.sharding(PartitionSpec())
     run = spec.once(f"layer of {leaf.name}", lambda: jax.jit(gather, out_shardings=everyone))

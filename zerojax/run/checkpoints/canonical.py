@@ -6,6 +6,7 @@ it: converting it sends nothing. Other leaves, small ones or of odd sizes, are g
 a time, so that no device holds more than one whole leaf.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +20,15 @@ from jaxtyping import Array
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import Scaled
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import from_tree
+from zerojax.train.copies import copies_of
 from zerojax.train.fields import copied, shardings_of
-from zerojax.train.initial import secondary_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
+from zerojax.weights.weight import Weight
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
@@ -106,7 +107,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     }
     if "secondary" in tree:
         return _put(state, stored)
-    return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+    return _with_fresh_copies(state, _put(state.replace(copies={}), stored))
 
 
 def with_weights(state: TrainState, tree: Tree) -> TrainState:
@@ -123,7 +124,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
     for name, value in given.items():
         leaf, x = entries[name]
         stored[name] = value if leaf is None else _convert(state.spec, leaf, value, x)
-    return _with_fresh_copies(state, _put(state.replace(secondary={}), stored))
+    return _with_fresh_copies(state, _put(state.replace(copies={}), stored))
 
 
 def abstract_weight(state: TrainState, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
@@ -143,12 +144,18 @@ def _check_base(state: TrainState, tree: Tree) -> None:
 
 
 def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
-    """Add the secondary copies that the spec of ``state`` asks for, computed from the parameters."""
-    if not state.secondary:
+    """Add the copies that the spec of ``state`` asks for, computed from the parameters."""
+    if not _delta_copies(state):
         return filled
-    shardings = shardings_of(state.secondary)
-    make = jax.jit(functools.partial(secondary_of, state.spec), out_shardings=shardings)
-    return filled.replace(secondary=make(filled.params))
+    make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
+    return filled.replace(copies=make(filled.params))
+
+
+def _delta_copies(state: TrainState) -> dict[str, Weight]:
+    """Delta's copies, which are saved, by name; those of ``with_node_copy`` are not."""
+    if not state.spec.zero.weights_delta:
+        return {}
+    return {"/".join(("secondary", *path)): copy for path, copy in state.copies.items()}
 
 
 def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
@@ -157,13 +164,13 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
     entries: dict[str, tuple[ParamLayout | None, Array]] = {
         f"counters/{name}": (None, getattr(state, name)) for name in _COUNTERS
     }
-    for field in ("params", "secondary"):
-        for path, x in from_tree(getattr(state, field)).items():
-            name = "/".join((field, *path))
-            if isinstance(x, Scaled):
-                entries |= {f"{name}/values": (leaves[path], x.values), f"{name}/scale": (None, x.scale)}
-            else:
-                entries[name] = (leaves[path], x)
+    for path, x in from_tree(state.params).items():
+        entries["/".join(("params", *path))] = (leaves[path], x)
+    for name, copy in _delta_copies(state).items():
+        if copy.scale is None:
+            entries[name] = (copy.layout, copy.values)
+        else:
+            entries |= {f"{name}/values": (copy.layout, copy.values), f"{name}/scale": (None, copy.scale)}
     layouts = by_moment(state.spec.leaves, state.opt_state, lambda leaf, _: leaf, lambda _: 0)
     moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
     for (path, x), layout in zip(moments, jax.tree.leaves(layouts), strict=True):
@@ -193,21 +200,31 @@ def _name(field: str, path: Any) -> str:
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     """A state of the arrays named as in ``_entries``; missing ones are zeros."""
 
-    def pick(field: str, path: Any, x: Any) -> Array:
-        name = _optimizer_name(path) if field == OPTIMIZER else _name(field, path)
+    def named(name: str, x: Any) -> Array:
         if name in stored:
             return stored[name]
         return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
 
     def fill(field: str, tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(functools.partial(pick, field), tree)
+        def pick(path: Any, x: Any) -> Array:
+            return named(_optimizer_name(path) if field == OPTIMIZER else _name(field, path), x)
 
+        return jax.tree_util.tree_map_with_path(pick, tree)
+
+    def fill_copy(name: str, copy: Weight) -> Weight:
+        if copy.scale is None:
+            return copy.replace(named(name, copy.values))
+        values, scale = named(f"{name}/values", copy.values), named(f"{name}/scale", copy.scale)
+        return dataclasses.replace(copy, values=values, scale=scale)
+
+    copies = {copy.layout.path: fill_copy(name, copy) for name, copy in _delta_copies(state).items()}
     return state.replace(
         **{name: stored[f"counters/{name}"] for name in _COUNTERS},
         params=fill("params", state.params),
         opt_state=fill(OPTIMIZER, state.opt_state),
         model_state=fill("other", state.model_state),
-        secondary=fill("secondary", state.secondary),
+        copies=copies,
+        current_copies=False,
         residual=fill("residual", state.residual),
         losses=fill("losses", state.losses),
         base=fill("base", state.base),

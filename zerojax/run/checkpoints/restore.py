@@ -173,7 +173,7 @@ def _encode(spec: TrainSpec, leaf: ParamLayout, weight: jax.Array) -> tuple[Any,
     """A frozen weight as it is stored, and its hash."""
 
     def make() -> Any:
-        shardings = shardings_of(spec.abstract_frozen(leaf))
+        shardings = shardings_of(spec.stored(leaf, spec.strategy.frozen))
         everyone = spec.sharding(PartitionSpec())
         return jax.jit(functools.partial(encode_frozen, spec, leaf), out_shardings=(shardings, everyone))
 

@@ -22,11 +22,13 @@ from wire_reference import Wire, mix
 
 import zerojax
 from zerojax.comm import coalesced
-from zerojax.comm.collectives import UnitComm
+from zerojax.comm.reduction import GradientReduction
 from zerojax.sharding import wire_format
 from zerojax.sharding.layout import ParamLayout, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
+from zerojax.weights.gather import to_full, to_secondary
+from zerojax.weights.weight import Weight
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)
@@ -77,10 +79,18 @@ def leaf_and_wire(
     return leaf, wire
 
 
-def comm_of(leaves: Sequence[ParamLayout], sink: Any = "primary", **plan: Any) -> UnitComm:
-    """Their communication, at stage 3 in fp32."""
-    strategy = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
-    return UnitComm(dataclasses.replace(strategy, sink=sink, **plan), tuple(leaves))
+STAGE_3 = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
+
+
+def reduction_of(leaves: Sequence[ParamLayout], sink: Any = "primary", **plan: Any) -> GradientReduction:
+    """The reduction of their gradients, at stage 3 in fp32."""
+    return GradientReduction(dataclasses.replace(STAGE_3, sink=sink, **plan), tuple(leaves), leaves[0].world)
+
+
+def gathered(leaves: Sequence[ParamLayout], shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Whole weights, of primary shards."""
+    weights = tuple(Weight(x, leaf, "primary") for x, leaf in zip(shards, leaves, strict=True))
+    return [w.values for w in to_full(to_secondary(weights), STAGE_3.weight_dtype)]
 
 
 def on_mesh(mesh: tuple[int, int], run: Callable[..., Any], *values: Any) -> Any:
@@ -126,11 +136,10 @@ def test_gather_brings_every_weight_to_everyone(mesh, block):
         for i, (size, (node, local)) in enumerate(zip((*SIZES, 512), WEIGHTS, strict=True))
     ]
     leaves, wires = zip(*pairs, strict=True)
-    comm = comm_of(leaves)
     natural = weights_of(wires)
 
     def run(*shards: jax.Array) -> Any:
-        return comm.gather_local(comm.gather_node(shards))
+        return gathered(leaves, shards)
 
     shards = [owned(wire, w) for wire, w in zip(wires, natural, strict=True)]
     for wire, w, leaf, found in zip(wires, natural, leaves, on_mesh(mesh, run, *shards), strict=True):
@@ -175,7 +184,7 @@ def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
     grads, chunks = grads_of(wires), options["chunks"]
 
     def run(*grads: jax.Array) -> Any:
-        return comm_of(leaves, "primary", chunks=chunks).reduce_gradients(grads, jnp.uint32(SEED))
+        return reduction_of(leaves, "primary", chunks=chunks).reduce(grads, jnp.uint32(SEED))
 
     for wire, grad, found in zip(wires, grads, on_mesh(mesh, run, *grads), strict=True):
         same_bits(found, wire.two_hops(grad, SEED, chunks))
@@ -192,13 +201,13 @@ def test_separate_hops_and_error_feedback(mesh, options):
     grads = grads_of(wires)
 
     def first(*grads: Any) -> Any:
-        return comm_of(leaves, "secondary").reduce_gradients(grads, jnp.uint32(SEED))
+        return reduction_of(leaves, "secondary").reduce(grads, jnp.uint32(SEED))
 
     def second(sums: Any, residuals: Any) -> Any:
-        comm = comm_of(leaves)
-        plain, nothing = comm.reduce_node(sums, jnp.uint32(SEED))
+        reduction = reduction_of(leaves)
+        plain, nothing = reduction.reduce_node(sums, jnp.uint32(SEED))
         assert nothing is None
-        fed, kept = comm.reduce_node(sums, jnp.uint32(SEED), residuals)
+        fed, kept = reduction.reduce_node(sums, jnp.uint32(SEED), residuals)
         return plain, fed, residuals if kept is None else kept
 
     sums = on_mesh(mesh, first, *grads)
@@ -224,7 +233,7 @@ def test_one_hop_brings_every_sum_to_its_owner(mesh, options):
     grads = grads_of(wires)
 
     def run(*grads: jax.Array) -> Any:
-        return comm_of(leaves, "primary", hops=1).reduce_gradients(grads, jnp.uint32(SEED))
+        return reduction_of(leaves, "primary", hops=1).reduce(grads, jnp.uint32(SEED))
 
     for wire, grad, found in zip(wires, grads, on_mesh(mesh, run, *grads), strict=True):
         same_bits(found, wire.one_hop(grad, SEED))
@@ -253,7 +262,9 @@ def test_delta_adds_the_same_difference_everywhere(mesh, stored):
     held = [np.broadcast_to(copy, (mesh[0], *copy.shape)) for copy in copies]
 
     def run(shards: Any, copies: Any) -> Any:
-        return comm_of(leaves).gather_node(shards, copies)
+        weights = tuple(Weight(x, leaf, "primary") for x, leaf in zip(shards, leaves, strict=True))
+        fresh = to_secondary(weights, tuple(copy.reshape(-1) for copy in copies))
+        return [w.values.reshape(copy.shape) for w, copy in zip(fresh, copies, strict=True)]
 
     shards = [owned(wire, w) for wire, w in zip(wires, after, strict=True)]
     for i, found in enumerate(on_mesh(mesh, run, shards, held)):
@@ -269,11 +280,9 @@ def test_large_raw_leaves_travel_alone_and_arrive():
         *(leaf_and_wire(mesh, size, i, **options) for i, size in enumerate(sizes)), strict=True
     )
     natural, grads = weights_of(wires), grads_of(wires)
-    comm = comm_of(leaves)
 
     def run(shards: Any, grads: Any) -> Any:
-        whole = comm.gather_local(comm.gather_node(shards))
-        return whole, comm_of(leaves, "primary").reduce_gradients(grads, jnp.uint32(SEED))
+        return gathered(leaves, shards), reduction_of(leaves, "primary").reduce(grads, jnp.uint32(SEED))
 
     shards = [owned(wire, w) for wire, w in zip(wires, natural, strict=True)]
     whole, sums = on_mesh(mesh, run, shards, grads)
@@ -288,9 +297,8 @@ def compiled_round_trip(mesh: tuple[int, int], size: int, fmt: str, block: int) 
     leaf, wire = leaf_and_wire(mesh, size, **options)
 
     def device(shard: jax.Array, grad: jax.Array) -> Any:
-        comm = comm_of([leaf], chunks=2)
-        whole = comm.gather_local(comm.gather_node((shard[0, 0],)))[0]
-        total = comm.reduce_gradients((grad[0, 0],), jnp.uint32(SEED))[0]
+        (whole,) = gathered([leaf], [shard[0, 0]])
+        total = reduction_of([leaf], chunks=2).reduce((grad[0, 0],), jnp.uint32(SEED))[0]
         return whole[None, None], total[None, None]
 
     spec = PartitionSpec("node", "local")
@@ -349,7 +357,7 @@ def test_padding_never_enters_a_scale():
     leaf, wire = leaf_and_wire((1, 2), 70, grads=("int8", "int8"), block_size=64)
     grads = np.full((1, 2, 1, 70), 1e-3, np.float32)
     (found,) = on_mesh(
-        (1, 2), lambda g: comm_of([leaf], "primary").reduce_gradients((g,), jnp.uint32(SEED)), grads
+        (1, 2), lambda g: reduction_of([leaf], "primary").reduce((g,), jnp.uint32(SEED)), grads
     )
     total = found.transpose(1, 0, 2).reshape(-1)
     # 127 steps reach the block's own maximum; the scale is a bf16 number, good to 1 in 256.
@@ -364,7 +372,7 @@ def test_a_bad_number_poisons_its_own_block_and_no_other(bad):
     grads = np.ones((2, 2, 1, 256), np.float32)
     grads[1, 0, 0, 70] = bad
     (found,) = on_mesh(
-        (2, 2), lambda g: comm_of([leaf], "primary").reduce_gradients((g,), jnp.uint32(SEED)), grads
+        (2, 2), lambda g: reduction_of([leaf], "primary").reduce((g,), jnp.uint32(SEED)), grads
     )
     total = found.transpose(1, 0, 2).reshape(-1)
     assert not np.isfinite(total[64:128]).any()

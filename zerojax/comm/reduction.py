@@ -1,0 +1,261 @@
+"""The hops of one unit's gradients across the mesh, from every device's own to their sums.
+
+All methods of ``GradientReduction`` run inside ``shard_map`` on one device's values. The gradients of a unit
+share one collective per hop (``zerojax.comm.coalesced``); payloads of a megabyte or more go alone.
+
+1. ``encode``, ``send`` and ``sum``: gradients are encoded, exchanged over ``local``, decoded and summed in
+   fp32, encoded again, exchanged over ``node``, decoded and summed in fp32 at the owner (qgZ, ZeRO++ section
+   3.3). A scan can have each hop in an iteration of its own.
+2. ``reduce_node``: the last hop alone, if it is taken once per step.
+
+A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each hop has a named scope, which profiles
+show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Num
+
+import pallas_kernels
+from zerojax.comm.coalesced import Rows, exchange_together, gather_together
+from zerojax.sharding.layout import ParamLayout, flatten, unflatten
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.strategy import ShardingStrategy
+from zerojax.sharding.wire_format import Codec, Seed, mix
+
+LOCAL_HOP, NODE_HOP = 1, 2
+"""What salts the random bits of a gradient's hops."""
+
+Values = tuple[Num[Array, "..."], ...]
+"""One array per trained parameter of a unit."""
+
+Payload = tuple[Values, ...]
+"""Encoded gradients: per chunk and parameter."""
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """How the gradients of parameters that travel together are summed.
+
+    Attributes:
+        strategy: to which level, and over which hops.
+        leaves: the layouts of the trained parameters; there may be none. ``Values`` has one array for each.
+        world: the mesh's extents.
+    """
+
+    strategy: ShardingStrategy
+    leaves: tuple[ParamLayout, ...]
+    world: MeshShape
+
+    @property
+    def axes(self) -> tuple[str | tuple[str, str], ...]:
+        """The mesh axes that a gradient crosses, in order, without those of extent 1."""
+        return self.strategy.axes(self.world)
+
+    @jax.named_scope("encode_gradients")
+    def encode(self, grads: Values, seed: Seed) -> Payload:
+        """Encode gradients for their first hop.
+
+        Args:
+            grads: one layer of unsharded shape, this device's contribution: cotangents of whole
+                weights.
+            seed: salts stochastic rounding.
+
+        Returns:
+            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of
+            one row, not encoded.
+        """
+        axes, chunks = self.axes, self.strategy.chunks
+        if not axes:
+            return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
+        if len(axes) == 2:
+            staged = [encode_reordered(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
+            return tuple(tuple(payload[chunk] for payload in staged) for chunk in range(chunks))
+        hop, peers = (LOCAL_HOP if axes[0] == LOCAL else NODE_HOP), lax.axis_size(axes[0])
+        encoded = (
+            encode_rows(flatten(grad, leaf).reshape(peers, -1), leaf, self._last_codec(leaf), seed, hop)
+            for grad, leaf in self._each(grads)
+        )
+        return (tuple(encoded),)
+
+    def send(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
+        """Take encoded gradients over one hop, and encode them for the next if there is one.
+
+        Between two hops one fused pass decodes, sums and encodes again. Chunks do not depend on each other:
+        if both hops of a unit follow each other, one chunk's node hop overlaps the next one's local hop
+        (qgZ's pipeline, ZeRO++ Figure 8).
+
+        Args:
+            chunks: as ``encode`` returns, or this method for the hop before.
+            seed: the same as there.
+            hop: which of the ``axes``, from 0.
+
+        Returns:
+            The payload of the next hop; after the last, the payload that arrived, not yet decoded.
+        """
+        axes, own_stream = self.axes, self.strategy.own_stream
+        if hop == len(axes) - 1:
+            with jax.named_scope(self._last_scope):
+                return tuple(
+                    tuple(exchange_together(chunk, axes[hop], own_stream=own_stream)) for chunk in chunks
+                )
+        sent: list[Values] = []
+        with jax.named_scope("reduce_local"):
+            for index, chunk in enumerate(chunks):
+                arrived = exchange_together(chunk, LOCAL, own_stream=own_stream)
+                salted = mix(seed, index)
+                summed = (
+                    sum_and_encode(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
+                )
+                sent.append(tuple(summed))
+        return tuple(sent)
+
+    def sum(self, arrived: Payload) -> Values:
+        """Decode and sum the payload of the last hop; without hops, that of ``encode``.
+
+        Returns:
+            The fp32 sum, not yet a mean: over the world at its owner, or over the node as a secondary
+            partition.
+        """
+        if not self.axes:
+            return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0])
+        to_owner = self.strategy.summed_at == "primary"
+
+        def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
+            size = (leaf.shard if to_owner else leaf.secondary) // len(arrived)
+            return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
+
+        with jax.named_scope(self._last_scope):
+            pieces = [tuple(total(rows, leaf) for rows, leaf in self._each(chunk)) for chunk in arrived]
+        if len(pieces) == 1:
+            return pieces[0]
+        return tuple(jnp.concatenate(parts) for parts in zip(*pieces, strict=True))
+
+    def deliver(self, payload: Payload, seed: Seed) -> Values:
+        """Send encoded gradients over all hops, and sum them."""
+        for hop in range(len(self.axes)):
+            payload = self.send(payload, seed, hop)
+        return self.sum(payload)
+
+    def reduce(self, grads: Values, seed: Seed) -> Values:
+        """Encode gradients, send them over all hops, and sum them."""
+        return self.deliver(self.encode(grads, seed), seed)
+
+    def to_sink(self, grads: Values, seed: Seed) -> Values:
+        """This device's whole gradients as sums at the sink's level; at "full" they are not reduced."""
+        if self.strategy.sink == "full":
+            return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
+        return self.reduce(grads, seed)
+
+    @jax.named_scope("reduce_node")
+    def reduce_node(
+        self, sums: Values, seed: Seed, residuals: Values | None = None
+    ) -> tuple[Values, Values | None]:
+        """Sum node-local sums over ``node``: from secondary partitions to the owners.
+
+        Args:
+            sums: ``[secondary]``, the fp32 sum over the node's devices, un-rotated.
+            seed: salts stochastic rounding.
+            residuals: with error feedback, the last encoding's error (fp32, un-rotated), which is added
+                before encoding.
+
+        Returns:
+            ``[shard]``, the fp32 sum over the world at its owner; and the new residuals, or None.
+        """
+        nodes = self.world.nodes
+        if nodes == 1:
+            return sums, None
+        if residuals is not None:
+            sums = tuple(x + residual for x, residual in zip(sums, residuals, strict=True))
+        sent = [
+            encode_rows(x.reshape(nodes, -1), leaf, leaf.grads.node, seed, NODE_HOP)
+            for x, leaf in self._each(sums)
+        ]
+        kept = None
+        if residuals is not None:
+            kept = tuple(encoding_error(x, rows, leaf) for x, rows, leaf in self._each(sums, sent))
+        owned = tuple(
+            leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
+            for rows, leaf in self._each(exchange_together(sent, NODE))
+        )
+        return owned, kept
+
+    @jax.named_scope("all_gather_sum")
+    def all_gather_sum(self, sums: Values) -> Values:
+        """Replicate the owners' sums: the second half of stage 0's all-reduce.
+
+        They stay in the wire's raw format, which saves memory: the optimizer widens them as it reads.
+        """
+        rows = [x.astype(leaf.grads.node.dtype) for x, leaf in self._each(sums)]
+        for axis in (NODE, LOCAL):
+            rows = [x.reshape(-1) for x in gather_together([x.reshape(-1) for x in rows], axis)]
+        return tuple(unflatten(x, leaf) for x, leaf in self._each(rows))
+
+    def _each(self, *values: Sequence[Array]) -> "zip[tuple[Any, ...]]":
+        """For every parameter one array of each of ``values``, and its layout."""
+        return zip(*values, self.leaves, strict=True)
+
+    def _last_codec(self, leaf: ParamLayout) -> Codec:
+        return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
+
+    @property
+    def _last_scope(self) -> str:
+        return "reduce_local" if self.axes[-1] == LOCAL else "reduce_node"
+
+
+def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:
+    """Encode a row of a gradient for each peer of a hop (``LOCAL_HOP`` or ``NODE_HOP``)."""
+    return codec.encode(rows, seed=_salt(seed, leaf, hop), rotation=leaf.rotation)
+
+
+def encode_reordered(
+    grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
+) -> Num[Array, "chunks local m"]:
+    """The payload of the first of two hops, by chunk: the encoder's index map does the reordering."""
+    world, codec, flat = leaf.world, leaf.grads.local, flatten(grad, leaf)
+    if codec.raw:
+        staged = flat.reshape(world.local, world.nodes, chunks, leaf.shard // chunks)
+        staged = staged.transpose(2, 0, 1, 3).reshape(chunks, world.local, -1)
+        return staged.astype(codec.dtype)
+    return pallas_kernels.encode_reordered(
+        flat,
+        codec.fmt,
+        local=world.local,
+        nodes=world.nodes,
+        chunks=chunks,
+        block=codec.block,
+        rounding=codec.rounding,
+        rotation=leaf.rotation,
+        seed=_salt(seed, leaf, LOCAL_HOP),
+    )
+
+
+def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
+    """Between two hops: sum a chunk over the node's devices, and encode it for its owners.
+
+    If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
+    """
+    first, second = leaf.grads.local, leaf.grads.node
+    nodes, n = leaf.world.nodes, leaf.shard // chunks
+    if not first.raw and not second.raw:
+        return first.decode_sum_encode(rows, second, nodes, n, seed=_salt(seed, leaf, NODE_HOP))
+    total = first.decode_sum(rows, nodes * n, rotation=leaf.rotation)
+    return encode_rows(total.reshape(nodes, n), leaf, second, seed, NODE_HOP)
+
+
+def encoding_error(sums: Float[Array, " n"], rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
+    """What the node hop's encoding of ``sums`` into ``rows`` loses, un-rotated."""
+    codec = leaf.grads.node
+    # As the receiver will decode: a row is a sum over one peer.
+    decoded = [codec.decode_sum(row[None], leaf.shard, rotation=leaf.rotation) for row in rows]
+    return sums - jnp.stack(decoded).reshape(-1)
+
+
+def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:
+    """A separate seed for each leaf, hop and device."""
+    return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))

@@ -1,0 +1,163 @@
+"""The copies of trained weights that every node has, inside ``shard_map``.
+
+Delta keeps its copies from step to step, one update behind the master weights (SDP4Bit, section 3.1).
+``zerojax.train.node_copy`` makes copies of the weights as they are, for several passes. Both are secondary
+partitions of ZeRO++ (section 3.2), with the scales of fp8 products that go with them.
+"""
+
+import itertools
+from collections.abc import Collection, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num, PyTree
+
+from zerojax.comm.in_order import on_mesh
+from zerojax.matmul import fp8
+from zerojax.sharding.layout import OWNED
+from zerojax.sharding.mesh import AXES
+from zerojax.sharding.param_tree import Path, from_tree
+from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.train.fields import abstract_copies, specs_of
+from zerojax.train.spec import TrainSpec
+from zerojax.weights.gather import gather_exact, to_secondary
+from zerojax.weights.weight import Weight
+
+Stored = dict[Path, Weight]
+
+
+def masters_of(spec: TrainSpec, params: Blocks) -> Stored:
+    """This device's shards of the master weights, which at stage 0 every device has whole.
+
+    Args:
+        spec: the train spec.
+        params: flat blocks.
+    """
+    own = {}
+    for leaf in spec.leaves:
+        shard = params[leaf.path]
+        if spec.zero.stage == 0:
+            first = lax.axis_index(OWNED) * leaf.shard
+            shard = lax.dynamic_slice_in_dim(shard, first, leaf.shard, axis=-1)
+        own[leaf.path] = Weight(shard, leaf, "primary")
+    return own
+
+
+def with_scales(spec: TrainSpec, masters: Stored, copies: Stored) -> tuple[Stored, Stored]:
+    """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
+
+    Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
+
+    Args:
+        spec: the train spec.
+        masters: the master weights.
+        copies: delta's; or empty.
+
+    Returns:
+        Both, with the same scales.
+    """
+    chosen = [leaf for leaf in spec.leaves if leaf.fp8]
+    if not chosen:
+        return masters, copies
+    own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
+    with jax.named_scope("scales"):
+        peaks = lax.pmax(jnp.concatenate(own), AXES)
+    ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
+    scaled, renewed = dict(masters), dict(copies)
+    for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
+        scale = fp8.scale_for(peak.reshape(leaf.stack), fp8.E4M3)
+        if (copy := copies.get(leaf.path)) is not None:
+            before = copy.scale
+            scale = jnp.where((scale >= before) & (scale <= 4 * before), before, scale)
+            codes = _rescaled(copy.values, before, scale)
+            renewed[leaf.path] = Weight(codes, leaf, copy.level, scale)
+        scaled[leaf.path] = Weight(masters[leaf.path].values, leaf, "primary", scale)
+    return scaled, renewed
+
+
+def _rescaled(codes: Array, before: Array, scale: Array) -> Array:
+    """A copy's codes after a change of scale."""
+
+    def change() -> Array:
+        return fp8.encode(fp8.decode(codes, jnp.float32), (scale / before)[..., None])
+
+    return lax.cond(jnp.any(scale != before), change, lambda: codes)
+
+
+def copies_of(spec: TrainSpec, params: PyTree) -> Stored:
+    """Delta's copies, made of the global master weights: for a new state, other weights, or a new mesh."""
+
+    def local(blocks: Blocks) -> Stored:
+        masters, _ = with_scales(spec, masters_of(spec, flat_blocks(blocks, spec.leaves)), {})
+        return _exact_copies(spec, masters)
+
+    given = (spec.by_path(spec.param_spec),)
+    make = on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_copies(spec)))
+    return make(from_tree(params))
+
+
+def _exact_copies(spec: TrainSpec, masters: Stored) -> Stored:
+    """Delta's copies, sent whole."""
+    return _stored(masters, by_group(spec, gather_exact, masters))
+
+
+def updated_copies(
+    spec: TrainSpec, masters: Stored, copies: Stored, step: Array, *, later: Collection[Path] = ()
+) -> Stored:
+    """Delta's copies, updated by the change of the weights, or resynchronised; but for those in ``later``."""
+
+    def update() -> dict[Path, Array]:
+        values = {path: copy.values for path, copy in copies.items()}
+        return values | by_group(spec, _updated, _without(masters, later), values)
+
+    every = spec.zero.delta_resync
+    if not every:
+        return _stored(masters, update())
+    due = (step > 0) & (step % every == 0)
+    return _stored(masters, lax.cond(due, lambda: by_group(spec, gather_exact, masters), update))
+
+
+def last_copies(
+    spec: TrainSpec, masters: Stored, copies: Stored, updated: Stored, later: Collection[Path]
+) -> Stored:
+    """Delta's copies after a step, where units had to update those in ``later``: ``updated``.
+
+    A unit that the model did not call, or whose result was lost in a JAX transformation, has not: its copies
+    are updated now.
+    """
+    missing = {path: masters[path] for path in later if path not in updated}
+    values = {path: copy.values for path, copy in copies.items()}
+    return copies | updated | _stored(masters, by_group(spec, _updated, missing, values))
+
+
+def secondary_partitions(
+    spec: TrainSpec, masters: Stored, frozen: Stored, copies: Stored, step: Array
+) -> Stored:
+    """Every weight as a node has it, with the values that the next forward pass computes with.
+
+    Args:
+        spec: the train spec.
+        masters: the master weights.
+        frozen: the weights that are not trained.
+        copies: delta's; or empty.
+        step: steps taken.
+    """
+    masters, copies = with_scales(spec, masters, copies)
+    if copies:
+        return frozen | updated_copies(spec, masters, copies, step)
+    crossing = masters | {path: weight for path, weight in frozen.items() if weight.level == "primary"}
+    return frozen | by_group(spec, to_secondary, crossing)
+
+
+def _updated(weights: tuple[Weight, ...], copies: tuple[Array, ...]) -> list[Array]:
+    return [w.values for w in to_secondary(weights, copies)]
+
+
+def _stored(masters: Stored, values: Mapping[Path, Num[Array, "..."]]) -> Stored:
+    """Copies with these values, and the scales of the master weights."""
+    return {path: masters[path].replace(x, "secondary") for path, x in values.items()}
+
+
+def _without(weights: Stored, paths: Collection[Path]) -> Stored:
+    return {path: weight for path, weight in weights.items() if path not in paths}

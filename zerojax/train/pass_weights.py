@@ -1,0 +1,139 @@
+"""The weights that a pass begins with, on one device, and their places in the model."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.adapters.weight_sum import MasterWeights
+from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import materialise
+from zerojax.sharding.layout import from_stored
+from zerojax.sharding.param_tree import Path, from_tree
+from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.train.copies import Stored, masters_of, updated_copies, with_scales
+from zerojax.train.spec import ParamGroup, TrainSpec
+from zerojax.weights.gather import to_full, to_secondary
+from zerojax.weights.weight import Weight, Weights
+
+
+class PassWeights(NamedTuple):
+    """The weights that a pass begins with.
+
+    Attributes:
+        weights: per path, trained and frozen, at the level where units find them.
+        masters: per path this device's shard of a trained weight.
+        copies: those in every node, of trained weights, up to date but for those that units update.
+        updating: the paths of the weights whose copies are updated by units.
+    """
+
+    weights: Stored
+    masters: Stored
+    copies: Stored
+    updating: frozenset[Path]
+
+
+def pass_weights(
+    spec: TrainSpec, shards: Mapping[str, Any], *, current: bool, updating: Sequence[ParamGroup] = ()
+) -> PassWeights:
+    """The weights of a state, with which a pass begins.
+
+    Args:
+        spec: the train spec.
+        shards: this device's part of a state, by field.
+        current: whether the state's copies have the values of its master weights.
+        updating: the units that update delta's copies themselves, if those are not current.
+    """
+    params = flat_blocks(from_tree(shards["params"]), spec.leaves)
+    masters, copies = masters_of(spec, params), shards["copies"]
+    later: frozenset[Path] = frozenset()
+    if not current:
+        masters, copies = with_scales(spec, masters, copies)
+        if copies:
+            later = frozenset(leaf.path for group in updating for leaf in group.leaves)
+            copies = updated_copies(spec, masters, copies, shards["step"], later=later)
+    begun = {path: copy for path, copy in copies.items() if path not in later}
+    if not begun:
+        begun = _whole(spec, params, masters) if spec.strategy.source == "full" else {}
+    return PassWeights(masters | from_tree(shards["frozen"]) | begun, masters, copies, later)
+
+
+def _whole(spec: TrainSpec, params: Blocks, masters: Stored) -> Stored:
+    """Whole weights, for stages at which every device has them throughout a step."""
+    dtype = spec.strategy.weight_dtype
+    if spec.zero.stage == 0:
+        return {
+            leaf.path: Weight(from_stored(params[leaf.path], leaf).astype(dtype(leaf)), leaf, "full")
+            for leaf in spec.leaves
+        }
+
+    def gather(weights: Weights) -> Weights:
+        return to_full(to_secondary(weights), dtype)
+
+    return by_group(spec, gather, masters)
+
+
+class Placed(NamedTuple):
+    """The weights in a loss function's model.
+
+    Attributes:
+        weights: per path, ``Sharded`` in units and whole elsewhere.
+        masters: for ``zerojax.weight_sum``.
+    """
+
+    weights: dict[Path, Any]
+    masters: MasterWeights
+
+
+def place_weights(
+    spec: TrainSpec,
+    given: PassWeights,
+    sinks: Blocks,
+    seed: Seed,
+    *,
+    train: bool = True,
+    adapters: bool = True,
+) -> Placed:
+    """Every weight in the form that the model gets; a frozen one by itself without ``adapters``."""
+    placed: dict[Path, Any] = {}
+    for number, group in enumerate(spec.groups):
+        own = mix(seed, number)
+        if group.stack:
+            own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers)).reshape(group.stack)
+        sharded: dict[Path, Sharded] = {}
+        for leaf in group.every:
+            path = leaf.path
+            copy = given.copies[path].values if path in given.updating else None
+            sharded[path] = Sharded(given.weights[path], sinks.get(path), own, spec.strategy, copy)
+        placed |= place_group(spec, group, sharded, train=train, adapters=adapters)
+    masters = {path: master.values for path, master in given.masters.items()}
+    return Placed(placed, MasterWeights(spec.leaves, masters, sinks, spec.strategy.sink))
+
+
+def place_group(
+    spec: TrainSpec, group: ParamGroup, sharded: Mapping[Path, Sharded], *, train: bool, adapters: bool = True
+) -> dict[Path, Any]:
+    """A group's weights in the form that the model gets: joined with their adapters, and whole outside units.
+
+    Args:
+        spec: the train spec.
+        group: of the weights.
+        sharded: they and the matrices of their adapters, by path.
+        train: whether adapters drop out.
+        adapters: whether they take part.
+    """
+    joined = dict(sharded)
+    for leaf in group.frozen:
+        parts = [joined.pop(part.path, None) for part in spec.adapters.get(leaf.path, ())]
+        adapter = tuple(part for part in parts if part is not None)
+        if adapter and adapters:
+            assert spec.lora is not None
+            lora = spec.lora if train else dataclasses.replace(spec.lora, dropout=0.0)
+            joined[leaf.path] = dataclasses.replace(joined[leaf.path], adapter=adapter, lora=lora)
+    values: Sequence[Any] = list(joined.values())
+    if group.unit is None:
+        values = materialise(values)
+    return dict(zip(joined, values, strict=True))

@@ -1,0 +1,132 @@
+"""The hops of one unit's weights, from the level where each is to a higher one.
+
+All functions run inside ``shard_map`` on one device's values of one layer. The weights of a unit share one
+collective per hop (``zerojax.comm.coalesced``), except that payloads of a megabyte or more go alone.
+
+1. The node hop, for those at "primary": the owner encodes its shard; an all-gather over ``node`` gives every
+   node the secondary partition (qwZ, ZeRO++ section 3.1). With delta, the owner encodes its difference from
+   the copy that every node has; every node, its own included, adds the same decoded difference. So copies
+   stay bit-identical, and rounding errors are part of the next difference (SDP4Bit, section 3.1). A
+   prefetching scan has ``encode``, ``cross_nodes`` and ``decode`` in different iterations, so the next hop
+   between nodes waits for no encoding or decoding.
+2. The local hop: an all-gather over ``local`` gives every device the whole weight, in the buffer that the
+   matmuls read. The backward pass repeats this hop alone (hpZ, section 3.2), or both.
+
+A mesh axis of extent 1 has no hop. Each hop has a named scope, which profiles show, and from which
+``zerojax.analysis.comm_report`` learns the purpose of a collective.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.comm.coalesced import gather_together
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import LOCAL, NODE
+from zerojax.weights.weight import Payload, Weight, Weights
+
+Payloads = tuple[Payload, ...]
+"""One for each weight that takes a hop."""
+
+
+def crosses_nodes(weights: Sequence[Weight]) -> bool:
+    """Whether a gather of the weights has a hop between nodes."""
+    return any(w.level == "primary" and w.layout.world.nodes > 1 for w in weights)
+
+
+def encode(weights: Weights, copies: Payloads | None = None) -> Payloads:
+    """Encode the weights at "primary" for the node hop.
+
+    Args:
+        weights: at any levels.
+        copies: delta's copies of those at "primary", from which differences are sent; or None.
+
+    Returns:
+        Their payloads; on one node, which has no node hop, in the local format.
+    """
+    owned = _owned(weights)
+    with jax.named_scope(_node_scope(delta=copies is not None)):
+        if not crosses_nodes(owned):
+            return tuple(w.encoded(w.layout.weights.local) for w in owned)
+        if copies is None:
+            return tuple(w.encoded(w.layout.weights.node) for w in owned)
+        return tuple(w.difference(copy) for w, copy in zip(owned, copies, strict=True))
+
+
+def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) -> Payloads:
+    """All-gather encoded weights over ``node``; the nodes' shards follow each other, not yet decoded.
+
+    Args:
+        payloads: as ``encode`` returns.
+        delta: whether they are differences.
+        own_stream: see ``coalesced.exchange_together``.
+    """
+    with jax.named_scope(_node_scope(delta=delta)):
+        return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
+
+
+def decode(weights: Weights, arrived: Payloads, copies: Payloads | None = None) -> Weights:
+    """The weights, of which those at "primary" become the secondary partitions that have arrived.
+
+    Args:
+        weights: as for ``encode``.
+        arrived: as ``cross_nodes`` returns.
+        copies: as for ``encode``.
+    """
+    owned = _owned(weights)
+    with jax.named_scope(_node_scope(delta=copies is not None)):
+        if not crosses_nodes(owned):
+            fresh = [w.replace(sent, "secondary") for w, sent in zip(owned, arrived, strict=True)]
+        elif copies is None:
+            fresh = [w.arrived(sent) for w, sent in zip(owned, arrived, strict=True)]
+        else:
+            pairs = zip(owned, arrived, copies, strict=True)
+            fresh = [w.arrived_difference(sent, copy) for w, sent, copy in pairs]
+    come = iter(fresh)
+    return tuple(next(come) if w.level == "primary" else w for w in weights)
+
+
+def to_secondary(weights: Weights, copies: Payloads | None = None) -> Weights:
+    """Bring the weights at "primary" to secondary partitions; those at higher levels stay as they are."""
+    if not (owned := _owned(weights)):
+        return weights
+    payloads = encode(weights, copies)
+    if crosses_nodes(owned):
+        payloads = cross_nodes(payloads, delta=copies is not None)
+    return decode(weights, payloads, copies)
+
+
+@jax.named_scope("gather_exact")
+def gather_exact(weights: Weights) -> Payloads:
+    """Secondary partitions of weights at "primary", sent in the local format: new copies for delta."""
+    sent = [w.encoded(w.layout.weights.local) for w in weights]
+    return (
+        tuple(x.reshape(-1) for x in gather_together(sent, NODE)) if crosses_nodes(weights) else tuple(sent)
+    )
+
+
+def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weights:
+    """Bring weights from secondary partitions to whole ones; those that are whole stay as they are.
+
+    Args:
+        weights: at "secondary" or "full".
+        dtype: in which to compute with a weight.
+    """
+    spread = [w for w in weights if w.level != "full"]
+    if not spread:
+        return weights
+    with jax.named_scope("gather_local"):
+        arrived: Sequence[Payload] = [w.values for w in spread]
+        if spread[0].layout.world.local > 1:
+            arrived = gather_together(arrived, LOCAL)
+        whole = (w.whole(blocks, dtype(w.layout)) for w, blocks in zip(spread, arrived, strict=True))
+        return tuple(w if w.level == "full" else next(whole) for w in weights)
+
+
+def _owned(weights: Weights) -> Weights:
+    return tuple(w for w in weights if w.level == "primary")
+
+
+def _node_scope(*, delta: bool) -> str:
+    return "gather_delta" if delta else "gather_node"
