@@ -26,6 +26,8 @@ from generation_models import (
 
 import zerojax
 from zerojax import LoRA, ZeroError
+from zerojax.generation import Sampling
+from zerojax.generation.generate import generate_rows
 
 MODELS = {"stack": SMALL, "list": LISTED, "user": Averages}
 SOME = [
@@ -285,3 +287,22 @@ def test_a_prompt_may_fill_the_context_up_to_the_last_new_token(caplog):
     assert "weights=compute: on each device 8.16 KB of weights" in lines[0]
     assert "1.54 KB of key-value cache for 1 slots of 24 tokens" in lines[0]
     assert_same(got, greedy(zerojax.gather_model(small()), given, CONTEXT - 20))
+
+
+def test_rows_of_limit_0_are_left_out_and_calls_share_a_program(caplog):
+    caplog.set_level(logging.INFO, "zerojax")
+    state, given, how = create(SMALL, 2, 1), prompts(7), Sampling()
+    options = {"how": how, "seed": 5, "width": 6}
+    every = generate_rows(state, given, [6] * 7, **options)
+    limits = [0, 3, 0, 6, 1, 0, 0]
+    # What is left out may be of any length.
+    longer = [np.ones(20, np.int32) if limit == 0 else row for row, limit in zip(given, limits, strict=True)]
+    some = generate_rows(state, longer, limits, **options)
+    assert some.lengths.tolist() == limits
+    none = generate_rows(state, given, [0] * 7, **options)
+    assert not any(x.any() for x in none)
+    for got, whole in ((some.tokens, every.tokens), (some.log_probs, every.log_probs)):
+        for row, limit in enumerate(limits):
+            np.testing.assert_allclose(got[row, :limit], whole[row, :limit], atol=1e-5)
+            assert not got[row, limit:].any()
+    assert sum("generating with" in one.message for one in caplog.records) == 1

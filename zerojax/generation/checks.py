@@ -117,15 +117,15 @@ def _several(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) else [value]
 
 
-def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float) -> None:
-    """Refuse limits below 1, and rows that do not fit the context.
+def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float, least: int) -> None:
+    """Refuse limits below the least, and rows that do not fit the context.
 
     Raises:
         ConfigurationError: naming the row.
     """
     for number, (row, limit) in enumerate(zip(rows, limits, strict=True)):
-        if limit < 1:
-            raise ConfigurationError(f"max_new_tokens={limit} must be at least 1.")
+        if limit < least:
+            raise ConfigurationError(f"max_new_tokens={limit} must be at least {least}.")
         if len(row) + limit > context:
             raise ConfigurationError(
                 f"prompt {number} has {len(row)} tokens, and with {limit} new ones exceeds the model's "

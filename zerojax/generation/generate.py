@@ -129,10 +129,14 @@ def generate_rows(
     slots: int | None = None,
     adapters: bool = True,
     unread: int = 1,
+    width: int | None = None,
 ) -> Completions:
     """``generate`` with a limit of new tokens for each row.
 
     The model never reads the last token of a row: with ``unread=1`` the context need not hold it.
+
+    With a ``width``, the most new tokens of any row in any call, calls with other limits share their compiled
+    program, and a row of limit 0 gets no tokens.
     """
     spec = state.spec
     if weights not in ("auto", *get_args(Form)):
@@ -143,7 +147,7 @@ def generate_rows(
     check_adapters(spec, adapters=adapters)
     ends, random_bits = checked_stop(stop), checked_seed(seed)
     most = spec.once("limits", lambda: checked_limits(abstract_model(spec)))
-    batch = _agree(spec, prompts, limits, most, unread)
+    batch = _agree(spec, prompts, limits, most, unread, width)
     dtype = str(spec.strategy.compute_dtype)
     engine = Engine.of(
         batch.rows, batch.longest, batch.new, most.context, dtype=dtype, how=how, stop=ends, slots=slots
@@ -151,11 +155,34 @@ def generate_rows(
     copy = _copy(spec, engine, weights, batch.room, adapters=adapters)
     if copy.form == "gathered" and spec.world.local > 1:
         engine = dataclasses.replace(engine, group=LOCAL)
-    count, size = len(prompts), batch.rows * len(spec.mesh.local_devices)
-    rows = range(batch.first, batch.first + count)
-    queue = place(spec, engine.queue(batch.prompts, rows, [0] * count, limits, size), 1)
+    order = _order(limits, batch.rows, len(spec.mesh.local_devices))
+    waiting, nothing = order >= 0, np.zeros(0, np.int32)
+    queue = engine.queue(
+        [batch.prompts[row] if row >= 0 else nothing for row in order],
+        np.where(waiting, batch.first + order, 0).tolist(),
+        [0] * len(order),
+        np.where(waiting, np.asarray(limits)[order], 0).tolist(),
+        len(order),
+    )
+    queue = place(spec, queue, 1)
     drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, random_bits)
-    return Completions(*(local_rows(x)[:count] for x in drawn))
+    found = [np.zeros((len(prompts), *x.shape[1:]), x.dtype) for x in drawn]
+    for rows, x in zip(found, drawn, strict=True):
+        rows[order[waiting]] = local_rows(x)[waiting]
+    return Completions(*found)
+
+
+def _order(limits: Sequence[int], rows: int, devices: int) -> Int[np.ndarray, " queue"]:
+    """Which row is at each place of the queues of this process's devices; -1 for none.
+
+    Rows of limit 0 are in none; the others are spread evenly, and come first in each queue.
+    """
+    waiting = np.flatnonzero(limits)
+    order = np.full((devices, rows), -1)
+    each = max(1, -(-len(waiting) // devices))
+    number = np.arange(len(waiting))
+    order[number // each, number % each] = waiting
+    return order.reshape(-1)
 
 
 class _Batch(NamedTuple):
@@ -163,8 +190,8 @@ class _Batch(NamedTuple):
 
     Attributes:
         prompts: of this process.
-        longest: the length of the longest prompt.
-        new: the largest limit.
+        longest: the length of the longest prompt that is continued.
+        new: the largest limit, or the width.
         room: MiB of a device's memory that the state leaves.
         first: this process's first row among those of all.
         rows: of a device, padded.
@@ -179,7 +206,12 @@ class _Batch(NamedTuple):
 
 
 def _agree(
-    spec: TrainSpec, prompts: Sequence[Any], limits: Sequence[int], most: Limits, unread: int
+    spec: TrainSpec,
+    prompts: Sequence[Any],
+    limits: Sequence[int],
+    most: Limits,
+    unread: int,
+    width: int | None,
 ) -> _Batch:
     """The batch of all processes.
 
@@ -191,8 +223,9 @@ def _agree(
     rows: list[np.ndarray] = []
     try:
         rows = checked_prompts(prompts, most.vocabulary)
-        check_limits(rows, limits, most.context + unread)
-        mine = [len(rows), max(map(len, rows)), max(limits), free_memory(spec)]
+        check_limits(rows, limits, most.context + unread, least=1 if width is None else 0)
+        longest = max((len(row) for row, limit in zip(rows, limits, strict=True) if limit), default=1)
+        mine = [len(rows), longest, width or max(limits), free_memory(spec)]
     except ConfigurationError as error:
         refused, mine = error, [-1] * 4
     found = np.asarray([mine])

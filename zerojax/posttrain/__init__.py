@@ -12,8 +12,10 @@ from zerojax.posttrain.loss.losses import (
     kl_estimate,
     token_mean,
 )
+from zerojax.posttrain.reward.environment import Environment
 
 __all__ = [
+    "Environment",
     "KLEstimator",
     "bradley_terry_loss",
     "clipped_policy_loss",

@@ -21,9 +21,12 @@ PREFERENCES = (*REFERENCED, "reward")
 
 _ROLLOUT = (
     *("reward", "rewards", "reward_model", "reward_workers", "reward_seconds", "reward_variables"),
+    *("environment", "max_turns"),
     *("rollout_rows", "group_size", "epochs"),
     *("max_new_tokens", "temperature", "clip_low", "clip_high", "kl", "eval_prompts", "samples"),
 )
+
+_REWARDS = ("reward", "rewards", "reward_model", "environment")
 
 READS: dict[str, tuple[str, ...]] = {
     "grpo": (*_ROLLOUT, "scale_advantages", "kl_estimator"),
@@ -46,9 +49,13 @@ def steps_per_rollout(config: RunConfig) -> int:
 
 
 def longest_prompt(config: RunConfig) -> int:
-    """Tokens of a prompt that leaves room for a completion, in a row and in the model's context."""
-    room = min(config.train.sequence_length + 1, config.model.max_seq_len)
-    return room - config.posttrain.max_new_tokens
+    """Tokens of a prompt that leaves room for a completion."""
+    return longest_row(config) - config.posttrain.max_new_tokens
+
+
+def longest_row(config: RunConfig) -> int:
+    """Tokens of a prompt with all that follows it, in a row and in the model's context."""
+    return min(config.train.sequence_length + 1, config.model.max_seq_len)
 
 
 def longest_answer(config: RunConfig) -> int:
@@ -68,14 +75,17 @@ def check_settings(config: RunConfig, processes: int) -> None:
     train, settings, rows = config.train, config.posttrain, rollout_rows(config)
     check_method(config)
     config.model.check_language_model(f'posttrain.method = "{settings.method}"')
-    given = [name for name in ("reward", "rewards", "reward_model") if getattr(settings, name)]
+    given = [name for name in _REWARDS if getattr(settings, name)]
     if len(given) != 1:
         raise ConfigurationError(
             f"{' and '.join(f'posttrain.{name}' for name in given)} exclude each other: set one"
             if given
             else 'there is no reward: set posttrain.reward to a function, as "path/to/file.py:function", '
-            "posttrain.rewards to several, or posttrain.reward_model to the run of a reward model"
+            "posttrain.rewards to several, posttrain.reward_model to the run of a reward model, or "
+            "posttrain.environment to an environment"
         )
+    if settings.max_turns != type(settings).max_turns and not settings.environment:
+        raise ConfigurationError("posttrain.max_turns is read with posttrain.environment alone: leave it out")
     if settings.reward_model:
         check_reward_model(config)
     if rows % train.batch_size:

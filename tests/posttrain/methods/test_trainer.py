@@ -114,8 +114,8 @@ def test_a_stop_does_not_wait_for_the_rewards_of_a_rollout(
     def score(trainer: GRPOTrainer, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:
         if trainer.rollouts == 0:
             return plain(trainer, rollout, asked)
-        trainer.environment.scorer.close()
-        trainer.environment.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:hang")], 600.0, 2)
+        trainer.task.scorer.close()
+        trainer.task.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:hang")], 600.0, 2)
         return plain(trainer, rollout, lambda: True)
 
     with monkeypatch.context() as patch:
@@ -162,7 +162,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
         for row, prompt in enumerate(rollout.prompts):
             drawn = rollout.tokens[row, 1:][rollout.mask[row] > 0]
-            assert trainer.environment.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
+            assert trainer.task.tokenizer.decode(drawn.tolist()) == rollout.texts[row]
             assert rollout.tokens[row, : len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         rewards = np.arange(32, dtype=np.float32)
         rewards[[3, 4, 5, 6, 7]] = np.nan
@@ -175,8 +175,8 @@ def test_a_completion_without_a_reward_counts_nowhere(
         measured = trainer.measure(rollout, rewards, rows)
         assert measured["lost_rewards"] == 5 / 32
         assert measured["reward"] == pytest.approx(np.nanmean(rewards))
-        trainer.environment.scorer.close()
-        trainer.environment.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:refuse")], 1.0, 1)
+        trainer.task.scorer.close()
+        trainer.task.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:refuse")], 1.0, 1)
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
             trainer.score(rollout, lambda: False)
         limits: list[tuple[str, float]] = []

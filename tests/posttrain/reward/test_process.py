@@ -121,7 +121,7 @@ def rollout(texts: list[str], **row: object) -> Rollout:
 
 
 def score(process: RewardProcess, prompt: str, completion: str, row: dict[str, Any]) -> float:
-    (reward,) = process.score(prompt, completion, row)
+    (reward,) = process.ask("score", prompt, completion, row)["rewards"]
     return reward
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float32, Shaped
 
 from zerojax.errors import ConfigurationError
 
@@ -48,26 +48,22 @@ def group_advantages(
 
 
 def token_rewards(
-    scores: Float[np.ndarray, " rows"], rows: Mapping[str, np.ndarray], kl: float
+    earned: Float32[np.ndarray, "rows time"], rows: Mapping[str, np.ndarray], kl: float
 ) -> Float32[np.ndarray, "rows time"]:
-    """The reward of each token: the score at the last, less the divergence from the reference at each.
+    """The reward of each token: what it earned, less the divergence from the reference.
 
     r_t = [t is the last] score - kl (log p_t - log p_t of the reference), the sum of which is the reward of
     Ziegler et al. (2019, equation 2) and of Ouyang et al. (2022, equation 2, without the pretraining term).
 
     Args:
-        scores: of the completions; NaN for one that does not count.
+        earned: as ``Rollout.rewards_per_token`` returns it.
         rows: "mask", and with ``kl`` "old_log_probs" and "reference_log_probs".
         kl: beta of the papers.
     """
-    mask = rows["mask"]
-    found = np.zeros_like(mask)
+    found = np.zeros_like(earned)
     if kl:
-        found -= kl * mask * (rows["old_log_probs"] - rows["reference_log_probs"])
-    counted = np.flatnonzero(mask.any(axis=1))
-    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
-    found[counted, last[counted]] += scores[counted]
-    return found
+        found -= kl * rows["mask"] * (rows["old_log_probs"] - rows["reference_log_probs"])
+    return found + rows["mask"] * earned
 
 
 def gae(

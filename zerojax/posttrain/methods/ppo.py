@@ -52,7 +52,7 @@ class PPOTrainer(PostTrainer):
         """What ``policy_loss`` and ``value_loss`` read; see ``PostTrainer.rows``."""
         settings, rows = self.config.posttrain, self.scored(rollout, rewards)
         old_values = predict_rows(self.config, rows, self.critic.reader())
-        per_token = token_rewards(rewards, rows, settings.kl)
+        per_token = token_rewards(rollout.rewards_per_token(rewards), rows, settings.kl)
         advantages, returns = _gae(
             *(jnp.asarray(x) for x in (per_token, old_values, rows["mask"])),
             discount=settings.discount,

@@ -24,8 +24,14 @@ from zerojax.posttrain.roles.predictions import predict_rows
 from zerojax.posttrain.roles.reference import Reference
 from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
 from zerojax.posttrain.rollout.rollout import Rollout, Rows, minibatches, samples_of
-from zerojax.posttrain.rollout.task import Environment
-from zerojax.posttrain.settings import abstract_batch, check_first_weights, check_settings, steps_per_rollout
+from zerojax.posttrain.rollout.task import Task
+from zerojax.posttrain.settings import (
+    abstract_batch,
+    check_first_weights,
+    check_settings,
+    rollout_rows,
+    steps_per_rollout,
+)
 from zerojax.run.build import RunSetup, Trained, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.evaluation import for_several_passes
@@ -57,13 +63,13 @@ class PostTrainer(OpenRun):
     ``roles``.
 
     Attributes:
-        environment: the prompts, and what scores completions.
+        task: the prompts, and what scores completions.
         reference: the model that the run began with, or None.
         generator: bytes of a device that a rollout needs beside the states.
         rollouts: rollouts done.
     """
 
-    environment: Environment
+    task: Task
     reference: Reference | None
     generator: int
     rollouts: int
@@ -78,7 +84,7 @@ class PostTrainer(OpenRun):
         peers: Peers | None = None,
         reader: WeightReader = CHECKPOINTS,
     ) -> Self:
-        """Open the environment, and take the first weights or the newest checkpoint of each role.
+        """Open the task, and take the first weights or the newest checkpoint of each role.
 
         Arguments and errors as for ``TrainRun.open`` of training; the folder may hold an imported model.
         """
@@ -89,8 +95,8 @@ class PostTrainer(OpenRun):
         setup.check()
         with opening(config, folder) as new:
             manifest, damaged = choose_checkpoint(config, folder, resume)
-            environment = Environment.open(config, folder, manifest, reader)
-            new.on_error.callback(environment.scorer.close)
+            task = Task.open(config, folder, manifest, reader)
+            new.on_error.callback(task.scorer.close)
             check_first_weights(manifest, init_from)
             start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
             state = start.state
@@ -101,18 +107,18 @@ class PostTrainer(OpenRun):
             trainer = cls(
                 **new.fields(start, abstract_batch(config), peers, roles.trained, samples=True),
                 **roles.fields,
-                environment=environment,
+                task=task,
                 reference=reference,
                 generator=memory.generated,
                 rollouts=start.record.position.get("rollouts", 0),
             )
             trainer.announce(
-                f"{settings.method}, {parameter_count(config.model):,} parameters, {environment.describe()}",
+                f"{settings.method}, {parameter_count(config.model):,} parameters, {task.describe()}",
                 [
                     *new.notes,
                     *damaged,
                     plain_text(memory.table()),
-                    *environment.notes(),
+                    *task.notes(),
                     *start.notes,
                     *roles.notes,
                     *(keep_for(folder, Path(settings.reward_model)) if settings.reward_model else ()),
@@ -128,7 +134,7 @@ class PostTrainer(OpenRun):
 
     def close_inputs(self) -> None:
         """End the reward's processes, if there are any."""
-        self.environment.scorer.close()
+        self.task.scorer.close()
 
     def loop(self, signalled: StopRequest) -> None:
         """Evaluate the first weights, if there are held-out prompts; make rollouts and train on them.
@@ -140,7 +146,7 @@ class PostTrainer(OpenRun):
             reward = float(found["validation_reward"])
             self.note_first({"validation_reward": reward}, f"held out {reward:.3f}")
         while self.step < self.config.train.steps:
-            rollout = self.rollout()
+            rollout = self.rollout(lambda: signalled.received)
             rewards = self.score(rollout, lambda: signalled.received)
             if rewards is None:
                 # From these weights and its own seed the rollout comes out the same after a resume.
@@ -151,12 +157,16 @@ class PostTrainer(OpenRun):
             self.update(rows, self.measure(rollout, rewards, rows))
             self.save_if_due(stop=signalled.received)
 
-    def rollout(self) -> Rollout:
-        """Complete this process's prompts of the next rollout."""
-        self.watchdog.phase(f"rollout {self.rollouts + 1}")
+    def rollout(self, asked: Callable[[], bool] = lambda: False) -> Rollout:
+        """Complete this process's prompts of the next rollout.
+
+        An environment is not waited for once ``asked`` says that the process shall stop.
+        """
+        rows = rollout_rows(self.config) // jax.process_count()
+        self.watchdog.phase(f"rollout {self.rollouts + 1}", self.task.longest_rollout(rows))
         # The first step after it begins from the copy, and drops it.
         self.state = for_several_passes(self.state, beside=self.generator)
-        return self.environment.rollout(self.state, self.rollouts)
+        return self.task.rollout(self.state, self.rollouts, lambda: asked() and not self.skipping)
 
     def score(self, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:
         """The reward of each completion, fp32, NaN for a lost one.
@@ -166,18 +176,23 @@ class PostTrainer(OpenRun):
         Raises:
             RunError: all of them are lost.
         """
-        skipping = any(int(one.skipped_in_row) for one in (self.state, *self.beside().values()))
+        skipping = self.skipping
         self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
-        rewards, why = self.environment.scorer.score(rollout, lambda: asked() and not skipping)
+        rewards, why = self.task.scorer.score(rollout, lambda: asked() and not skipping)
         if any_process(asked() and not skipping)[0]:
             return None
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
             raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
         return rewards
 
+    @property
+    def skipping(self) -> bool:
+        """Whether the last step was skipped, so that nothing can be saved."""
+        return any(int(one.skipped_in_row) for one in (self.state, *self.beside().values()))
+
     def watch_scores(self, what: str, rollout: Rollout) -> None:
         """Let the watchdog wait for as long as a rollout's rewards may take, and then for a phase."""
-        self.watchdog.phase(what, self.environment.longest_score(len(rollout.texts)))
+        self.watchdog.phase(what, self.task.longest_score(len(rollout.texts)))
 
     @abstractmethod
     def rows(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
@@ -202,7 +217,8 @@ class PostTrainer(OpenRun):
                 "length": (rollout.lengths, every),
                 "ended": (rollout.ended, every),
                 "lost_rewards": (~there, every),
-                **{f"reward_{name}": (x, there) for name, x in self.environment.scorer.parts.items()},
+                **({} if rollout.turns is None else {"turns": (rollout.turns, every)}),
+                **{f"reward_{name}": (x, there) for name, x in self.task.scorer.parts.items()},
                 "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
             }
         )
@@ -239,12 +255,13 @@ class PostTrainer(OpenRun):
 
     def evaluation(self) -> dict[str, jax.Array]:
         """The mean reward of greedy completions of held-out prompts; nothing if there are none."""
-        self.watchdog.phase(f"the evaluation after step {self.step}")
-        answers = self.environment.answers(self.state)
+        longest = self.task.longest_rollout(self.config.posttrain.eval_prompts)
+        self.watchdog.phase(f"the evaluation after step {self.step}", longest)
+        answers = self.task.answers(self.state)
         if answers is None:
             return {}
         self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
-        rewards, _ = self.environment.scorer.score(answers)
+        rewards, _ = self.task.scorer.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 

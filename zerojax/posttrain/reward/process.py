@@ -1,4 +1,4 @@
-"""Rewards by a user's functions, in a process of its own with a time limit."""
+"""A user's rewards or environment, in a process of its own with a time limit."""
 
 import json
 import os
@@ -10,15 +10,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import pdeathsig
-from zerojax.posttrain.reward import worker as reward_worker
+from zerojax.posttrain.reward import worker
 from zerojax.validation.untrusted import printable
+
+Kind = Literal["rewards", "environment"]
 
 _LOADING_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # within which the end of a process is noticed
@@ -29,72 +31,75 @@ _SECRET = re.compile(
 
 
 class LostReward(Exception):
-    """A completion has no reward: a function raised an error, took too long, or ended its process."""
+    """A completion has no reward: the user's code raised an error, took too long, or ended its process."""
 
 
 class RefusedReward(LostReward):
-    """No completion would have one: a function has other arguments, or returns no number."""
+    """No completion would have one: a function has other arguments, or returns something else."""
 
 
 class RewardProcess:
-    """A process that scores completions, started on first use and again after it hung or ended.
+    """A process that runs a user's code, started on first use and again after it hung or ended.
 
-    The functions are ``reward(prompt: str, completion: str, **row) -> float``, which may be async. JAX sees
-    no accelerator there. An error, a hang or an exit of a function does not harm the run. The process gets no
-    variables of the environment whose names say that they hold a secret, such as HF_TOKEN.
+    "rewards" are functions ``reward(prompt: str, completion: str, **row) -> float``, which may be async; an
+    "environment" is a ``zerojax.posttrain.Environment``. JAX sees no accelerator there. An error, a hang or
+    an exit does not harm the run. The process gets no environment variables whose names say that they hold a
+    secret, such as HF_TOKEN.
 
     On Linux the process ends with the thread that started it.
 
     Args:
-        functions: each "path/to/file.py:function".
-        seconds: that the rewards of a completion may take.
+        named: what to run, each "path/to/file.py:name".
+        seconds: that an answer may take.
         variables: of the environment that it gets, whatever their names.
+        kind: what ``named`` are.
 
     Raises:
-        ConfigurationError: one of ``functions`` names no function, or the file does not exist.
+        ConfigurationError: one of ``named`` names nothing, or the file does not exist.
     """
 
-    def __init__(self, functions: Sequence[str], seconds: float, variables: Sequence[str] = ()) -> None:
-        self._functions: list[str] = []
-        for function in functions:
-            file, _, name = function.rpartition(":")
+    def __init__(
+        self, named: Sequence[str], seconds: float, variables: Sequence[str] = (), kind: Kind = "rewards"
+    ) -> None:
+        self.key = f"posttrain.{kind.removesuffix('s')}"
+        self._arguments: list[str] = [kind]
+        for one in named:
+            file, _, name = one.rpartition(":")
             if not file or not name.isidentifier():
-                raise ConfigurationError(
-                    f'posttrain.reward = "{function}": name a function, as "path/to/file.py:function"'
-                )
+                what = "function" if kind == "rewards" else "class"
+                raise ConfigurationError(f'{self.key} = "{one}": name a {what}, as "path/to/file.py:{what}"')
             if not Path(file).is_file():
-                raise ConfigurationError(f"posttrain.reward: {file}: no such file (from {Path.cwd()})")
-            self._functions += file, name
-        self._named = ", ".join(functions)
+                raise ConfigurationError(f"{self.key}: {file}: no such file (from {Path.cwd()})")
+            self._arguments += file, name
+        self._named = ", ".join(named)
         self._seconds = seconds
         self._variables = {*variables}
         self._process: subprocess.Popen[bytes] | None = None
 
     def load(self) -> None:
-        """Start, and load the functions.
+        """Start, and load the files.
 
         Raises:
-            ConfigurationError: there is no such function.
+            ConfigurationError: they do not have what is named.
         """
         try:
             self._start()
         except LostReward as error:
-            raise ConfigurationError(f"posttrain.reward: cannot load {self._named}: {error}") from error
+            raise ConfigurationError(f"{self.key}: cannot load {self._named}: {error}") from error
 
-    def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[float]:
-        """The reward of a completion by each function.
+    def ask(self, what: str, *arguments: Any) -> dict[str, Any]:
+        """The answer to a question; reward/worker.py lists both.
 
         Args:
-            prompt: as text.
-            completion: likewise.
-            row: further arguments of the functions, by name; values that JSON has no type for become text.
+            what: "score", "reset" or "step".
+            arguments: of it; values that JSON has no type for become text.
 
         Raises:
             LostReward: there is none; says why.
         """
         if self._process is None:
             self._start()
-        return self._ask([prompt, completion, dict(row)], self._seconds)["rewards"]
+        return self._ask([what, *arguments], self._seconds)
 
     def kill(self) -> None:
         """Kill the process and those that it started; another thread that waits for a reward loses it."""
@@ -121,14 +126,14 @@ class RewardProcess:
         try:
             self._listener.bind(address)
         except OSError as error:
-            raise ConfigurationError(f"posttrain.reward: no socket {address}: {error}; set TMPDIR") from error
+            raise ConfigurationError(f"{self.key}: no socket {address}: {error}; set TMPDIR") from error
         self._listener.listen()
-        worker = [sys.executable, "-P", reward_worker.__file__, address, *self._functions]
+        program = [sys.executable, "-P", worker.__file__, address, *self._arguments]
         plain = {
             name: x for name, x in os.environ.items() if name in self._variables or not _SECRET.search(name)
         }
         self._process = subprocess.Popen(
-            [sys.executable, pdeathsig.__file__, *worker],
+            [sys.executable, pdeathsig.__file__, *program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -140,7 +145,7 @@ class RewardProcess:
         try:
             self._ask(None, _LOADING_SECONDS)
         except LostReward:
-            self.close()  # it has no function, and the next start may do better
+            self.close()  # it has loaded nothing, and the next start may do better
             raise
 
     def _ask(self, question: Any, seconds: float) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import LifoQueue
 from types import MappingProxyType
 from typing import Protocol, Self
 
@@ -14,12 +12,12 @@ import numpy as np
 import optax
 from jaxtyping import Float32
 
-from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.loss.policy import completion_scores
-from zerojax.posttrain.reward.process import LostReward, RefusedReward, RewardProcess
+from zerojax.posttrain.reward.pool import RewardPool
+from zerojax.posttrain.reward.process import LostReward
 from zerojax.posttrain.roles.predictions import predict_rows
 from zerojax.posttrain.roles.reference import frozen_setup
 from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
@@ -32,8 +30,6 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import predict_step
-
-_STOP_SECONDS = 0.2  # within which a signal is noticed
 
 
 class Scorer(Protocol):
@@ -60,13 +56,13 @@ class Scorer(Protocol):
 
 
 class FunctionScorer:
-    """Scores by a function, several completions at once, each in a process of its own.
+    """Scores by a user's functions.
 
     Args:
-        rewards: the functions, as for ``RewardProcess``; the score is the sum of what they return, by weight.
-        seconds: as for ``RewardProcess``.
-        workers: the most processes.
-        variables: as for ``RewardProcess``.
+        rewards: the functions; the score is the sum of what they return, by weight.
+        seconds: as for ``RewardPool``.
+        workers: likewise.
+        variables: likewise.
 
     Raises:
         ConfigurationError: there is no such function.
@@ -76,15 +72,8 @@ class FunctionScorer:
         self, rewards: Sequence[RewardFunction], seconds: float, workers: int, variables: Sequence[str] = ()
     ) -> None:
         self.parts: Mapping[str, Float32[np.ndarray, " rows"]] = {}
-        self._rewards, functions = rewards, [one.function for one in rewards]
-        self._processes = [RewardProcess(functions, seconds, variables) for _ in range(workers)]
-        self._processes[0].load()  # the others start in parallel, when they are needed
-        # The last to be idle is the next to score: as few are started as score at once.
-        self._idle = LifoQueue[RewardProcess]()
-        for process in reversed(self._processes):
-            self._idle.put(process)
-        # Not one per rollout: a process ends with the thread that started it.
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._rewards = rewards
+        self._pool = RewardPool([one.function for one in rewards], seconds, workers, variables)
 
     def check(self, prompt: Prompt) -> None:
         """Score an empty completion of a prompt, to find out whether the functions can score any.
@@ -92,31 +81,18 @@ class FunctionScorer:
         Raises:
             ConfigurationError: a function has other arguments, or returns no number.
         """
-        try:
-            self._threads.submit(self._processes[0].score, prompt.text, "", prompt.row).result()
-        except RefusedReward as error:
-            self.close()
-            raise ConfigurationError(f"posttrain.reward: {error}") from error
-        except LostReward as error:
-            logger.warning(f"an empty completion has no reward: {error}")
+        self._pool.check("score", prompt.text, "", prompt.row)
 
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
     ) -> tuple[Float32[np.ndarray, " rows"], str]:
         """See ``Scorer``."""
-        waiting = [
-            self._threads.submit(self._score, prompt, text)
-            for prompt, text in zip(rollout.prompts, rollout.texts, strict=True)
-        ]
-        while wait(waiting, _STOP_SECONDS).not_done:
-            if stopping():
-                self.close()
-                return np.full(len(waiting), np.nan, np.float32), "the run was asked to stop"
-        found = [one.result() for one in waiting]
-        lost = [why for _, why in found if why]
-        if lost:
-            logger.warning(f"{len(lost)} of {len(found)} rewards are lost, the last one: {lost[-1]}")
-        each = np.asarray([rewards for rewards, _ in found], np.float32)
+        texts = zip(rollout.prompts, rollout.texts, strict=True)
+        answers = self._pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
+        lost = [str(one) for one in answers if isinstance(one, LostReward)]
+        none = [math.nan] * len(self._rewards)
+        found = [none if isinstance(one, LostReward) else one["rewards"] for one in answers]
+        each = np.asarray(found, np.float32)
         names = [one.name for one in self._rewards]
         self.parts = dict(zip(names, each.T, strict=True)) if len(names) > 1 else {}
         weights = np.asarray([one.weight for one in self._rewards], np.float32)
@@ -124,21 +100,32 @@ class FunctionScorer:
 
     def close(self) -> None:
         """End the processes, also in the middle of a rollout."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown()
-        for process in self._processes:
-            process.close()
+        self._pool.close()
 
-    def _score(self, prompt: Prompt, text: str) -> tuple[list[float], str]:
-        process = self._idle.get()
-        try:
-            return process.score(prompt.text, text, prompt.row), ""
-        except LostReward as error:
-            return [math.nan] * len(self._rewards), str(error)
-        finally:
-            self._idle.put(process)
+
+@dataclass
+class EpisodeScorer:
+    """Scores by what an environment gave in the rollout.
+
+    Attributes:
+        pool: the environment's processes.
+        parts: none.
+    """
+
+    pool: RewardPool
+    parts: Mapping[str, np.ndarray] = MappingProxyType({})
+
+    def score(
+        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
+    ) -> tuple[Float32[np.ndarray, " rows"], str]:
+        """See ``Scorer``; nobody has to wait."""
+        del stopping
+        assert rollout.earned is not None
+        return rollout.earned.sum(axis=1), rollout.lost
+
+    def close(self) -> None:
+        """End the processes, also in the middle of a rollout."""
+        self.pool.close()
 
 
 @dataclass

@@ -1,10 +1,16 @@
-"""Scores completions with a user's functions: ``python reward_worker.py ADDRESS FILE FUNCTION ...``.
+"""Runs a user's rewards or environment: ``python worker.py ADDRESS KIND FILE NAME ...``.
 
-It connects to the socket at ADDRESS to say one line of JSON, and reads one: the next question, [prompt,
-completion, row]. The first that it says is {} once the files are loaded, the others are {"rewards": numbers},
-one per function, or {"error": text}; "refused" says that no completion can be scored. No descriptor of the
-exchange is open while a function runs. Uses the standard library only and is started by its path, so that it
-takes no device and starts again in a moment.
+KIND is "rewards" for functions, or "environment" for one object. The process connects to the socket at
+ADDRESS to say one line of JSON, and reads one: the next question, [what, *arguments]. The first that it says
+is {} once the files are loaded, the others are
+
+- {"rewards": numbers}, one per function, to ["score", prompt, completion, row];
+- {"state": value} to ["reset", prompt, row];
+- {"state": value, "observation": messages, "reward": number} to ["step", state, completion];
+- {"error": text} where that failed; "refused" says that it always will.
+
+No descriptor of the exchange is open while a function runs. Uses the standard library only and is started by
+its path, so that it takes no device and starts again in a moment.
 """
 
 import importlib.util
@@ -19,13 +25,15 @@ from typing import Any
 _MAX_REWARD = 3.4028235e38  # of fp32, in which rewards are kept
 _MAX_ERROR_LENGTH = 500  # characters of an error
 
+Answer = dict[str, Any]
+
 
 class RefusedError(Exception):
     """The function can score no completion."""
 
 
-def load(file: str, name: str, number: int) -> Callable[..., Any]:
-    """The function of a file, which may import the modules beside it."""
+def load(file: str, name: str, number: int) -> Any:
+    """What a file, which may import the modules beside it, calls by a name."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
     module_name = "reward" if number == 0 else f"reward_{number}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -37,8 +45,15 @@ def load(file: str, name: str, number: int) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def finished(value: Any) -> Any:
-    """A value, awaited if it is to be."""
+def call(function: Callable[..., Any], given: dict[str, Any], row: dict[str, Any] | None = None) -> Any:
+    """What a function of the user's returns, awaited if it is to be."""
+    row = row or {}
+    try:
+        inspect.signature(function).bind(*given.values(), **row)
+    except TypeError as error:
+        names = ", ".join([*given, *(f"{key}=..." for key in row)])
+        raise RefusedError(f"{_name(function)}({names}) cannot be called: {error}") from error
+    value = function(*given.values(), **row)
     if not inspect.isawaitable(value):
         return value
     import asyncio
@@ -49,25 +64,79 @@ def finished(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-def reward(function: Callable[..., Any], prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """What a function says about a completion."""
-    name = getattr(function, "__name__", "the reward")
-    try:
-        inspect.signature(function).bind(prompt, completion, **row)
-    except TypeError as error:
-        given = ", ".join(["prompt", "completion", *(f"{key}=..." for key in row)])
-        raise RefusedError(f"{name}({given}) cannot be called: {error}") from error
-    value = finished(function(prompt, completion, **row))
+def checked_reward(value: Any, function: Callable[..., Any]) -> float:
+    """A number that fp32 holds."""
     try:
         found = float(value)
     except (TypeError, ValueError) as error:
-        raise RefusedError(f"{name} returns a {type(value).__name__}, not a number") from error
+        raise RefusedError(f"{_name(function)} returns a {type(value).__name__}, not a number") from error
     if not abs(found) <= _MAX_REWARD:
         raise ValueError(f"the reward is {found}")
     return found
 
 
-def answer(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def checked_state(value: Any, function: Callable[..., Any]) -> Any:
+    """A value that JSON has a type for."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(f"{_name(function)} returns a state that JSON cannot hold: {error}") from error
+    return value
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "the reward")
+
+
+class Rewards:
+    """What a user's functions say about completions."""
+
+    def __init__(self, functions: list[Callable[..., Any]]) -> None:
+        self.functions = functions
+
+    def score(self, prompt: str, completion: str, row: dict[str, Any]) -> Answer:
+        """The reward by each function."""
+        given = {"prompt": prompt, "completion": completion}
+        return {"rewards": [checked_reward(call(one, given, row), one) for one in self.functions]}
+
+
+class Environment:
+    """A user's environment, an object with ``reset`` and ``step`` or a class of such."""
+
+    def __init__(self, named: list[Any]) -> None:
+        (one,) = named
+        self.environment: Any = one() if inspect.isclass(one) else one
+        for name in ("reset", "step"):
+            if not callable(getattr(self.environment, name, None)):
+                raise RefusedError(f"{type(self.environment).__name__} has no method {name}")
+
+    def reset(self, prompt: str, row: dict[str, Any]) -> Answer:
+        """The state in which an episode begins."""
+        reset = self.environment.reset
+        return {"state": checked_state(call(reset, {"prompt": prompt}, row), reset)}
+
+    def step(self, state: Any, completion: str) -> Answer:
+        """What a turn of the model leads to."""
+        step = self.environment.step
+        value = call(step, {"state": state, "completion": completion})
+        if not isinstance(value, tuple | list) or len(value) != 3:
+            raise RefusedError("step does not return (state, observation, reward)")
+        state, observation, reward = value
+        messages = observation if isinstance(observation, list) else [observation]
+        if not (isinstance(observation, str | None) or all(isinstance(one, dict) for one in messages)):
+            kind = type(observation).__name__
+            raise RefusedError(f"step returns a {kind} as observation, which is a text, messages or None")
+        return {
+            "state": checked_state([state, observation], step)[0],
+            "observation": observation,
+            "reward": checked_reward(reward, step),
+        }
+
+
+KINDS: dict[str, Callable[[list[Any]], Any]] = {"rewards": Rewards, "environment": Environment}
+
+
+def answer(find: Callable[[], Answer]) -> Answer:
     """The result of ``find``, or the error that it raised."""
     try:
         return find()
@@ -77,22 +146,22 @@ def answer(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": " ".join(f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH].split())}
 
 
-def main(address: str, *named: str) -> None:
+def main(address: str, kind: str, *named: str) -> None:
     """Answer questions until nobody asks."""
     # What a function prints goes to the standard error.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    own, functions = os.getpid(), list[Callable[..., Any]]()
+    own, asked = os.getpid(), list[Any]()
 
-    def loaded() -> dict[str, Any]:
-        for number, (file, name) in enumerate(zip(named[::2], named[1::2], strict=True)):
-            functions.append(load(file, name, number))
+    def loaded() -> Answer:
+        places = enumerate(zip(named[::2], named[1::2], strict=True))
+        asked.append(KINDS[kind]([load(file, name, number) for number, (file, name) in places]))
         return {}
 
-    def scored(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, Any]:
-        return {"rewards": [reward(function, prompt, completion, row) for function in functions]}
+    def answered(what: str, *arguments: Any) -> Answer:
+        return getattr(asked[0], what)(*arguments)
 
-    def exchange(found: dict[str, Any]) -> bytes:
+    def exchange(found: Answer) -> bytes:
         if os.getpid() != own:  # a child that a function forked, and that came back
             os._exit(1)
         with socket.socket(socket.AF_UNIX) as channel:
@@ -103,7 +172,7 @@ def main(address: str, *named: str) -> None:
 
     found = answer(loaded)
     while question := exchange(found):
-        found = answer(lambda: scored(*json.loads(question)))
+        found = answer(lambda: answered(*json.loads(question)))
 
 
 if __name__ == "__main__":

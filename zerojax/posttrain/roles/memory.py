@@ -13,7 +13,7 @@ from zerojax.generation.sampling import Sampling
 from zerojax.posttrain.reward.scorers import reward_setup
 from zerojax.posttrain.roles.critic import critic_config
 from zerojax.posttrain.roles.reference import reference_setup
-from zerojax.posttrain.settings import PREFERENCES, REFERENCED, longest_prompt, rollout_rows
+from zerojax.posttrain.settings import PREFERENCES, REFERENCED, longest_prompt, longest_row, rollout_rows
 from zerojax.run.build import RunSetup
 from zerojax.run.config import RunConfig
 from zerojax.train.memory import free_memory, state_bytes
@@ -106,7 +106,9 @@ def _held(setup: RunSetup) -> int:
 
 
 def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> GenerationMemory:
-    rows, prompt = math.ceil(rollout_rows(config) / spec.world.size), longest_prompt(config)
+    rows = math.ceil(rollout_rows(config) / spec.world.size)
+    # In an environment the last turn may follow a row that is full but for a token.
+    prompt = longest_row(config) - 1 if config.posttrain.environment else longest_prompt(config)
     dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
     new = config.posttrain.max_new_tokens
     engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling())

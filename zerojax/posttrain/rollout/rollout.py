@@ -1,4 +1,4 @@
-"""A rollout: completions of prompts as rows of a batch, with their rewards."""
+"""A rollout: completions of prompts as rows of a batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-from zerojax.generation import Completions
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.processes import mean_over_processes
+from zerojax.posttrain.rollout.turns import Row
 from zerojax.run.data import Tokenizer, evenly_spread
-from zerojax.run.data.answers import AnswerEnd
 
 Rows = dict[str, np.ndarray]
 
@@ -22,11 +21,14 @@ class Rollout:
 
     Attributes:
         prompts: one per row.
-        texts: the completions.
+        texts: the completions; in an environment all turns, with the observations between them.
         tokens: prompt and completion, then zeros.
-        mask: 1 where tokens[:, 1:] is of the completion, its end included.
+        mask: 1 where tokens[:, 1:] is of the model, the end of a completion included.
         log_probs: those of the generator.
-        ended: whether the completion has ended by itself.
+        ended: whether the completion, or the episode, has ended by itself.
+        earned: in an environment, the reward of each turn at its last token, and NaN in a row without one.
+        turns: of the model, in an environment.
+        lost: why a row has no reward in an environment, or "".
     """
 
     prompts: Sequence[Prompt]
@@ -35,37 +37,51 @@ class Rollout:
     mask: Float32[np.ndarray, "rows time"]
     log_probs: Float32[np.ndarray, "rows time"]
     ended: Bool[np.ndarray, " rows"]
+    earned: Float32[np.ndarray, "rows time"] | None = None
+    turns: Int32[np.ndarray, " rows"] | None = None
+    lost: str = ""
 
     @classmethod
-    def of(
-        cls,
-        prompts: Sequence[Prompt],
-        completions: Completions,
-        tokenizer: Tokenizer,
-        end: AnswerEnd,
-        time: int,
-    ) -> "Rollout":
-        """Lay out completions.
+    def of(cls, rows: Sequence[Row], tokenizer: Tokenizer, time: int, *, in_environment: bool) -> "Rollout":
+        """Lay out rows.
 
         Args:
-            prompts: one per row.
-            completions: as ``zerojax.generate`` returns them.
+            rows: that are over.
             tokenizer: of the model.
-            end: of an answer.
             time: columns of the rows, without the first token.
+            in_environment: whether it gave them their rewards.
         """
-        rows = len(prompts)
-        tokens = np.zeros((rows, time + 1), np.int32)
-        mask, log_probs = np.zeros((2, rows, time), np.float32)
-        texts, ended = [], np.zeros(rows, bool)
-        for row, (prompt, length) in enumerate(zip(prompts, completions.lengths, strict=True)):
-            start, new = len(prompt.tokens), completions.tokens[row, :length]
-            tokens[row, :start], tokens[row, start : start + length] = prompt.tokens, new
-            own = slice(start - 1, start - 1 + length)
-            mask[row, own], log_probs[row, own] = 1, completions.log_probs[row, :length]
-            text, ended[row] = end.read(tokenizer, new.tolist())
-            texts.append(text)
-        return cls(prompts, texts, tokens, mask, log_probs, ended)
+        tokens = np.zeros((len(rows), time + 1), np.int32)
+        mask, log_probs, earned = np.zeros((3, len(rows), time), np.float32)
+        for number, row in enumerate(rows):
+            length = len(row.tokens)
+            tokens[number, :length] = row.tokens
+            for whole, own in ((mask, row.mask), (log_probs, row.log_probs), (earned, row.earned)):
+                whole[number, : length - 1] = own[1:]
+            if row.lost:
+                earned[number] = np.nan
+        ended = np.asarray([row.ended for row in rows], bool)
+        prompts, texts = [row.prompt for row in rows], [row.said for row in rows]
+        if not in_environment:
+            return cls(prompts, texts, tokens, mask, log_probs, ended)
+        texts = [tokenizer.decode(row.tokens[len(row.prompt.tokens) :]) for row in rows]
+        turns = np.asarray([row.turns for row in rows], np.int32)
+        lost = next((row.lost for row in reversed(rows) if row.lost), "")
+        return cls(prompts, texts, tokens, mask, log_probs, ended, earned, turns, lost)
+
+    def rewards_per_token(self, rewards: Float32[np.ndarray, " rows"]) -> Float32[np.ndarray, "rows time"]:
+        """The reward of each row at the tokens that earned it: the last, or in an environment of each turn.
+
+        Args:
+            rewards: of the rows; NaN for one that does not count, which gets 0.
+        """
+        if self.earned is not None:
+            return np.nan_to_num(self.earned)
+        found = np.zeros_like(self.mask)
+        counted = np.flatnonzero(self.mask.any(axis=1) & np.isfinite(rewards))
+        last = self.mask.shape[1] - 1 - np.argmax(self.mask[:, ::-1], axis=1)
+        found[counted, last[counted]] = rewards[counted]
+        return found
 
     @property
     def lengths(self) -> Float32[np.ndarray, " rows"]:

@@ -1,17 +1,21 @@
-"""The environment of a policy: prompts to complete, and the scorer of the completions."""
+"""The task of a policy: prompts to complete, and what scores the completions."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import jax
 import numpy as np
 
-from zerojax.generation.generate import generate
+from zerojax.generation import Sampling
+from zerojax.generation.generate import generate_rows
 from zerojax.posttrain.data.prompts import Prompt, Prompts
-from zerojax.posttrain.processes import of_this_process
-from zerojax.posttrain.reward.scorers import FunctionScorer, Scorer, open_scorer
+from zerojax.posttrain.processes import any_process, of_this_process
+from zerojax.posttrain.reward.pool import RewardPool
+from zerojax.posttrain.reward.scorers import EpisodeScorer, FunctionScorer, Scorer, open_scorer
 from zerojax.posttrain.rollout.rollout import Rollout
-from zerojax.posttrain.settings import longest_prompt, rollout_rows
+from zerojax.posttrain.rollout.turns import Episodes, Row
+from zerojax.posttrain.settings import longest_prompt, longest_row, rollout_rows
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Tokenizer
@@ -23,13 +27,14 @@ from zerojax.train.state import TrainState
 
 
 @dataclass
-class Environment:
-    """The prompts of a run, the end of a completion, and the scorer."""
+class Task:
+    """The prompts of a run, the end of a turn, the environment if there is one, and the scorer."""
 
     config: RunConfig
     prompts: Prompts
     tokenizer: Tokenizer
     end: AnswerEnd
+    episodes: Episodes | None
     scorer: Scorer
 
     @classmethod
@@ -39,52 +44,95 @@ class Environment:
         """Read the prompts, and start the reward's first process or load the reward model.
 
         Raises:
-            ConfigurationError: prompts, tokenizer or reward cannot be used.
+            ConfigurationError: prompts, tokenizer, reward or environment cannot be used.
         """
         tokenizer, template = kept_tokenizer(config, folder, manifest)
         prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
+        end, settings = AnswerEnd.of(tokenizer, template), config.posttrain
+        if settings.environment:
+            pool = RewardPool.of(settings, [settings.environment], "environment")
+            episodes = Episodes(pool, tokenizer, template, end, longest_row(config))
+            episodes.check(prompts.train[0])
+            return cls(config, prompts, tokenizer, end, episodes, EpisodeScorer(pool))
         scorer = open_scorer(config, tokenizer, reader)
         if isinstance(scorer, FunctionScorer):
             scorer.check(prompts.train[0])
-        return cls(config, prompts, tokenizer, AnswerEnd.of(tokenizer, template), scorer)
+        return cls(config, prompts, tokenizer, end, None, scorer)
 
-    def rollout(self, state: TrainState, number: int) -> Rollout:
-        """Complete this process's prompts of a rollout, counted from 0."""
+    def rollout(
+        self, state: TrainState, number: int, stopping: Callable[[], bool] = lambda: False
+    ) -> Rollout:
+        """Complete this process's prompts of a rollout, counted from 0.
+
+        Once ``stopping`` returns True, an environment's rewards may all be lost.
+        """
         settings, seed = self.config.posttrain, self.config.train.seed
         groups = rollout_rows(self.config) // settings.completions
         prompts = of_this_process(self.prompts.of_rollout(number, groups, seed))
-        return self.complete(
-            state,
-            [prompt for prompt in prompts for _ in range(settings.completions)],
-            temperature=settings.temperature,
-            seed=int(np.random.SeedSequence((seed, number)).generate_state(1)[0]),
-        )
+        each = [prompt for prompt in prompts for _ in range(settings.completions)]
+        seeds = np.random.SeedSequence((seed, number)).generate_state(self.most_turns)
+        return self._complete(state, each, Sampling(settings.temperature), seeds.tolist(), stopping)
 
     def answers(self, state: TrainState) -> Rollout | None:
         """Answer this process's held-out prompts of an evaluation greedily; None if there are none."""
         prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
         prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
-        return self.complete(state, prompts, temperature=0.0) if prompts else None
+        return self._complete(state, prompts, Sampling(0.0), [0] * self.most_turns) if prompts else None
 
-    def complete(
-        self, state: TrainState, prompts: list[Prompt], *, temperature: float, seed: int = 0
+    @property
+    def most_turns(self) -> int:
+        """The most turns of a completion."""
+        return 1 if self.episodes is None else self.config.posttrain.max_turns
+
+    def _complete(
+        self,
+        state: TrainState,
+        prompts: Sequence[Prompt],
+        how: Sampling,
+        seeds: Sequence[int],
+        stopping: Callable[[], bool] = lambda: False,
     ) -> Rollout:
-        """Generate a completion of each prompt."""
-        completions = generate(
-            state,
-            [prompt.tokens for prompt in prompts],
-            self.config.posttrain.max_new_tokens,
-            temperature=temperature,
-            stop=self.end.stop,
-            seed=seed,
-        )
-        return Rollout.of(prompts, completions, self.tokenizer, self.end, self.config.train.sequence_length)
+        """Complete each prompt; in an environment turn by turn, with a seed for each.
+
+        All rows are in every turn, so that turns share compiled programs; one that is over gets no tokens.
+        """
+        most, longest = self.config.posttrain.max_new_tokens, longest_row(self.config)
+        rows = [Row(prompt) for prompt in prompts]
+        if self.episodes is not None:
+            self.episodes.begin(rows, stopping)
+        for turn, seed in enumerate(seeds):
+            going = [row for row in rows if not row.over]
+            if self.episodes is not None and not any_process(bool(going))[0]:
+                break
+            drawn = generate_rows(
+                state,
+                [row.tokens for row in rows],
+                [0 if row.over else min(most, longest - len(row.tokens)) for row in rows],
+                how=how,
+                stop=self.end.stop,
+                seed=seed,
+                unread=0,
+                width=most,
+            )
+            for row, tokens, length, log_probs in zip(rows, *drawn, strict=True):
+                if not row.over:
+                    made = tokens[:length].tolist(), log_probs[:length].tolist()
+                    row.say(*made, self.tokenizer, self.end)
+            if self.episodes is not None:
+                self.episodes.step(going, stopping, last=turn + 1 == len(seeds))
+        time, in_environment = self.config.train.sequence_length, self.episodes is not None
+        return Rollout.of(rows, self.tokenizer, time, in_environment=in_environment)
+
+    def longest_rollout(self, completions: int) -> float:
+        """Seconds within which an environment begins and takes all turns of some completions; else 0."""
+        return 0.0 if self.episodes is None else (1 + self.most_turns) * self._longest_call(completions)
 
     def longest_score(self, completions: int) -> float:
-        """Seconds within which a function scores some completions, at ``posttrain.reward_seconds`` each."""
+        """Seconds within which functions score some completions; 0 for other scorers."""
+        return self._longest_call(completions) if self.config.posttrain.functions else 0.0
+
+    def _longest_call(self, completions: int) -> float:
         settings = self.config.posttrain
-        if not settings.functions:
-            return 0.0
         return settings.reward_seconds * -(-completions // settings.reward_workers)
 
     def describe(self) -> str:

@@ -38,14 +38,18 @@ class PosttrainSection:
         reward: The function that scores a completion: "path/to/file.py:function".
         rewards: Several such functions with names and weights, instead of `reward`; in a file only.
         reward_model: A run of the method "reward" (model.outputs = 1) that scores completions instead.
+        environment: What answers the model's turns and rewards them instead: "path/to/file.py:name", where
+            the name is an object or class with the methods `reset` and `step`.
+        max_turns: The most turns of a completion in an environment.
         reward_workers: The most processes that score completions, for each process of the run.
-        reward_seconds: Seconds that the rewards of a completion may take; one without them is left out.
+        reward_seconds: Seconds that the rewards of a completion, or a call of the environment, may take; a
+            completion without them is left out.
         reward_variables: Variables of the environment that rewards get although their names have TOKEN, KEY,
             SECRET, PASSWORD or the like in them.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
         group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".
         epochs: How many times each completion of a rollout is trained on.
-        max_new_tokens: Longest completion, in tokens.
+        max_new_tokens: Longest completion, in tokens; in an environment, longest turn.
         temperature: Divisor of the logits, in sampling and in training.
         clip_low: The ratio of a token's new to its old probability is clipped below at 1 - clip_low.
         clip_high: The same ratio is clipped above at 1 + clip_high.
@@ -68,6 +72,8 @@ class PosttrainSection:
     reward: str = ""
     rewards: tuple[RewardFunction, ...] = ()
     reward_model: str = ""
+    environment: str = ""
+    max_turns: int = 8
     reward_workers: int = 1
     reward_seconds: float = 10.0
     reward_variables: tuple[str, ...] = ()
@@ -90,7 +96,8 @@ class PosttrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "posttrain.{}".format)
-        at_least = {"epochs": 1, "max_new_tokens": 1, "reward_workers": 1, "temperature": MIN_TEMPERATURE}
+        at_least = {"temperature": MIN_TEMPERATURE}
+        at_least |= dict.fromkeys(("epochs", "max_new_tokens", "max_turns", "reward_workers"), 1)
         counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
         at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
         for name, least in at_least.items():
@@ -112,7 +119,7 @@ class PosttrainSection:
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:
-        """The functions that score completions; none with a reward model."""
+        """The functions that score completions; none with a reward model or an environment."""
         return self.rewards or ((RewardFunction(self.reward),) if self.reward else ())
 
     @property

@@ -149,6 +149,21 @@ class ChatTemplate:
             )
         return ending
 
+    def after_answer(self, messages: Sequence[Message]) -> str:
+        """What the template writes after the content of an assistant's message, up to the next answer.
+
+        Args:
+            messages: between the two; as for ``render``.
+
+        Raises:
+            DataError: as for ``render``; or the template leaves out earlier answers.
+        """
+        probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        _, found, after = self.render([*probe, *messages], add_generation_prompt=True).partition(_PROBE)
+        if not found:
+            raise DataError(f"{self.name} leaves out an answer that others follow")
+        return after
+
     @cached_property
     def _reads_parts(self) -> bool:
         """Whether the template reads contents that are lists of texts."""

@@ -1,0 +1,105 @@
+"""Processes that run a user's code, several at once."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from queue import LifoQueue
+from typing import Any, Self
+
+from zerojax.errors import ConfigurationError
+from zerojax.log import logger
+from zerojax.posttrain.reward.process import Kind, LostReward, RefusedReward, RewardProcess
+from zerojax.run.config import PosttrainSection
+
+_STOP_SECONDS = 0.2  # within which a signal is noticed
+
+Answer = dict[str, Any] | LostReward
+
+
+class RewardPool:
+    """Processes that answer questions, each one at a time.
+
+    Args:
+        named: as for ``RewardProcess``.
+        seconds: likewise.
+        workers: the most processes.
+        variables: as for ``RewardProcess``.
+        kind: likewise.
+
+    Raises:
+        ConfigurationError: there is nothing of a name.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[str],
+        seconds: float,
+        workers: int,
+        variables: Sequence[str] = (),
+        kind: Kind = "rewards",
+    ) -> None:
+        self._processes = [RewardProcess(named, seconds, variables, kind) for _ in range(workers)]
+        self._processes[0].load()  # the others start in parallel, when they are needed
+        # The last to be idle is the next to answer: as few are started as answer at once.
+        self._idle = LifoQueue[RewardProcess]()
+        for process in reversed(self._processes):
+            self._idle.put(process)
+        # Not one per rollout: a process ends with the thread that started it.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+
+    @classmethod
+    def of(cls, settings: PosttrainSection, named: Sequence[str], kind: Kind) -> Self:
+        """The processes that the settings of a run say."""
+        return cls(named, settings.reward_seconds, settings.reward_workers, settings.reward_variables, kind)
+
+    def ask(
+        self, questions: Sequence[Sequence[Any]], stopping: Callable[[], bool] = lambda: False
+    ) -> list[Answer]:
+        """The answer to each question, or why there is none; questions are as for ``RewardProcess.ask``.
+
+        Once ``stopping`` returns True it closes, and all answers are lost.
+        """
+        waiting = [self._threads.submit(self._answer, question) for question in questions]
+        while wait(waiting, _STOP_SECONDS).not_done:
+            if stopping():
+                self.close()
+                return [LostReward("the run was asked to stop")] * len(questions)
+        found = [one.result() for one in waiting]
+        if lost := [answer for answer in found if isinstance(answer, LostReward)]:
+            logger.warning(f"{len(lost)} of {len(found)} rewards are lost, the last one: {lost[-1]}")
+        return found
+
+    def check(self, *question: Any) -> dict[str, Any] | None:
+        """The answer to a question that is asked to find out whether any can be answered.
+
+        Returns:
+            None, with a warning, if it is lost, but others may not be.
+
+        Raises:
+            ConfigurationError: none can be answered.
+        """
+        answer = self._threads.submit(self._answer, question).result()
+        if isinstance(answer, RefusedReward):
+            self.close()
+            raise ConfigurationError(f"{self._processes[0].key}: {answer}") from answer
+        if isinstance(answer, LostReward):
+            logger.warning(f"an empty completion has no reward: {answer}")
+            return None
+        return answer
+
+    def close(self) -> None:
+        """End the processes, also those that are to answer."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown()
+        for process in self._processes:
+            process.close()
+
+    def _answer(self, question: Sequence[Any]) -> Answer:
+        process = self._idle.get()
+        try:
+            return process.ask(*question)
+        except LostReward as error:
+            return error
+        finally:
+            self._idle.put(process)

@@ -1,0 +1,164 @@
+"""Rows in the making: the turns of a model, and what an environment answers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zerojax.errors import ConfigurationError
+from zerojax.posttrain.data.prompts import Prompt
+from zerojax.posttrain.reward.pool import RewardPool
+from zerojax.posttrain.reward.process import LostReward, RefusedReward
+from zerojax.run.data import ChatTemplate, DataError, Tokenizer
+from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.examples import checked_messages
+from zerojax.run.data.formats import encode_text
+
+
+@dataclass
+class Row:
+    """A prompt and what follows it so far; what is per token has a value for each of ``tokens``.
+
+    Attributes:
+        prompt: that begins it.
+        tokens: of the prompt, the model's turns and the observations between them.
+        mask: 1 for the model's.
+        log_probs: those of the generator; 0 for tokens that are not the model's.
+        earned: by each turn, at its last token.
+        said: the text of the last turn, without what ends it.
+        turns: that were taken.
+        over: whether no turn follows.
+        ended: whether it is over because the model, or the environment, has ended it.
+        lost: why it has no reward, or "".
+        state: of the environment.
+    """
+
+    prompt: Prompt
+    tokens: list[int] = field(init=False)
+    mask: list[float] = field(init=False)
+    log_probs: list[float] = field(init=False)
+    earned: list[float] = field(init=False)
+    said: str = ""
+    turns: int = 0
+    over: bool = False
+    ended: bool = False
+    lost: str = ""
+    state: Any = None
+
+    def __post_init__(self) -> None:
+        self.tokens, self.mask, self.log_probs, self.earned = [], [], [], []
+        self.hear(self.prompt.tokens.tolist())
+
+    def hear(self, tokens: list[int]) -> None:
+        """Add tokens that are not the model's."""
+        self._add(tokens, 0.0, [0.0] * len(tokens))
+
+    def say(self, tokens: list[int], log_probs: list[float], tokenizer: Tokenizer, end: AnswerEnd) -> None:
+        """Add a turn of the model."""
+        self._add(tokens, 1.0, log_probs)
+        self.said, self.ended = end.read(tokenizer, tokens)
+        self.turns += 1
+
+    def lose(self, why: LostReward | DataError) -> None:
+        """End it without a reward."""
+        self.over, self.ended, self.lost = True, False, str(why)
+
+    def _add(self, tokens: list[int], mask: float, log_probs: list[float]) -> None:
+        self.tokens += tokens
+        self.mask += [mask] * len(tokens)
+        self.log_probs += log_probs
+        self.earned += [0.0] * len(tokens)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A user's environment, and how its observations become tokens.
+
+    Attributes:
+        pool: the processes in which it runs.
+        tokenizer: of the model.
+        template: for conversations, or None.
+        end: of a turn.
+        longest: the most tokens of a row.
+    """
+
+    pool: RewardPool
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    end: AnswerEnd
+    longest: int
+
+    def check(self, prompt: Prompt) -> None:
+        """Begin an episode and take an empty turn, to find out whether any can be taken.
+
+        Raises:
+            ConfigurationError: its methods take or return something else than in the protocol.
+        """
+        if (begun := self.pool.check("reset", prompt.text, prompt.row)) is None:
+            return
+        found = self.pool.check("step", begun["state"], "")
+        if found is not None and found["observation"] is not None:
+            try:
+                self.tokens_of(found["observation"], [])
+            except (RefusedReward, DataError) as error:
+                self.pool.close()
+                raise ConfigurationError(f"posttrain.environment: {error}") from error
+
+    def begin(self, rows: Sequence[Row], stopping: Callable[[], bool]) -> None:
+        """Begin an episode of each row."""
+        answers = self.pool.ask([("reset", row.prompt.text, row.prompt.row) for row in rows], stopping)
+        for row, answer in zip(rows, answers, strict=True):
+            if isinstance(answer, LostReward):
+                row.lose(answer)
+            else:
+                row.state = answer["state"]
+
+    def step(self, rows: Sequence[Row], stopping: Callable[[], bool], *, last: bool) -> None:
+        """Answer the last turn of each row.
+
+        A row is over if its episode is, if the observation leaves no room for a turn, or after the ``last``.
+        """
+        answers = self.pool.ask([("step", row.state, row.said) for row in rows], stopping)
+        for row, answer in zip(rows, answers, strict=True):
+            if isinstance(answer, LostReward):
+                row.lose(answer)
+                continue
+            row.state, observation, row.earned[-1] = answer["state"], answer["observation"], answer["reward"]
+            row.over = row.ended = observation is None
+            if observation is None:
+                continue
+            try:
+                heard = self.tokens_of(observation, row.tokens)
+            except (RefusedReward, DataError) as error:
+                row.lose(error)
+                continue
+            row.over = last or len(row.tokens) + len(heard) >= self.longest
+            if not row.over:
+                row.hear(heard)
+
+    def tokens_of(self, observation: str | dict[str, Any] | list[Any], before: Sequence[int]) -> list[int]:
+        """What follows a turn of the model, up to the next.
+
+        Args:
+            observation: as ``Environment.step`` returns it.
+            before: the tokens up to it, which end with those of the turn.
+
+        Raises:
+            DataError: the template refuses it, or it is no text that can be encoded.
+            RefusedReward: it is messages, and the run has no conversations.
+        """
+        if self.template is None:
+            if not isinstance(observation, str):
+                raise RefusedReward('step returns messages, which need data.kind = "chat"; return a text')
+            text = observation
+        else:
+            messages: Any = observation if isinstance(observation, list) else [observation]
+            if isinstance(observation, str):
+                messages = [{"role": "user", "content": observation}]
+            text = self.template.after_answer(checked_messages(messages, "observation", "step"))
+            closing = self.end.tokens or (self.end.token,)
+            if tuple(before[-len(closing) :]) == closing:
+                ending = self.template.turn_end
+                text = text.removeprefix(ending.strip() or ending)
+        return self.tokenizer.encode(encode_text(text, "an observation")).astype(np.int32).tolist()
