@@ -1,6 +1,6 @@
 """An environment: guess a number from 1 to 7 in three turns, each of which is told "higher" or "lower".
 
-python examples/guess_number.py > games.jsonl                # games of guesses at random, to learn the form from
+python examples/guess_number.py > games.jsonl                # games of random guesses, to learn the form
 python examples/guess_number.py --secrets > secrets.jsonl    # numbers to guess, for zerojax posttrain
 """
 

@@ -19,8 +19,10 @@ from zerojax.cli.trained import open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.generation import Completions, Sampling, continue_text
 from zerojax.run import exact_match as exact_match_module
+from zerojax.run import html_report
 from zerojax.run.config import MeshSection, RunConfig, ZeroSection, load_config
 from zerojax.run.data import BPETokenizer, ByteTokenizer, ChatTemplate, open_dataset, prepare
+from zerojax.run.data.answers import held_out_items
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.exact_match import ExactMatch
 from zerojax.run.metrics import read_metrics
@@ -37,6 +39,7 @@ def config(source: Path, **data: Any) -> RunConfig:
             "eval_every": 40,
             "eval_batches": 1,
             "eval_exact_match": 6,
+            "eval_samples": 4,
             "sequence_length": 24,
         },
         model={"d_model": 32, "positions": "rope"},
@@ -76,6 +79,31 @@ def test_a_run_learns_to_answer_and_measures_it(answering: RunFolder) -> None:
     assert all(8 * 4 < row[2] <= 8 * 4 * 5 for row in rows_of(answering.path))
 
 
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_each_evaluation_has_samples(answering: RunFolder) -> None:
+    found = samples_of(answering.path)
+    assert [one["step"] for one in found] == [40] * 4 + [80] * 4
+    assert len({one["prompt"] for one in found}) == 4
+    for one in found:
+        assert one["expected"] == f" {ANSWERS[one['prompt'][2]]} "
+    assert all(one["completion"] == one["expected"] for one in found[4:])
+    page = html_report.render(html_report.read_run_data(answering))
+    assert "<th>expected</th>" in page
+
+
+def test_samples_of_a_text_write_its_second_half(text: Path, tmp_path: Path) -> None:
+    settings = micro_config(text, data={"tokenizer": "byte"})
+    prepare(settings.data, tmp_path)
+    (part,) = open_dataset(settings.data, tmp_path).parts
+    items = held_out_items(part.validation, 3, 20)
+    texts = [ByteTokenizer().decode([*one.prompt, *one.completion]) for one in items]
+    assert [text[:9] for text in texts] == ["document "] * len(texts)
+    assert [(one.prompt[0], len(one.prompt), len(one.completion)) for one in items] == [(0, 10, 10)] * 3
+
+
 def test_a_torn_run_resumes_in_the_middle_of_an_epoch_bit_by_bit(
     answering: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +114,7 @@ def test_a_torn_run_resumes_in_the_middle_of_an_epoch_bit_by_bit(
             train(settings, tmp_path / "torn")
     train(settings, tmp_path / "torn", resume="must")
     assert rows_of(tmp_path / "torn") == rows_of(answering.path)
+    assert samples_of(tmp_path / "torn") == samples_of(answering.path)
 
 
 def test_exact_match_is_the_share_of_right_answers_as_text(

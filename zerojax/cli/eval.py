@@ -58,7 +58,8 @@ def _evaluate(folder: RunFolder, config: RunConfig, options: Options) -> None:
     data = prepare_data(trained.config, folder)
     batches, validation = make_batches(trained.config, data)
     batches.close()
-    items = ExactMatch.of(trained.config, data, folder.data)
+    matched = trained.config.train.eval_exact_match > 0
+    items = ExactMatch.of(trained.config, data, folder.data) if matched else None
     loss = float(mean_loss(trained.state, validation))
     measured = {} if items is None else {"exact_match": items.measure(trained.state)}
     if is_first():

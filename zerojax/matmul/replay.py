@@ -1,10 +1,10 @@
-"""Runs a module's forward pass on weights that are no arrays: its matmuls take them as they are.
+"""Runs a module's forward pass with weights that are not arrays, such as fp8 codes, in its matmuls.
 
-The module is traced with ordinary arrays in their place, and the traced program evaluated equation by
-equation. A weight passes through what only moves or casts it, and where it is an operand of ``dot_general``
-the product for its form is taken instead: of fp8 codes (``zerojax.matmul.fp8``), with a low-rank adapter
-(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). The module itself is not changed, so
-any will do: NNX or Linen, through ``jnp.dot``, ``einsum`` or a nested ``jit``.
+The module is traced with ordinary arrays, and the traced program is evaluated equation by equation with the
+weights in their place. Equations that only move or cast a weight pass it on. A ``dot_general`` of a weight is
+replaced by the product for its form: of fp8 codes (``zerojax.matmul.fp8``), with a low-rank adapter
+(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). The module itself does not change, so
+it may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
 from collections.abc import Callable, Sequence

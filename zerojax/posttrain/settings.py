@@ -186,6 +186,11 @@ def check_method(config: RunConfig) -> None:
         raise ConfigurationError(
             f'posttrain.method is "none": set it to one of {", ".join(READS)}, or use zerojax train'
         )
+    if config.train.eval_samples:
+        raise ConfigurationError(
+            "train.eval_samples is for zerojax train: set it to 0; posttrain.samples is the number of "
+            "completions of a rollout that are written"
+        )
     for field in dataclasses.fields(settings):
         if field.name == "method" or field.name in READS[method]:
             continue

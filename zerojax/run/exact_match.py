@@ -1,8 +1,9 @@
-"""Exact match: the fraction of held-out prompts that the model answers with their very completion."""
+"""Answers to held-out prompts: samples, and the fraction that equals their very completion."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -14,6 +15,25 @@ from zerojax.run.config import RunConfig
 from zerojax.run.data import Dataset, Shares, Tokenizer, open_template
 from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
 from zerojax.train.state import TrainState
+
+
+class Answer(NamedTuple):
+    """Texts, without what ends them.
+
+    Attributes:
+        prompt: that was answered.
+        given: by the model.
+        wanted: the completion of the prompt.
+    """
+
+    prompt: str
+    given: str
+    wanted: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer equals the completion, without blanks at their ends."""
+        return self.given.strip() == self.wanted.strip()
 
 
 @dataclass(frozen=True)
@@ -32,10 +52,10 @@ class ExactMatch:
 
     @classmethod
     def of(cls, config: RunConfig, data: Dataset, tokens: Path) -> "ExactMatch | None":
-        """The items of a run's evaluations; None if train.eval_exact_match is 0.
+        """The items of a run's evaluations; None if train.eval_exact_match and train.eval_samples are 0.
 
-        They are spread evenly over the validation splits, and over the sources by their weights. Documents
-        that are longer than a row are left out.
+        They are spread evenly over the validation splits, and over the sources by their weights; exact match
+        is of those with prompts. Documents that are longer than a row are left out.
 
         Args:
             config: of the run.
@@ -45,11 +65,12 @@ class ExactMatch:
         Raises:
             ConfigurationError: every document is too long.
         """
-        count = config.train.eval_exact_match
+        matched = config.train.eval_exact_match
+        count = matched or config.train.eval_samples
         if not count:
             return None
         sources = zip(config.data.sources, data.parts, strict=True)
-        asked = [(one, part) for one, part in sources if one.kind != "text"]
+        asked = [(one, part) for one, part in sources if one.kind != "text" or not matched]
         found = []
         shares = Shares([part.weight for _, part in asked]).taken(count)
         for (one, part), share in zip(asked, shares, strict=True):
@@ -58,8 +79,8 @@ class ExactMatch:
             found.append((AnswerEnd.of(data.tokenizer, template), items))
         if not any(items for _, items in found):
             raise ConfigurationError(
-                f"train.eval_exact_match: no held-out document fits into {config.train.sequence_length + 1} "
-                "tokens: raise train.sequence_length, or leave it out"
+                f"train.eval_{'exact_match' if matched else 'samples'}: no held-out document fits into "
+                f"{config.train.sequence_length + 1} tokens: raise train.sequence_length, or leave it out"
             )
         return cls(found, data.tokenizer, config.train.sequence_length + 1)
 
@@ -69,14 +90,19 @@ class ExactMatch:
     def measure(self, state: TrainState) -> float:
         """The fraction of the items that greedy decoding with a state's weights answers right.
 
-        Answers are compared as text, without blanks at their ends. All processes must call it; each answers
-        its share of the prompts, and all get the same result.
+        All processes must call it; each answers its share of the prompts, and all get the same result.
         """
-        right = sum(self._right(state, end, items) for end, items in self.items if items)
-        return sum(gather_from_all(right)) / len(self)
+        return self.share_right(self.answers(state))
 
-    def _right(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> int:
-        """The number of this process's items that are answered right."""
+    def share_right(self, answers: Sequence[Answer]) -> float:
+        """``measure`` of this process's ``answers``."""
+        return sum(gather_from_all(sum(one.is_right for one in answers))) / len(self)
+
+    def answers(self, state: TrainState) -> list[Answer]:
+        """This process's share of the items, answered greedily; all processes must call it."""
+        return [one for end, items in self.items if items for one in self._answered(state, end, items)]
+
+    def _answered(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> Iterator[Answer]:
         processes = jax.process_count()
         mine = items[jax.process_index() :: processes]
         # As many prompts in every process.
@@ -85,20 +111,24 @@ class ExactMatch:
         # Prompt and completion fit into a row of training: what goes beyond the context is wrong anyway.
         limits = [min(longest, self.longest - len(row)) for row in rows]
         answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.stop)
-        right = 0
         for item, answer, length in zip(mine, answers.tokens, answers.lengths, strict=False):
             given, wanted = (
-                self._text(end, tokens.tolist()) for tokens in (answer[:length], item.completion)
+                end.read(self.tokenizer, tokens.tolist())[0] for tokens in (answer[:length], item.completion)
             )
-            right += given == wanted
-        return right
+            yield Answer(self.tokenizer.decode(item.prompt), given, wanted)
 
-    def _text(self, end: AnswerEnd, tokens: Sequence[int]) -> str:
-        return end.read(self.tokenizer, tokens)[0].strip()
+
+def samples_of(answers: Sequence[Answer], count: int) -> list[dict[str, str]]:
+    """At most ``count`` of all processes' answers, as values of JSON; all processes must call it."""
+    own = [
+        {"prompt": one.prompt, "completion": one.given, "expected": one.wanted}
+        for one in answers[: -(-count // jax.process_count())]
+    ]
+    return [one for part in gather_from_all(own) for one in part][:count]
 
 
 def describe_matches(measured: Mapping[str, float], items: ExactMatch | None) -> str:
-    """The end of a line about an evaluation: its "exact_match", or nothing if there are no items."""
-    if items is None:
+    """The end of a line about an evaluation: its "exact_match", or nothing if it has none."""
+    if "exact_match" not in measured or items is None:
         return ""
     return f"; exact match {measured['exact_match']:.1%} of {len(items)} held-out prompts"

@@ -10,7 +10,7 @@ RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder per step
 RUN/metrics.jsonl    one JSON object per step
 RUN/tensorboard/     the same as events
-RUN/samples.jsonl    completions with their rewards, of a run of ``zerojax posttrain``
+RUN/samples.jsonl    completions of ``zerojax posttrain`` with their rewards, or of ``train.eval_samples``
 RUN/loss.png         the loss curve
 RUN/wandb/           files of Weights & Biases
 RUN/profile/         traces of steps, with ``--profile``

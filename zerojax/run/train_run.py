@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data import Batch, Dataset, TrainBatches
 from zerojax.run.evaluation import mean_loss
-from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.exact_match import Answer, ExactMatch, describe_matches, samples_of
 from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
 from zerojax.run.metrics import draw_loss_curve, read_metrics
 from zerojax.run.open_run import OpenRun, opening
@@ -83,11 +83,13 @@ class TrainRun(BatchRun):
     Attributes:
         data: training and validation tokens.
         exact_match: the prompts of every evaluation, or None.
+        sampled: the last step whose samples are in the file.
         profile: traces the requested steps.
     """
 
     data: Dataset
     exact_match: ExactMatch | None
+    sampled: int
     profile: StepProfile
 
     @classmethod
@@ -129,7 +131,8 @@ class TrainRun(BatchRun):
             start = start_run(setup, folder, manifest, init_from, reader)
             if start.record.position:
                 batches.set_state(start.record.position)
-            run = new.fields(start, abstract_batch(config), peers)
+            samples = config.train.eval_samples > 0
+            run = new.fields(start, abstract_batch(config), peers, samples=samples)
             say, steps = run["log"].say, config.train.steps
             trainer = cls(
                 **run,
@@ -137,6 +140,7 @@ class TrainRun(BatchRun):
                 batches=batches,
                 validation=validation,
                 exact_match=exact_match,
+                sampled=run["step"],
                 profile=StepProfile(folder.profile, profile, say, done=run["step"], planned=steps),
             )
             notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
@@ -157,14 +161,25 @@ class TrainRun(BatchRun):
         self.watchdog.phase(f"the evaluation after step {self.step}")
         values = fp8_metrics(self.state) if self.config.log.fp8 else {}
         if self.exact_match is not None:
-            values |= {"exact_match": jnp.asarray(self.exact_match.measure(self.state))}
+            answers = self.exact_match.answers(self.state)
+            if self.config.train.eval_exact_match:
+                values |= {"exact_match": jnp.asarray(self.exact_match.share_right(answers))}
+            self.write_samples(answers)
         return values | {"validation_loss": mean_loss(self.state, self.validation)}
+
+    def write_samples(self, answers: Sequence[Answer]) -> None:
+        """Add some answers of an evaluation to the file, once for each step."""
+        if self.step > self.sampled and (count := self.config.train.eval_samples):
+            for sample in samples_of(answers, count):
+                if self.samples is not None:
+                    self.samples.write(self.step, sample)
+            self.sampled = self.step
 
     def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
         """See ``BatchRun.result``."""
         loss = last["validation_loss"]
         measured = {"validation_loss": loss, "validation_loss_per_byte": loss / self.data.bytes_per_token}
-        if self.exact_match is not None:
+        if "exact_match" in last:
             measured["exact_match"] = last["exact_match"]
         words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
         return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words

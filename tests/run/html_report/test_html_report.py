@@ -134,6 +134,7 @@ def test_a_damaged_folder_is_noted_and_shown(finished_copy: RunFolder) -> None:
 
 def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    folder.summary.write_text('{"first_validation_reward": 0.125}')
     line = {"loss": 0.01, "reward": 0.25, "validation_reward": 0.75}
     folder.metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2)))
     samples = [{"step": 2, "prompt": "1 + 1 =", "completion": f"<{i}>", "reward": None} for i in range(20)]
@@ -144,6 +145,8 @@ def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) ->
     assert "<3>" not in page.text
     assert page.text.count("lost") == page.text.count("1 + 1 =") == 16
     assert "<19>" in page.text
+    # The curve begins with what the first weights earn.
+    assert read_run_data(folder).series("validation_reward") == ([0, 1, 2], [0.125, 0.75, 0.75])
 
 
 def test_a_run_of_ppo_shows_its_critic(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ class TrainSection:
         eval_batches: Batches per evaluation, spread evenly over the validation split.
         eval_exact_match: Held-out prompts per evaluation that the model answers greedily; reports the share
             of answers that equal the completion. 0 is none.
+        eval_samples: Held-out prompts per evaluation that the model answers greedily, for RUN/samples.jsonl
+            and the report; of a text, its second half is to be written. 0 is none.
         max_skips: Stop after this many skipped steps in a row. A step is skipped for a loss or gradient that
             is not finite, or a spike.
         spike_deviations: A loss this many standard deviations above the mean of recent ones is a spike; 0
@@ -45,6 +47,7 @@ class TrainSection:
     eval_every: int = 100
     eval_batches: int = 8
     eval_exact_match: int = 0
+    eval_samples: int = 0
     max_skips: int = 10
     spike_deviations: float = 0.0
     spike_window: int = 100
@@ -55,7 +58,8 @@ class TrainSection:
         for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_batches"):
             require(getattr(self, name) >= 1, f"train.{name} must be at least 1")
         require(self.eval_every >= 0, "train.eval_every must be 0 (at the end only) or more")
-        require(self.eval_exact_match >= 0, "train.eval_exact_match must be 0 (none) or more")
+        for name in ("eval_exact_match", "eval_samples"):
+            require(getattr(self, name) >= 0, f"train.{name} must be 0 (none) or more")
         require(self.max_skips >= 1, "train.max_skips must be at least 1")
         require(
             0 <= self.spike_deviations < float("inf"), "train.spike_deviations must be 0 (no rule) or more"

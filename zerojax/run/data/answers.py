@@ -79,23 +79,29 @@ class Item(NamedTuple):
 
 
 def held_out_items(file: TokenFile, count: int, longest: int) -> list[Item]:
-    """Prompts and completions, spread evenly over a file with a mask.
+    """Prompts and completions, spread evenly over a file.
 
-    Of a conversation the last message of the assistant is the completion.
+    Of a conversation the last message of the assistant is the completion; of a text, its second half.
 
     Args:
         file: of validation documents.
         count: the most to return.
-        longest: documents of more tokens are left out.
+        longest: documents of more tokens are left out, and texts cut.
     """
-    assert file.mask is not None
     lengths = np.asarray(file.lengths, np.int64)
-    ends = np.cumsum(lengths)
-    fitting = np.flatnonzero(lengths <= longest)
+    own = lengths - file.header.shared_ends  # the last token of a document may be the first of the next
+    starts = np.cumsum(own) - own
+    # A text may be cut, but must have two halves.
+    fitting = np.flatnonzero(lengths > 1 if file.mask is None else lengths <= longest)
     items: list[Item] = []
     for document in fitting[evenly_spread(count, len(fitting))]:
-        whole = slice(ends[document] - lengths[document], ends[document])
-        tokens, mask = np.asarray(file.tokens[whole], np.int32), file.mask[whole]
+        whole = slice(starts[document], starts[document] + lengths[document])
+        tokens = np.asarray(file.tokens[whole], np.int32)
+        if file.mask is None:
+            tokens = tokens[:longest]
+            items.append(Item(tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]))
+            continue
+        mask = file.mask[whole]
         counted = np.flatnonzero(mask)
         if not len(counted):
             continue

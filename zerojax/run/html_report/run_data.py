@@ -16,7 +16,7 @@ from zerojax.run.run_dir import RunFolder, sessions
 # A run marked as running that has not written a step for this long has probably died.
 _SILENCE_SECONDS = 600
 _SAMPLES = 16
-_SAMPLE = {"prompt", "completion", "reward"}
+_SAMPLE = {"prompt", "completion"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RunData:
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
         steps: of ``metrics.jsonl``.
-        samples: the newest of ``samples.jsonl``, of a run of post-training.
+        samples: the newest of ``samples.jsonl``: a prompt, a completion, and its reward or what was expected.
         notes: remarks for the reader: damaged files, a silent run.
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
         checkpoints: their steps.
