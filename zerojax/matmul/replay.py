@@ -3,8 +3,8 @@
 The module is traced with ordinary arrays, and the traced program is evaluated equation by equation with the
 weights in their place. Equations that only move or cast a weight pass it on. A ``dot_general`` of a weight is
 replaced by the product for its form: of fp8 codes (``zerojax.matmul.fp8``), with a low-rank adapter
-(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). The module itself does not change, so
-it may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
+(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). The module itself does not change,
+so it may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
 from collections.abc import Callable, Sequence
