@@ -82,8 +82,8 @@ class Base:
     def into(self, trainee: Trainee, state: zerojax.TrainState) -> zerojax.TrainState:
         """A state of a variant with these weights."""
         params = moved(self.state.params, self.state, state)
-        secondary = jax.block_until_ready(trainee.copies(params)) if trainee.copies else {}
-        return state.replace(params=params, secondary=secondary)
+        copies = jax.block_until_ready(trainee.copies(params)) if trainee.copies else {}
+        return state.replace(params=params, copies=copies)
 
 
 def train(

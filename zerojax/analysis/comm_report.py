@@ -250,7 +250,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
 
 
 def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprCollective]:
-    """A conditional, whose false branch counts as the usual one, as in ``next_secondary``."""
+    """A conditional, whose false branch counts as the usual one, as in ``updated_copies``."""
     branches = [
         list(_walk(branch.jaxpr, place.inside(equation, usual=index == 0)))
         for index, branch in enumerate(equation.params["branches"])

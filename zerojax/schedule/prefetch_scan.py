@@ -309,7 +309,7 @@ def _backward(
     Args:
         strategy: how the weights travel.
         shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
-        kept: the residuals that it returned.
+        kept: the residuals and weights that it returned.
         given: those cotangents, less those of integers.
         args: of the scan.
 
@@ -320,6 +320,7 @@ def _backward(
     seeds, shared = args.seeds, args.shared
     (stacked, gathered), (last_residual, last_whole) = kept
     weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
+    # Secondary partitions that the forward pass kept stand in for weights at lower levels.
     stand_in = iter(gathered)
     weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in weights)
     # Keeps the gathers of a short stack from being merged with those of the forward pass.

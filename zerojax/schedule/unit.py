@@ -210,7 +210,7 @@ def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Wei
 
     Args:
         strategy: says from which level, at the lowest.
-        given: as the unit finds them. What is kept of these, a scan's input, is not stacked a second time.
+        given: as the unit finds them. What a scan keeps of these, its inputs, is not stacked again.
         secondary: the same, of which those at "primary" have crossed the nodes.
     """
     return tuple(

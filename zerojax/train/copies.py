@@ -25,6 +25,7 @@ from zerojax.weights.gather import gather_exact, to_secondary
 from zerojax.weights.weight import Weight
 
 Stored = dict[Path, Weight]
+"""Weights by path: of a state, or of one device."""
 
 
 def masters_of(spec: TrainSpec, params: Blocks) -> Stored:
@@ -105,7 +106,7 @@ def _exact_copies(spec: TrainSpec, masters: Stored) -> Stored:
 def updated_copies(
     spec: TrainSpec, masters: Stored, copies: Stored, step: Array, *, later: Collection[Path] = ()
 ) -> Stored:
-    """Delta's copies, updated by the change of the weights, or resynchronised; but for those in ``later``."""
+    """Delta's copies, updated by the change of the weights, or resynchronised; ``later`` ones stay behind."""
 
     def update() -> dict[Path, Array]:
         values = {path: copy.values for path, copy in copies.items()}
@@ -121,10 +122,10 @@ def updated_copies(
 def last_copies(
     spec: TrainSpec, masters: Stored, copies: Stored, updated: Stored, later: Collection[Path]
 ) -> Stored:
-    """Delta's copies after a step, where units had to update those in ``later``: ``updated``.
+    """Delta's copies after a step in which units had to update ``later`` ones, and did update ``updated``.
 
-    A unit that the model did not call, or whose result was lost in a JAX transformation, has not: its copies
-    are updated now.
+    The others are of units that the model did not call, or whose results were lost in a JAX transformation:
+    they are updated now.
     """
     missing = {path: masters[path] for path in later if path not in updated}
     values = {path: copy.values for path, copy in copies.items()}

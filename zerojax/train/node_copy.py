@@ -22,6 +22,7 @@ from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
 _READ = ("params", "copies", "step", "frozen")
+"""The fields of a state from which its copy is made."""
 
 
 def with_node_copy(state: TrainState) -> TrainState:

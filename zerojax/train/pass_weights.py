@@ -26,7 +26,7 @@ class PassWeights(NamedTuple):
     Attributes:
         weights: per path, trained and frozen, at the level where units find them.
         masters: per path this device's shard of a trained weight.
-        copies: those in every node, of trained weights, up to date but for those that units update.
+        copies: the state's copies in every node, up to date but for those that units update.
         updating: the paths of the weights whose copies are updated by units.
     """
 
@@ -62,7 +62,7 @@ def pass_weights(
 
 
 def _whole(spec: TrainSpec, params: Blocks, masters: Stored) -> Stored:
-    """Whole weights, for stages at which every device has them throughout a step."""
+    """Whole weights, for stages 0 to 2, at which every device has them throughout a step."""
     dtype = spec.strategy.weight_dtype
     if spec.zero.stage == 0:
         return {

@@ -27,7 +27,7 @@ from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.weights.weight import Payload, Weight, Weights
 
 Payloads = tuple[Payload, ...]
-"""One for each weight that takes a hop."""
+"""Encoded: one for each weight that takes a hop, or delta's copy of each."""
 
 
 def crosses_nodes(weights: Sequence[Weight]) -> bool:
@@ -83,8 +83,8 @@ def decode(weights: Weights, arrived: Payloads, copies: Payloads | None = None) 
         else:
             pairs = zip(owned, arrived, copies, strict=True)
             fresh = [w.arrived_difference(sent, copy) for w, sent, copy in pairs]
-    come = iter(fresh)
-    return tuple(next(come) if w.level == "primary" else w for w in weights)
+    secondary = iter(fresh)
+    return tuple(next(secondary) if w.level == "primary" else w for w in weights)
 
 
 def to_secondary(weights: Weights, copies: Payloads | None = None) -> Weights:

@@ -1,14 +1,16 @@
 """One weight: its values at one level, its scale, and what a single hop makes of it.
 
-A weight is at a level of ``zerojax.sharding.layout``, and its values have one form at each:
+A weight is at a level of ``zerojax.sharding.layout``, and its values have one form at each. A shard encoded
+in the local hop's format has m items:
 
-========= ===================== ==========================================================
-level     values, per layer     encoded
-========= ===================== ==========================================================
-primary   ``[shard]``           fp32 master values; of frozen weights, in the local format
-secondary ``[nodes * m]``       in the local format, the owners' shards one after another
-full      unsharded shape       not: in the compute dtype; codes, if fp8 products read it
-========= ===================== ==========================================================
+=============== ================= ==================================================================
+level           values, per layer form
+=============== ================= ==================================================================
+primary         ``[shard]``       fp32 master values
+primary, frozen ``[m]``           encoded
+secondary       ``[nodes * m]``   encoded, one owner's shard after another
+full            unsharded shape   in the compute dtype; where fp8 products read the weight, fp8 codes
+=============== ================= ==================================================================
 
 The same class is used for the arrays of a train state (global arrays, of all layers), inside ``shard_map``
 (one device's), for their shapes and for their shardings. ``zerojax.weights.gather`` brings the weights of a
@@ -43,8 +45,8 @@ class Weight:
         values: see this module. Arrays, or what describes them: ShapeDtypeStructs, PartitionSpecs.
         layout: where its elements live, and how they are encoded on the way.
         level: where the values are now.
-        scale: fp32, one per layer: what the values of an fp8 product's codes were multiplied by, or at
-            "primary" will be. None for all others.
+        scale: fp32, one per layer, of a weight that fp8 products read: what it was multiplied by before
+            encoding, or at "primary" will be. None for all others.
         gradient: at "full", of codes: zeros that nothing reads, whose cotangent is the weight's gradient.
             Codes, being integers, have none.
     """
@@ -60,7 +62,7 @@ class Weight:
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
     def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
-        """Other values in its place, at another level perhaps, of the same scale."""
+        """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
         return dataclasses.replace(self, values=values, level=level or self.level, gradient=gradient)
 
     # From the owner: "primary".
@@ -70,7 +72,7 @@ class Weight:
         return self.values if self.scale is None else self.values * self.scale[..., None]
 
     def encoded(self, codec: Codec) -> Payload:
-        """One layer's shard as its owner sends it; a frozen one is stored so."""
+        """One layer's shard as its owner sends it; a frozen one is stored in that form."""
         return self.values if self.layout.frozen else codec.encode(self.scaled()[None])[0]
 
     def difference(self, copy: Payload) -> Payload:
@@ -81,7 +83,7 @@ class Weight:
     # In a node: "secondary".
 
     def arrived(self, payload: Payload) -> "Weight":
-        """The secondary partition: the shards that all nodes sent, in the local hop's format."""
+        """The secondary partition: the shards that all nodes sent, brought into the local hop's format."""
         node, local = self.layout.weights.node, self.layout.weights.local
         if node != local:
             sent = payload.reshape(self.layout.world.nodes, -1)
