@@ -149,7 +149,7 @@ class PostTrainer(OpenRun):
             rollout = self.rollout(lambda: signalled.received)
             rewards = self.score(rollout, lambda: signalled.received)
             if rewards is None:
-                # From these weights and its own seed the rollout comes out the same after a resume.
+                # After a resume the same weights and seed give the same rollout.
                 self.save()
                 self.stop()
             rows = self.rows(rollout, rewards)
@@ -164,14 +164,14 @@ class PostTrainer(OpenRun):
         """
         rows = rollout_rows(self.config) // jax.process_count()
         self.watchdog.phase(f"rollout {self.rollouts + 1}", self.task.longest_rollout(rows))
-        # The first step after it begins from the copy, and drops it.
+        # The first step afterwards uses the copy and drops it.
         self.state = for_several_passes(self.state, beside=self.generator)
         return self.task.rollout(self.state, self.rollouts, lambda: asked() and not self.skipping)
 
     def score(self, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:
         """The reward of each completion, fp32, NaN for a lost one.
 
-        None if a process was asked to stop, unless steps are being skipped, when nothing could be saved.
+        None if a process was asked to stop, except while steps are skipped: then nothing can be saved.
 
         Raises:
             RunError: all of them are lost.
@@ -191,7 +191,7 @@ class PostTrainer(OpenRun):
         return any(int(one.skipped_in_row) for one in (self.state, *self.beside().values()))
 
     def watch_scores(self, what: str, rollout: Rollout) -> None:
-        """Let the watchdog wait for as long as a rollout's rewards may take, and then for a phase."""
+        """Begin a phase that may take as long as scoring the rollout."""
         self.watchdog.phase(what, self.task.longest_score(len(rollout.texts)))
 
     @abstractmethod
@@ -266,7 +266,7 @@ class PostTrainer(OpenRun):
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 
     def save_if_due(self, *, stop: bool) -> None:
-        """Save between rollouts, if it is due or a process shall stop.
+        """Save between rollouts if a save is due or a process was asked to stop.
 
         Raises:
             Stopped: the run ends here, on request.
@@ -285,7 +285,7 @@ class PostTrainer(OpenRun):
         return {"rollouts": self.rollouts}
 
     def are_weights_good(self) -> bool:
-        """Always: a skipped step left them as they were."""
+        """Always: a skipped step does not change them."""
         return True
 
     def finish(self) -> None:
