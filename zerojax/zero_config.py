@@ -52,6 +52,11 @@ class PerHop[T](NamedTuple):
 class ZeroConfig:
     """How a model is sharded over the mesh and what crosses each axis.
 
+    Examples:
+        >>> zero = zerojax.ZeroConfig.preset("delta", accumulate=4, accumulate_order="breadth")
+        >>> zero.weights, zero.weights_delta
+        ('int4', True)
+
     Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; None is the format of
     ``compute_dtype``, which sends exactly what the model computes with. "float32", ``jnp.bfloat16`` and
     the like are other names of the first two.

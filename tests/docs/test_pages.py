@@ -1,16 +1,25 @@
 """Every command and every piece of code in the documentation, run word for word."""
 
+import doctest
+import functools
+import itertools
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import griffe
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 import yaml
 from environment import for_programs
+from flax import nnx
 from pages import PAGES, REASONS, ROOT, RUN, SHOWN, CodeBlock, blocks
 
+import zerojax
 from zerojax.run.config import config_from_dict
 
 BY_PAGE = {str(page.relative_to(ROOT)): blocks(page) for page in PAGES}
@@ -56,6 +65,9 @@ def environment(devices: int) -> dict[str, str]:
         variables["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     path = f"{Path(sys.executable).parent}:{variables['PATH']}"
     return variables | {"PATH": path, "PYTHONWARNINGS": "default"}
+
+
+EXAMPLES = (*("Stack", "ZeroConfig", "LoRA", "TrainState.create", "train_step", "eval_step", "Trainer"),)
 
 
 def run(command: list[str], block: CodeBlock, checkout: Path, devices: int = 0) -> None:
@@ -112,3 +124,24 @@ def test_what_a_function_returns_is_one_row_of_the_api_page():
     sections = griffe.Docstring(text).parse("google", returns_multiple_items=False)
     [row] = sections[1].value
     assert row.description == "The first line of a text: it has a colon,\nand a second line."
+
+
+def test_the_examples_of_the_public_names_run():
+    """In one session, in the order of what they build on."""
+    shared = {"zerojax": zerojax, "itertools": itertools, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax}
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for name in EXAMPLES:
+        [test] = finder.find(functools.reduce(getattr, name.split("."), zerojax), name, globs={})
+        assert test.examples, f"{name} has no example"
+        test.globs = shared
+        assert not runner.run(test, clear_globs=False).failed, name
+
+
+@pytest.mark.parametrize("of", ["batch", "weight", "gradient"])
+def test_a_path_through_the_code_has_seven_links_at_most_and_they_lead_to_what_they_name(of: str):
+    text = (ROOT / "CONTRIBUTING.md").read_text().split(f"### The path of a {of}\n")[1].split("\n#")[0]
+    links = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+)\)", text)
+    assert 0 < len(links) == text.count("](") <= 7
+    for name, file in links:
+        code = (ROOT / file).read_text()
+        assert all(re.search(rf"\b(def|class) {part}\b", code) for part in name.split(".")), (name, file)

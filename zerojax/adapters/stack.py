@@ -26,6 +26,17 @@ class Stack(nnx.Module):
     ``stack(x, by_layer={"scale": scales})`` calls block i with ``scale=scales[i]``, and
     ``stack(x, method="decode")`` calls ``block.decode(x)``. In a ``TrainState`` each layer is a unit whose
     weights are gathered for it alone, whether or not the block's class is in ``ZeroConfig.units``.
+
+    Examples:
+        >>> class Block(nnx.Module):
+        ...     def __init__(self, *, rngs):
+        ...         self.up = nnx.Linear(8, 8, rngs=rngs)
+        ...
+        ...     def __call__(self, x):
+        ...         return x + nnx.relu(self.up(x))
+        >>> stack = zerojax.Stack(Block, 3, rngs=nnx.Rngs(0))
+        >>> stack(jnp.ones((2, 8))).shape
+        (2, 8)
     """
 
     def __init__(self, block: Callable[..., nnx.Module], layers: int, *, rngs: nnx.Rngs):

@@ -51,6 +51,10 @@ class LoRA:
             has an adapter of this rank for so many of its columns (outputs), those after the columns of the
             tuple before that matches; 0 columns are all that are left, and rank 0 is no adapter. So query,
             key and value, which are one weight, get adapters of their own, as in PEFT.
+
+    Examples:
+        >>> lora = zerojax.LoRA(rank=8, alpha=16, targets=("*kernel", "!*router*"))
+        >>> zero = zerojax.ZeroConfig(frozen=("*",), frozen_weights="nf4")  # QLoRA, with ``lora=lora``
     """
 
     rank: int = 16

@@ -72,11 +72,12 @@ class Trainer(TrainLoop):
     not been interrupted. SIGTERM and SIGINT save and then raise ``SystemExit`` with code 75. The folder gets
     ``metrics.jsonl``, ``checkpoints/`` and the files of trackers. All processes of a job do the same.
 
-        state = zerojax.TrainState.abstract(Network, optax.adamw(1e-3), loss_fn, mesh=zerojax.make_mesh())
-        trainer = zerojax.Trainer(
-            state, "runs/mine", evaluate=held_out, evaluate_every=50, save_every=100, trackers=["tensorboard"]
-        )
-        state = trainer.fit(batches, steps=1000)
+    Examples:
+        >>> trainer = zerojax.Trainer(state, evaluate=[batch], evaluate_every=50)  # a folder saves, too
+        >>> state = trainer.fit(itertools.repeat(batch), steps=2)
+        step 2/2 | loss 1... | validation ...
+        >>> int(state.step)
+        2
 
     Args:
         state: from ``TrainState.create``, or without values from ``TrainState.abstract``: then it is created,

@@ -149,6 +149,13 @@ class TrainState:
 
         Raises:
             ConfigurationError: something does not fit; before any device is touched.
+
+        Examples:
+            >>> def loss_fn(model, batch):
+            ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+            >>> model = lambda rngs: zerojax.Stack(Block, 3, rngs=rngs)
+            >>> mesh, zero = zerojax.make_mesh(2, 4), zerojax.ZeroConfig(compute_dtype="float32")
+            >>> state = zerojax.TrainState.create(model, optax.sgd(0.1), loss_fn, mesh=mesh, zero=zero)
         """
         state = cls.abstract(
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora

@@ -66,6 +66,12 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     Raises:
         ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
             numbers, or the state was donated before.
+
+    Examples:
+        >>> batch = {"x": np.ones((8, 8), np.float32), "y": np.zeros((8, 8), np.float32)}
+        >>> state, metrics = zerojax.train_step(state, batch)
+        >>> int(state.step), int(metrics["skipped"])
+        (1, 0)
     """
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
@@ -86,6 +92,10 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
 
     Raises:
         ConfigurationError: as ``train_step``.
+
+    Examples:
+        >>> bool(zerojax.eval_step(state, batch)["loss"] < metrics["loss"])
+        True
     """
     spec = state.spec
     placed = place(spec, batch, 1)
