@@ -271,6 +271,46 @@ def test_blocks_that_nnx_vmap_stacks_otherwise_are_refused():
         create(of_stacks, mean_square, ())
 
 
+def test_a_stack_that_was_created_before_is_no_unit_of_layers():
+    """Without a name for its class it works; what creates it elsewhere is not seen."""
+    before = Vmapped(rngs=nnx.Rngs(0))
+    trace_train_step(create(lambda rngs: before, mean_square, (), zerojax.TrainState.abstract), X)
+    with pytest.raises(zerojax.ZeroError, match=r"at .*test_nnx_units.*must be created in model\(rngs\)"):
+        trace_train_step(create(lambda rngs: before, mean_square, (Scanned,), zerojax.TrainState.abstract), X)
+
+
+class Noisy(nnx.Module):
+    """Keeps the rngs that it is given, not a fork of them."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.rngs = rngs
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jax.random.normal(self.rngs(), x.shape)
+
+
+def test_a_blocks_rngs_need_no_fork_in_a_stack():
+    """Each layer draws from keys of its own, those of nnx.split_rngs."""
+    stack = zerojax.Stack(Noisy, 3, rngs=nnx.Rngs(7))
+    keys = jax.random.split(nnx.Rngs(7)(), 3)
+    wanted = sum(jax.random.normal(jax.random.fold_in(key, 0), (2, 4)) for key in keys)
+    np.testing.assert_allclose(stack(jnp.zeros((2, 4))), wanted, rtol=1e-6)
+
+
+class Slashes(nnx.Module):
+    """Two variables of one name."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.a = nnx.Dict(b=nnx.Variable(jnp.zeros(2)))
+        self.c = nnx.Dict({"b/d": nnx.Variable(jnp.ones(2)), "b": nnx.Dict(d=nnx.Variable(jnp.zeros(2)))})
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+
+def test_variables_of_one_name_are_refused():
+    with pytest.raises(zerojax.ZeroError, match=r"'c', 'b'.*rename a variable or module that has a \"/\""):
+        create(Slashes, mean_square, (), zerojax.TrainState.abstract)
+
+
 class Holding(nnx.Module):
     """A layer whose variables hold pytrees and numbers, and that returns more than arrays."""
 

@@ -283,7 +283,7 @@ def test_linen_models_that_cannot_be_split():
         create(LinenListed(), lambda model, batch: jnp.float32(0), units=(), sample_batch=BATCH)
     with refused(r"parameters \['n'\] are not floating-point: keep them in another collection"):
         create(IntegerParam(), units=(), sample_batch=BATCH)
-    with refused(r"axis other than 0: use variable_axes=\{'params': 0\}"):
+    with refused(r"'.*kernel' of shape .* along an axis other than 0: use variable_axes=\{'params': 0\}"):
         create(ScannedOverOne(), units=(linen.Dense,), sample_batch=BATCH)
 
 
@@ -368,6 +368,12 @@ def test_an_abstract_state_has_no_values():
 def test_a_stack_without_layers():
     with refused("Stack: layers=0 must be at least 1"):
         zerojax.Stack(Block, 0, rngs=nnx.Rngs(0))
+
+
+def test_a_stack_of_a_block_that_exists_already():
+    block = Block(rngs=nnx.Rngs(0))
+    with refused("Stack: block.* returned a module.* that was created before"):
+        zerojax.Stack(lambda rngs: block, 2, rngs=nnx.Rngs(0))
 
 
 def test_put_params_of_another_model():

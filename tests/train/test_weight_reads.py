@@ -103,6 +103,80 @@ def test_it_is_refused_at_every_stage_with_units(stage):
         traced(lambda m, x: mean_square(m, x) + sum(jnp.sum(p**2) for p in leaves(m)), stage)
 
 
+def halved(model, x):
+    loss = mean_square(model, x)
+    nnx.update(model.head, jax.tree.map(lambda w: 0.5 * w, nnx.state(model.head, nnx.Param)))
+    return loss
+
+
+def exchanged(model, x):
+    model.norm.scale[...] = model.norm.bias[...]
+    return mean_square(model, x)
+
+
+def reset(model, x):
+    model.unit.up.bias.set_value(jnp.zeros(()))
+    return mean_square(model, x)
+
+
+def element(model, x):
+    model.unit.up.bias[0] = 1.0
+    return mean_square(model, x)
+
+
+def rematerialised(model, x):
+    return jnp.mean(nnx.remat(lambda model, x: model(x))(model, x) ** 2)
+
+
+def looped(model, x):
+    def body(carry):
+        return carry[0] + 1, carry[1], jax.lax.stop_gradient(carry[1](carry[2]))
+
+    last = nnx.while_loop(lambda carry: carry[0] < 2, body, (0, model.norm, jax.lax.stop_gradient(x)))[2]
+    return mean_square(model, x) + jnp.mean(jax.lax.stop_gradient(last))
+
+
+def mapped(model, x):
+    way = nnx.cond(x.sum() > 0, lambda layer, x: layer(x), lambda layer, x: -layer(x), model.head, model(x))
+    return jnp.mean(nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(model.layers, way) ** 2)
+
+
+def normalised(model, x):
+    return jnp.mean(model.spectral(model(x)))
+
+
+def copied(model, x):
+    faster = nnx.clone(model.head)
+    faster.kernel[...] = 2 * faster.kernel[...]
+    return jnp.mean(faster(model(x)) ** 2)
+
+
+class WithHead(Model):
+    """Weights outside units, too, some of them of several layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.head, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.spectral = nnx.SpectralNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(halved, "head/bias"), (exchanged, "norm/scale"), (reset, "unit/up/bias"), (element, "unit/up/bias")],
+)
+def test_an_assignment_to_a_weight_is_refused(loss, weight):
+    """In plain Flax the model would keep it; here it was lost."""
+    with pytest.raises(zerojax.ZeroError, match=f"'{weight}'"):
+        traced(loss, model=WithHead)
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible")  # in SpectralNorm itself
+@pytest.mark.parametrize("loss", [rematerialised, looped, mapped, normalised, copied])
+def test_transformations_that_return_the_weights_are_no_assignments(loss):
+    traced(loss, model=WithHead)
+
+
 def test_a_logged_norm_is_refused():
     with pytest.raises(zerojax.ZeroError, match="weight_sum"):
         traced(lambda m, x: (mean_square(m, x), {"norm": optax.tree.norm(params(m))}))

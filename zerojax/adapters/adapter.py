@@ -51,6 +51,10 @@ class Bound(Protocol):
         """Delta's copies that the pass updated, by path."""
         ...
 
+    def replaced(self) -> dict[Path, Num[Array, "..."]]:
+        """The weights outside units that are other arrays after the pass, perhaps equal ones, by path."""
+        ...
+
 
 class Adapter(Protocol):
     """One model: its parameters and units, and how to run it with given weights."""

@@ -220,6 +220,10 @@ class _Pass:
         """See ``Bound.updated``."""
         return {}
 
+    def replaced(self) -> dict[Path, Num[Array, "..."]]:
+        """See ``Bound.replaced``: parameters are never mutable."""
+        return {}
+
 
 class _Unbound(_LinenModel):
     """Stands in for the model while its variables are created: each call adds those that it needs."""
@@ -377,7 +381,8 @@ class LinenAdapter:
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
             if kinds and outermost and any(_is_method(cls, context) for cls in type(module).__mro__):
                 sliced = from_tree(module.variables.get(PARAMS, {}))
-                stacks = {_stack(weights[(*module.path, *path)], x) for path, x in sliced.items()}
+                own = {(*module.path, *path): x for path, x in sliced.items()}
+                stacks = {_stack("/".join(path), weights[path], x) for path, x in own.items()}
                 if len(stacks) > 1:
                     raise ConfigurationError(
                         f"unit {'/'.join(module.path)!r}: some of its parameters are stacked and some "
@@ -401,13 +406,13 @@ def _state(variables: Mapping[str, Any]) -> dict[Path, Any]:
     return from_tree({name: value for name, value in variables.items() if name not in {PARAMS, *_PASSING}})
 
 
-def _stack(whole: Any, sliced: Any) -> Shape:
+def _stack(name: str, whole: Any, sliced: Any) -> Shape:
     """The ``Parameter.stack`` of a parameter ``whole``, of which a unit gets ``sliced``."""
     loops = whole.ndim - sliced.ndim
     if whole.shape[loops:] == sliced.shape:
         return whole.shape[:loops]
     raise ConfigurationError(
-        f"a unit's parameter of shape {sliced.shape} is scanned out of one of shape {whole.shape} "
+        f"the unit's parameter {name!r} of shape {sliced.shape} is scanned out of one of shape {whole.shape} "
         f"{_ANOTHER_AXIS}"
     )
 

@@ -32,15 +32,19 @@ from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import partition, split_arrays
 from zerojax.schedule.sharded import is_sharded
 from zerojax.schedule.unit import call_unit
-from zerojax.sharding.param_tree import Path
+from zerojax.sharding.param_tree import Path, by_name
 from zerojax.weights.weight import Weight
+
+_NORMALISING = (nnx.SpectralNorm, nnx.WeightNorm)
+"""Layers that assign to the weights of another, for the time of a call."""
 
 
 @dataclass(frozen=True)
 class BoundNNX:
-    """An ``nnx.Module`` with its weights in place, the state from before the pass, and its random keys."""
+    """An ``nnx.Module``, the weights in it, the state from before the pass, and its random keys."""
 
     model: nnx.Module
+    weights: Given
     before: ModelState
     keys: ModelState
 
@@ -55,6 +59,17 @@ class BoundNNX:
             if is_sharded(weight):
                 copies |= weight.updated_copies()
         return copies
+
+    def replaced(self) -> dict[Path, Num[Array, "..."]]:
+        """See ``Bound.replaced``; without those that layers of Flax's own replace in every call."""
+        skipped = [path for path, layer in nnx.iter_modules(self.model) if isinstance(layer, _NORMALISING)]
+        return {
+            path: value
+            for path, value in leaves_of(nnx.state(self.model, nnx.Param))
+            if path in self.weights
+            and not (is_sharded(value) or value is self.weights[path])
+            and not any(path[: len(prefix)] == tuple(map(str, prefix)) for prefix in skipped)
+        }
 
 
 class NNXAdapter:
@@ -90,6 +105,7 @@ class NNXAdapter:
         self._weights = frozenset(parameter.path for parameter in self.parameters)
         self._keys = ["/".join(map(str, path)) for path, held in self._held if isinstance(held, nnx.RngKey)]
         _, self.abstract_model_state = self._values(state)
+        by_name([path for path, _ in leaves_of(state) if path not in self._weights])
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
@@ -103,7 +119,7 @@ class NNXAdapter:
         model = self._merge(self._graph, weights, {**model_state, **own})
         if not train:
             model.eval()
-        return BoundNNX(model, model_state, keys)
+        return BoundNNX(model, weights, model_state, keys)
 
     def whole(self, weights: Given, model_state: ModelState) -> nnx.Module:
         """See ``Adapter.whole``."""

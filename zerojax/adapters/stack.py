@@ -48,18 +48,26 @@ class Stack(nnx.Module):
             rngs: seeds them.
 
         Raises:
-            ConfigurationError: ``layers`` is less than 1.
+            ConfigurationError: ``layers`` is less than 1, or ``block`` returns a module that exists already.
         """
         if layers < 1:
             raise ConfigurationError(f"Stack: layers={layers} must be at least 1.")
         self.layers = layers
 
-        @nnx.split_rngs(splits=layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def make(rngs: nnx.Rngs) -> nnx.Module:
             return block(rngs=rngs)
 
-        self.block = make(rngs)
+        # Rngs that blocks may keep: nnx.split_rngs would make one rngs of those that they hold again.
+        try:
+            self.block = make(rngs.split(layers))
+        except ValueError as error:
+            if "different trace level" not in str(error):
+                raise
+            raise ConfigurationError(
+                "Stack: block(rngs=rngs) returned a module, or a part of one, that was created before. It is "
+                "called once for all layers, and has to create what it returns, from these rngs."
+            ) from error
 
     def __call__(
         self,

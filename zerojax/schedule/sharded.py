@@ -12,7 +12,7 @@ from jaxtyping import Array, Num
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
-from zerojax.schedule.user_code import is_library_error
+from zerojax.schedule.user_code import is_library_error, line_of_error
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
@@ -78,7 +78,7 @@ class Sharded:
 
 # Flax applies the operators of a parameter to its value.
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
-_OTHERS = ["getitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
+_OTHERS = ["getitem", "setitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
 for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
     setattr(Sharded, f"__{_operator}__", lambda self, *_: self.__jax_array__())
 
@@ -96,6 +96,12 @@ FORWARD_MODE = (
     "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
     "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "
     "derivatives."
+)
+
+_NO_LAYERS = (
+    "the loop or map over modules at {} met a value without an axis of layers. Modules that keep their rngs "
+    "must keep a fork of them (rngs.fork()). A unit that nnx.vmap stacked must be created in model(rngs): "
+    "elsewhere zerojax does not see that it has layers. Or leave its class out of ZeroConfig.units."
 )
 
 # Parts of JAX's messages about transformations that units do not support, and the messages to show instead.
@@ -123,13 +129,15 @@ def translated_errors() -> Generator[None]:
     """Replace JAX's and Flax's errors about units by messages that name the way out; keep a user's own.
 
     Raises:
-        ConfigurationError: for such a TypeError or ValueError.
+        ConfigurationError: for such an IndexError, TypeError or ValueError.
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (IndexError, TypeError, ValueError) as error:
         if not is_library_error(error):
             raise
+        if isinstance(error, IndexError):
+            raise ConfigurationError(_NO_LAYERS.format(line_of_error(error))) from error
         if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
             raise ConfigurationError(read_outside(found[1])) from error
         for text, message in _TRANSLATIONS.items():

@@ -40,7 +40,7 @@ from zerojax.train.branches import Branches
 from zerojax.train.copies import Stored
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
 from zerojax.train.spec import TrainSpec
-from zerojax.train.weight_reads import refuse_reads
+from zerojax.train.weight_reads import refuse_assigned, refuse_reads
 
 Sums = dict[str, Any]
 """Sums over tokens: of the "loss", of every scalar in "aux", and the number of tokens, "count"."""
@@ -197,16 +197,18 @@ def _check(
     *,
     train: bool = True,
 ) -> None:
-    """Trace a function of the model, to refuse it if it reads weights of units outside their calls, or calls
-    units on some devices only; adds nothing to the program."""
+    """Trace a function of the model, to refuse it if it reads weights of units outside their calls, assigns
+    to weights, or calls units on some devices only; adds nothing to the program."""
 
     def traced(placed: dict[Path, Any], model_state: ModelState, batch: Any) -> Any:
         masters = place_weights(spec, weights, sinks, seed).masters
         bound, result = _call(spec, Placed(placed, masters), model_state, batch, seed, run, train=train)
-        return bound.model_state(), result
+        return bound.model_state(), result, bound.replaced() if train else {}
 
     placed = jax.eval_shape(lambda: place_weights(spec, weights, sinks, seed).weights)
-    jaxpr = jax.make_jaxpr(traced)(placed, model_state, batch).jaxpr
+    closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(placed, model_state, batch)
+    jaxpr = closed.jaxpr
+    refuse_assigned(jaxpr, placed, replaced)
     refuse_reads(jaxpr, placed)
     mesh = frozenset(axis for axis, extent in spec.mesh.shape.items() if extent > 1)
     branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())

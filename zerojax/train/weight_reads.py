@@ -1,4 +1,4 @@
-"""Refuses a loss that reads a unit's weights outside a call of the unit.
+"""Refuses a loss that reads a unit's weights outside a call of the unit, or assigns to weights.
 
 In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are shards, zeros and random
 seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``, ``module.variables["params"]``, an optax
@@ -55,6 +55,63 @@ def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
     for name in _follow(jaxpr, names):
         if name is not None:
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
+
+
+def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Mapping[Path, Any]) -> None:
+    """Check that weights outside units leave a program as they entered it.
+
+    Args:
+        jaxpr: of a program whose first argument is ``weights``, and whose last result is ``replaced``.
+        weights: as for ``refuse_reads``.
+        replaced: arrays or ShapeDtypeStructs of weights that transformations have returned, or assignments.
+
+    Raises:
+        ConfigurationError: the loss assigned to one; the message names it.
+    """
+    entered = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(weights)]
+    left = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(replaced)]
+    for path, var in zip(left, jaxpr.outvars[len(jaxpr.outvars) - len(left) :], strict=True):
+        origin = _origin(jaxpr, var)
+        if origin is None or entered[origin : origin + 1] != [path]:
+            raise ConfigurationError(
+                f"the loss assigned to the weight {'/'.join(path)!r}, which only the optimizer changes: "
+                "compute with the new value without assigning it, keep what the loss changes in an "
+                "nnx.Variable that is no nnx.Param, or change weights between steps by zerojax.put_params."
+            )
+
+
+def _origin(jaxpr: core.Jaxpr, var: Any) -> int | None:
+    """The number of the argument that a value is, moved or passed on; None if it was computed."""
+    made = {out: (equation, place) for equation in jaxpr.eqns for place, out in enumerate(equation.outvars)}
+    while not isinstance(var, core.Literal) and var in made:
+        equation, place = made[var]
+        source = _source(equation, place)
+        if source is None:
+            return None
+        var = equation.invars[source]
+    return jaxpr.invars.index(var) if var in jaxpr.invars else None
+
+
+def _source(equation: core.JaxprEqn, place: int) -> int | None:
+    """The number of the operand that the result at ``place`` is, moved or passed on, if it is one."""
+    params, name = equation.params, equation.primitive.name
+    if name in _MOVES:
+        return place
+    inside = list(core.jaxprs_in_params(params))
+    if name == "while":
+        inside, first = [params["body_jaxpr"].jaxpr], params["cond_nconsts"]
+        carried = {place: params["body_nconsts"] + place}
+    else:
+        first = 1 if name == "cond" else 0
+        constants, count = scan_counts(equation) if name == "scan" else (0, 0)
+        carried = {place: constants + place} if place < count else {}
+    if not inside or any(len(one.invars) + first != len(equation.invars) for one in inside):
+        return None
+    origins = {_origin(one, one.outvars[place]) for one in inside}
+    origin = origins.pop()
+    if origins or origin is None or carried.get(place, origin) != origin:
+        return None
+    return first + origin
 
 
 def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
