@@ -37,6 +37,7 @@ AccumulateOrder = Literal["depth", "breadth"]
 FrozenSpread = Literal["node", "world"]
 GradSync = Literal["micro", "step"]
 MatmulDtype = Literal["compute", "fp8"]
+Preset = Literal["zero3", "zero++", "zero++-paper", "delta"]
 Remat = Literal["full", "attention", "none"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -170,13 +171,14 @@ class ZeroConfig:
         self._check_no_op()
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> Self:
+    def preset(cls, name: Preset, **overrides: Any) -> Self:
         """A named set of options.
 
         Args:
-            name: "zero3" is exact ZeRO-3 (3M bytes between nodes a step); "zero++" is as published:
-                int8 weights, hpZ, int4 gradients over two hops (0.75M); "delta" sends the least:
-                int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
+            name: "zero3" is exact ZeRO-3 (3M bytes between nodes a step); "zero++" has int8 weights, hpZ
+                and rotated gradients in int8 within nodes and int4 between them (0.75M); "zero++-paper" is
+                ZeRO++ as published, with int4 gradients over both hops, not rotated (0.75M); "delta" sends
+                the least: int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
                 reduction per optimizer step (0.5M).
             **overrides: fields to set on top.
 
@@ -418,9 +420,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen_spread": get_args(FrozenSpread),
 }
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[Preset, dict[str, Any]] = {
     "zero3": {"stage": 3},
-    "zero++": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int4", "int4")},
+    "zero++": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int8", "int4"), "rotation": 32},
+    "zero++-paper": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int4", "int4")},
     "delta": {
         "stage": 3,
         "weights": "int4",

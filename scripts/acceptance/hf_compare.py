@@ -39,7 +39,7 @@ LOGITS_BOUND = 1e-4
 LOSS_BOUND = 1e-3
 MESH = ("--mesh.nodes", "2", "--mesh.local", "4")
 TRAINING = (
-    *("--data.source", "docs/*.md", "--zero.preset", "zero++", "--zero.block-size", "64"),
+    *("--data.source", "docs/*.md", "--zero.preset", "zero++-paper", "--zero.block-size", "64"),
     *("--train.steps", "20", "--train.batch-size", "16", "--train.sequence-length", "32"),
     *("--optimizer.learning-rate", "1e-3", "--optimizer.warmup-steps", "2"),
 )
@@ -117,7 +117,7 @@ def compare_fine_tuned(model: Path, work: Path, reference: Reference, dtype: str
     full = float(mean_loss(open_trained(folder, config, config.mesh).state, validation))
     tokens = np.concatenate([batch["tokens"] for batch in validation])
     theirs = json.loads(reference("loss", out, tokens).read_text())
-    ours = folder.read_summary()["validation_loss"]  # under zero++: of int8 weights
+    ours = folder.read_summary()["validation_loss"]  # of int8 weights
     assert abs(ours - theirs) < LOSS_BOUND, f"{dtype}: zerojax reported {ours}, transformers {theirs}"
     return f"| {dtype} | {ours:.6f} | {full:.6f} | {theirs:.6f} | {abs(ours - theirs):.1e} |"
 

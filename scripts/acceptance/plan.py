@@ -24,6 +24,7 @@ import zerojax
 from zerojax import aot
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Plan, plan_state, predict_memory
+from zerojax.analysis.plan.outlook import COMPARED
 from zerojax.analysis.plan.work import decoder_work, flash_attention
 from zerojax.models import GPT, lm_loss
 from zerojax.run.config import RunConfig, find_config, load_config
@@ -128,7 +129,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("configs", nargs="+")
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(COMPARED))
     parser.add_argument("--remat", nargs="+", choices=("full", "attention", "none"), default=["full"])
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1])
     parser.add_argument("--order", choices=("depth", "breadth"), default="depth", help="of micro-batches")

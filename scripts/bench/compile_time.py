@@ -19,9 +19,10 @@ import zerojax
 from zerojax import aot
 from zerojax.models import GPT, lm_loss
 from zerojax.run.config import find_config, load_config
+from zerojax.zero_config import PRESETS, Preset
 
 
-def seconds(layers: int, preset: str, config: str) -> dict[str, float]:
+def seconds(layers: int, preset: Preset, config: str) -> dict[str, float]:
     """CPU seconds of each stage for a model with the given number of layers."""
     settings = load_config(find_config(config))
     model = dataclasses.replace(settings.model, layers=layers, attention="cudnn")
@@ -49,7 +50,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
-    parser.add_argument("--preset", nargs="+", choices=("zero3", "zero++", "delta"), default=["zero3"])
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["zero3"])
     parser.add_argument("--config", default="gpt-350m")
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()

@@ -50,14 +50,14 @@ DELTA: dict[str, Any] = {
     "rounding": "nearest",
 }
 EXACT_GRADIENTS: dict[str, Any] = {"grads": ("compute", "compute"), "rotation": 0}
-ZERO_PP: dict[str, Any] = {"preset": "zero++", "block_size": 256}
+ZERO_PP: dict[str, Any] = {"preset": "zero++-paper", "block_size": 256}
 DIRECT: dict[str, Any] = {**ZERO_PP, **EXACT_GRADIENTS}
 VARIANTS: dict[str, dict[str, Any]] = {
     EXACT: {"preset": "zero3"},
     "delta-stochastic": {**DELTA, "rounding": "stochastic"},
     "delta-nearest": DELTA,
     "zero++-256": ZERO_PP,
-    "zero++-128": {"preset": "zero++", "block_size": 128},
+    "zero++-128": {**ZERO_PP, "block_size": 128},
     "zero++-stochastic": {**ZERO_PP, "rounding": "stochastic"},
     "zero++-int8-local": {**ZERO_PP, "grads": ("int8", "int4")},
     "zero++-rotated": {**ZERO_PP, "rotation": 32},

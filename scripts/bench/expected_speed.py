@@ -17,11 +17,10 @@ from panels import Curve, draw_panels
 
 from zerojax.analysis.gpus import find_gpu
 from zerojax.analysis.plan.cluster import Cluster
-from zerojax.analysis.plan.outlook import Outlook, foresee
+from zerojax.analysis.plan.outlook import COMPARED, Outlook, foresee
 from zerojax.cli.untrained import abstract_run
 from zerojax.run.config import MeshSection, find_config, load_config
 from zerojax.validation.rates import bytes_per_second
-from zerojax.zero_config import PRESETS
 
 MODELS = ("gpt-350m", "gpt-1.3b", "llama-7b")
 GIGABITS = (10, 25, 40, 400)
@@ -73,7 +72,7 @@ def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
         (gigabits, tokens): {
             forecast.name: forecast.tokens_per_second / cluster.world.size
             for forecast in outlook(cluster, tokens).forecasts
-            if forecast.name in PRESETS and forecast.fits
+            if forecast.name in COMPARED and forecast.fits
         }
         for gigabits, cluster in clusters.items()
         for tokens in TOKENS
@@ -82,7 +81,7 @@ def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
 
 def in_words(rates: dict[str, float]) -> str:
     """A cell of the table: thousands of tokens/s, each preset's."""
-    return " / ".join(f"{rates[name] / 1e3:.3g}" if name in rates else "-" for name in PRESETS)
+    return " / ".join(f"{rates[name] / 1e3:.3g}" if name in rates else "-" for name in COMPARED)
 
 
 def draw(table: dict[str, Rates], title: str, path: Path) -> None:
@@ -91,7 +90,7 @@ def draw(table: dict[str, Rates], title: str, path: Path) -> None:
 
     def curves(model: str, link: str) -> Iterator[Curve]:
         rates = {tokens: table[model][links[link], tokens] for tokens in TOKENS}
-        for number, name in enumerate(PRESETS):
+        for number, name in enumerate(COMPARED):
             yield Curve(name, [(t, found[name]) for t, found in rates.items() if name in found], f"C{number}")
 
     draw_panels(path, list(table), list(links), curves, tokens=TOKENS, title=f"Predicted for {title}")

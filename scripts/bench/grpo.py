@@ -31,6 +31,7 @@ from zerojax.models import GPT, GPTConfig
 from zerojax.multihost.distributed import joined
 from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
 from zerojax.run.config import PosttrainSection
+from zerojax.zero_config import PRESETS, Preset
 
 SETTINGS = PosttrainSection(method="grpo")
 
@@ -52,7 +53,7 @@ class Phase:
     def __str__(self) -> str:
         median, least, most = self.milliseconds
         sent = "" if self.sent is None else f"  sent {self.sent / 1e6:.1f} MB"
-        return f"{self.preset:8} {self.name:18}{median:9.1f} ms ({least:.1f} to {most:.1f}){sent}"
+        return f"{self.preset:12} {self.name:18}{median:9.1f} ms ({least:.1f} to {most:.1f}){sent}"
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
         "new": 256, "short": 16, "accumulate": 4, "repeats": 3,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--presets", nargs="+", default=["zero3", "zero++", "delta"])
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["zero3", "zero++", "delta"])
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -80,7 +81,7 @@ def main() -> None:
             options.json.write_text(json.dumps([asdict(phase) for phase in phases], indent=1) + "\n")
 
 
-def measure(preset: str, options: argparse.Namespace) -> list[Phase]:
+def measure(preset: Preset, options: argparse.Namespace) -> list[Phase]:
     """The figures of a preset: of each phase, of a token, and of the whole step."""
     config = GPTConfig(
         vocab_size=options.vocab, layers=options.layers, d_model=options.d_model,

@@ -23,7 +23,9 @@ from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
+from zerojax.zero_config import Preset
 
+PREDICTED: tuple[Preset, ...] = ("zero3", "zero++-paper", "delta")
 # layers, width, heads
 SHAPES = {
     "7.5B": (36, 4096, 32),
@@ -79,7 +81,7 @@ def model(size: str) -> tuple[GPTConfig, TrainSpec]:
     return config, state.spec
 
 
-def teraflops(config: GPTConfig, spec: TrainSpec, cluster: Cluster, tokens: int, preset: str) -> float:
+def teraflops(config: GPTConfig, spec: TrainSpec, cluster: Cluster, tokens: int, preset: Preset) -> float:
     """Predicted TFLOP/s of one GPU, recomputation counted, the attention as a full square."""
     zero = zerojax.ZeroConfig.preset(preset)
     there = on_world(spec, MeshShape(cluster.nodes, cluster.local), zero)
@@ -98,13 +100,14 @@ def main() -> None:
     for title, rows in (("Table 1", TABLE_1), ("Table 8", TABLE_8)):
         print(f"\n{title}, predicted beside measured, TFLOP/s a GPU\n")
         print(
-            "| cluster | Gb/s | model | tokens a GPU | zero3 predicted | paper | zero++ predicted | paper "
+            "| cluster | Gb/s | model | tokens a GPU | zero3 predicted | paper "
+            "| zero++-paper predicted | paper "
             "| speed-up predicted | paper | delta predicted |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|---|")
         for nodes, local, (gpu, efficiency), gigabits, size, tokens, zero3, plus in rows:
             cluster = Cluster(nodes, local, GPUS[gpu], gigabits * GIGABIT, efficiency=efficiency)
-            found = [teraflops(*models[size], cluster, tokens, p) for p in ("zero3", "zero++", "delta")]
+            found = [teraflops(*models[size], cluster, tokens, preset) for preset in PREDICTED]
             cells = [f"{nodes} x {local} {gpu}", gigabits, size, tokens, f"{found[0]:.1f}", f"{zero3:.1f}"]
             cells += [f"{found[1]:.1f}", f"{plus:.1f}", f"{found[1] / found[0]:.2f}x", f"{plus / zero3:.2f}x"]
             print("| " + " | ".join(map(str, [*cells, f"{found[2]:.1f}"])) + " |")

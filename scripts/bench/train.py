@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hpz": {"preset": "zero3", "hpz": True},
     "qgz": {"preset": "zero3", "grads": ("int4", "int4")},
     "zero++": {"preset": "zero++"},
-    "zero++-int8": {"preset": "zero++", "grads": ("int8", "int4"), "rotation": 32},
+    "zero++-paper": {"preset": "zero++-paper"},
     "delta": {"preset": "delta"},
     "delta-int8": {"preset": "delta", "grads": ("int8", "int8")},
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import zerojax
+from zerojax.zero_config import Preset
 
 
 class Block(nnx.Module):
@@ -116,7 +117,7 @@ def abstract_state(
     )
 
 
-def train(preset: str, steps: int, width: int, **settings: Any) -> Callable[[], dict[str, Any]]:
+def train(preset: Preset, steps: int, width: int, **settings: Any) -> Callable[[], dict[str, Any]]:
     """For `measure_bytes`: training a stack, and what the report says one node will send meanwhile."""
     zero = zerojax.ZeroConfig.preset(preset, **settings)
     state = zerojax.TrainState.create(

@@ -1,4 +1,4 @@
-"""Which folders a run may use."""
+"""Which folders a run may use, and which settings it resumes with."""
 
 import errno
 import tempfile
@@ -9,8 +9,10 @@ import pytest
 
 from zerojax.errors import ZeroError
 from zerojax.run.checkpoints import Checkpoints
+from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
 from zerojax.run.inputs import prepare_data
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import RunFolder, check_same_run, spelled_out
+from zerojax.zero_config import PRESETS, Preset
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "run\\1", "caf\udce9"])
@@ -42,3 +44,37 @@ def test_prepared_data_are_read_from_a_folder_that_cannot_be_written_to(
     with pytest.raises(ZeroError, match="the run cannot write here: Read-only"):
         finished.create()
     assert prepare_data(finished.read_config(), finished).parts
+
+
+ZERO_PP = {"zero.grads: ['int4', 'int4'] -> ['int8', 'int4']", "zero.rotation: None -> 32"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "changes"),
+    [
+        ({"preset": "zero++"}, {"preset": "zero++"}, {*ZERO_PP, "zero.preset: zero++-paper -> zero++"}),
+        ({"preset": "zero++"}, {"preset": "zero++-paper"}, set()),
+        ({"preset": "zero++", "grads": ["int8", "int8"]}, {"preset": "zero++-paper"}, {"zero.grads"}),
+        ({"preset": "delta"}, {"preset": "delta"}, set()),
+        ({"preset": "delta"}, {"preset": "delta", "block_size": 128}, set()),
+    ],
+)
+def test_a_checkpoint_that_names_a_preset_only_is_of_what_the_name_stood_for(
+    tmp_path: Path, saved: dict[str, Any], now: dict[str, Any], changes: set[str]
+) -> None:
+    """Checkpoints once stored what was set, and "zero++" was the published form."""
+    before, after = (config_from_dict({"zero": zero}) for zero in (saved, now))
+    found = check_same_run(before, after, RunFolder(tmp_path))
+    assert {line if line in changes else line.partition(":")[0] for line in found} == changes
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_checkpoint_keeps_what_its_preset_stood_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: Preset
+) -> None:
+    config = RunConfig(zero=ZeroSection(preset, grads=("int8", "int8"), rotation=0))
+    saved = config_from_dict(config_to_dict(spelled_out(config)))
+    assert saved.to_zero() == config.to_zero()
+    assert check_same_run(saved, config, RunFolder(tmp_path)) == []
+    monkeypatch.setitem(PRESETS, preset, {**PRESETS[preset], "stage": 2, "rotation": 32})
+    assert check_same_run(saved, config, RunFolder(tmp_path)) == ["zero.stage: 3 -> 2"]

@@ -12,9 +12,10 @@ from wire_models import Stacked, batch_of, squared_error
 import zerojax
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.train import step as step_module
+from zerojax.zero_config import Preset
 
 
-def state_of(preset: str, **settings) -> zerojax.TrainState:
+def state_of(preset: Preset, **settings) -> zerojax.TrainState:
     return zerojax.TrainState.create(
         lambda rngs: Stacked(32, 48, 3, rngs=rngs),
         optax.sgd(0.01),

@@ -18,6 +18,7 @@ from zerojax.models import GPT
 from zerojax.train import step
 from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import node_copy_bytes
+from zerojax.zero_config import Preset
 
 ADAM = optax.adam(0.1)  # one for all, which is checked once with each model
 CHOICES = {
@@ -30,7 +31,7 @@ CHOICES = {
 
 
 def create(
-    nodes: int, local: int, preset: str = "zero3", case: Case = CASES["stack"], **zero
+    nodes: int, local: int, preset: Preset = "zero3", case: Case = CASES["stack"], **zero
 ) -> zerojax.TrainState:
     lora = LoRA(rank=2, targets=("*kernel",)) if "frozen" in zero else None
     options = zerojax.ZeroConfig.preset(preset, **{"compute_dtype": "float32"} | zero)

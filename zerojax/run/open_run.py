@@ -24,7 +24,7 @@ from zerojax.run.checkpoints import (
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.loop import Schedule, TrainLoop, disk_errors_explained
 from zerojax.run.metrics import MetricsFile, RunLog
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import RunFolder, spelled_out
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
 from zerojax.train.state import TrainState
@@ -72,7 +72,7 @@ class OpenRun(TrainLoop):
 
     def record(self) -> Record:
         """What is saved with the arrays."""
-        return replace(super().record(), config=config_to_dict(self.config), base=self.base)
+        return replace(super().record(), config=config_to_dict(spelled_out(self.config)), base=self.base)
 
     def note_first(self, values: Mapping[str, float], words: str) -> None:
         """Say what the first weights reach, and record it in run.json."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError, file_errors
-from zerojax.run.config import ConfigError, RunConfig, config_to_dict, dump_config, load_config
+from zerojax.run.config import ConfigError, RunConfig, ZeroSection, config_to_dict, dump_config, load_config
 from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
@@ -187,6 +187,12 @@ def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
 
 
+def sharding_changes(before: RunConfig, now: RunConfig) -> list[str]:
+    """The lines of ``check_same_run`` about the options of [zero]."""
+    changes = _changes(before, now).items()
+    return [f"{name}: {old} -> {new}" for name, (old, new) in changes if name.startswith("zero.")]
+
+
 def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
     """Check that the settings describe the model whose weights were imported.
 
@@ -208,7 +214,8 @@ def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> No
 
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value before, value now) of each setting that differs."""
+    """Name -> (value saved, value now) of each setting that differs, those of presets included."""
+    before, now = replace(before, zero=_as_saved(before.zero)), spelled_out(now)
     return {
         f"{section}.{key}": (values.get(key), new.get(key))
         for section, new in config_to_dict(now).items()
@@ -216,6 +223,19 @@ def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
         for key in sorted({*values, *new})
         if values.get(key) != new.get(key)
     }
+
+
+def spelled_out(config: RunConfig) -> RunConfig:
+    """The settings as a checkpoint has them: with the options that the preset stands for."""
+    return replace(config, zero=config.zero.spelled_out())
+
+
+def _as_saved(zero: ZeroSection) -> ZeroSection:
+    """The options of a checkpoint's run, also of one that holds the preset's name alone, as they once did."""
+    complete = zero.spelled_out()
+    if zero.preset == "zero++" and complete != zero:  # which then stood for what was published
+        complete = replace(zero, preset="zero++-paper").spelled_out()
+    return complete
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -125,7 +125,7 @@ def test_when_nothing_fits_the_way_out_is_named(spec):
 
 
 def test_settings_of_ones_own_are_a_row_of_their_own():
-    own = build(MeshSection(nodes=2, local=1), preset="zero++", grads=("int8", "int4"))
+    own = build(MeshSection(nodes=2, local=1), preset="zero++", grads=("int8", "int8"))
     seen = outlook(own)
     assert seen.configured == seen.own.name == "as configured"
     assert outlook(build(MeshSection(nodes=2, local=1), preset="zero++")).configured == "zero++"

@@ -45,7 +45,7 @@ def test_figure_12(hundred_billion):
 
 
 # Forward all-gather, backward all-gather, reduce-scatter; in M, the fp16 bytes of the model.
-TABLE_4 = {"zero3": (1, 1, 1), "zero++": (0.5, 0, 0.25)}
+TABLE_4 = {"zero3": (1, 1, 1), "zero++-paper": (0.5, 0, 0.25)}
 
 
 @pytest.mark.parametrize("preset", TABLE_4)

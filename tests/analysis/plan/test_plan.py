@@ -11,6 +11,7 @@ from wire_models import abstract_state, batch_of
 import zerojax
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.analysis.plan import describe_plan, plan_state
+from zerojax.zero_config import Preset
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 SETTINGS = {
@@ -47,7 +48,7 @@ SMALL = ("metrics", "scales")
 """Phases of a few bytes, which plans leave out."""
 
 
-def config(preset: str = "zero3", **settings) -> zerojax.ZeroConfig:
+def config(preset: Preset = "zero3", **settings) -> zerojax.ZeroConfig:
     return zerojax.ZeroConfig.preset(preset, **settings)
 
 

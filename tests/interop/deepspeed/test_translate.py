@@ -61,7 +61,7 @@ def test_a_whole_config() -> None:
     assert result.sections == {
         "train": {"batch_size": 256, "accumulate": 4, "steps": 10000},
         "mesh": {"nodes": 2, "local": 8},
-        "zero": {"preset": "zero++", "compute_dtype": "bfloat16"},
+        "zero": {"preset": "zero++-paper", "compute_dtype": "bfloat16"},
         "optimizer": {
             "name": "adamw",
             "learning_rate": 3e-4,
@@ -269,7 +269,7 @@ def test_the_tutorial_of_zeropp() -> None:
     result = translate(TUTORIAL)
     assert result.sections["train"] == {"batch_size": 32, "accumulate": 1}
     assert result.sections["mesh"] == {"nodes": 0, "local": 16}
-    assert result.sections["zero"] == {"preset": "zero++", "compute_dtype": "float32"}
+    assert result.sections["zero"] == {"preset": "zero++-paper", "compute_dtype": "float32"}
     assert result.differs[-1].startswith(
         "no batch size is given: the script decided it; train.batch_size = 32 is"
     )
@@ -327,7 +327,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["from-deepspeed", str(source), "--out", str(out), *options]) == 0
     listed = capsys.readouterr().err
     config = load_config(out)
-    assert (config.zero.preset, config.train.steps, config.optimizer.schedule) == ("zero++", 10000, "linear")
+    assert (config.train.steps, config.optimizer.schedule) == (10000, "linear")
+    sent = config.to_zero()
+    assert (sent.weights, sent.grads, sent.rotation, sent.hpz) == ("int8", ("int4", "int4"), 0, True)
     for line in translate(FULL, nodes=2, local=8).left_out:
         assert line in listed
         assert f"# - {line}" in out.read_text()

@@ -17,7 +17,7 @@ from zerojax.run.config import (
     find_config,
     load_config,
 )
-from zerojax.zero_config import PRESETS, ZeroConfig
+from zerojax.zero_config import PRESETS, Preset, ZeroConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -162,7 +162,7 @@ def test_zero_section_has_every_option_of_the_library() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_zero_presets(preset: str) -> None:
+def test_zero_presets(preset: Preset) -> None:
     zero = ZeroSection(preset=preset).to_zero(accumulate=2)
     assert zero == ZeroConfig.preset(preset, accumulate=2)
 
@@ -172,8 +172,8 @@ def test_zero_overrides() -> None:
     assert zero.weights is None
     assert zero.grads == ("int8", None)
     assert zero.hpz
-    with pytest.raises(ZeroError, match="no preset 'zero9'"):
-        ZeroSection(preset="zero9").to_zero()
+    with pytest.raises(ConfigError, match=r"zero.preset = 'zero9' should be one of zero3, zero\+\+, zero"):
+        config_from_dict({"zero": {"preset": "zero9"}})
 
 
 def test_options_are_frozen_in() -> None:

@@ -15,10 +15,12 @@ from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config import MATMUL_WEIGHTS, PRESETS, ZeroConfig
+from zerojax.zero_config import MATMUL_WEIGHTS, PRESETS, Preset, ZeroConfig
 
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"
+COMPARED: tuple[Preset, ...] = ("zero3", "zero++", "delta")
+"""The presets with a forecast; "zero++-paper" sends as much between nodes as "zero++", and rounds more."""
 EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
 _MAX_SEQUENCES = 1 << 14
 _MAX_NODES = 1 << 12
@@ -114,7 +116,7 @@ class Outlook:
 
 
 def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int) -> Outlook:
-    """Predict a run of a decoder under its own options, every preset and the lower stages.
+    """Predict a run of a decoder under its own options, the presets and the lower stages.
 
     Presets and stages change how trained weights and gradients are stored and sent; frozen weights, dtypes of
     matmuls and recomputation are the config's in every forecast.
@@ -167,7 +169,8 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
     if own.frozen:
         # Frozen weights are encoded in blocks of this size; a preset may still set its own.
         zero3 = zero3.replace(block_size=own.block_size)
-    for name, preset in PRESETS.items():
+    for name in COMPARED:
+        preset = PRESETS[name]
         if own.frozen_spread == "world" and preset.get("hpz"):
             continue
         yield name, zero3.replace(**preset)

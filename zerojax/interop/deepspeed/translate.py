@@ -178,7 +178,7 @@ def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
     if stage < 3 and (weights or grads or hpz):
         raise ConfigurationError(f"{_ZERO}: ZeRO++'s options need stage 3, not stage {stage}")
     if weights and grads and hpz:
-        draft.set("zero", preset="zero++")
+        draft.set("zero", preset="zero++-paper")
         return
     draft.set("zero", preset="zero3")
     if stage != 3:

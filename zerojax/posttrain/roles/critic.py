@@ -18,7 +18,7 @@ from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
 from zerojax.run.data import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import RunFolder, sharding_changes, spelled_out
 from zerojax.run.weights import WeightReader, first_weights, keep_base, needed_base, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, predict_step, train_step
@@ -75,11 +75,13 @@ class Critic:
         path = folder.checkpoints / str(step)
         if (record := read_manifest(path).record.beside.get(NAME)) is None:
             raise ConfigurationError(f"{path} has no critic: start again in another --run-dir")
-        own = critic_config(config, config_from_dict(record.config))
+        before = config_from_dict(record.config)
+        own = critic_config(config, before)
         setup = RunSetup.of(own, loss_fn=value_loss(own.posttrain))
         state = with_base(setup.abstract_state(), folder, record.base, own, reader)
         critic = cls(own, restore(path, state, name=NAME), record.base)
-        notes = [f"resuming from step {step}", *keep_base(folder, record.base)]
+        changes = sharding_changes(before, own)
+        notes = ["; ".join([f"resuming from step {step}", *changes]), *keep_base(folder, record.base)]
         return critic, [f"critic: {note}" for note in notes]
 
     def reader(self) -> Callable[[Rows], jax.Array]:
@@ -93,7 +95,7 @@ class Critic:
 
     def record(self) -> Beside:
         """What is saved with its state."""
-        return Beside(config_to_dict(self.config), self.base)
+        return Beside(config_to_dict(spelled_out(self.config)), self.base)
 
 
 def named_run(config: RunConfig) -> str | None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from zerojax.run.config.sharding import WireFormat
 from zerojax.validation.bounds import MIN_TEMPERATURE, check_numbers, require
-from zerojax.zero_config import Remat
+from zerojax.zero_config import Preset, Remat
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class CriticSection:
 
     init_from: str = ""
     learning_rate: float | None = None
-    preset: str | None = None
+    preset: Preset | None = None
     stage: int | None = None
     weights: WireFormat | None = None
     weights_delta: bool | None = None

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
@@ -14,10 +14,12 @@ from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import (
     COMPUTE_FORMAT,
     MATMUL_WEIGHTS,
+    PRESETS,
     AccumulateOrder,
     FrozenSpread,
     GradSync,
     MatmulDtype,
+    Preset,
     Remat,
     Rounding,
     ZeroConfig,
@@ -73,7 +75,8 @@ class ZeroSection:
     compute dtype.
 
     Attributes:
-        preset: "zero3" is exact, "zero++" as published, "delta" sends less than either.
+        preset: "zero3" is exact, "zero++" sends a quarter of its bytes, "delta" a sixth; "zero++-paper" is
+            ZeRO++ as published, with int4 gradients within nodes, too, which trains less exactly.
         stage: ZeRO stage 0, 1, 2 or 3.
         compute_dtype: Dtype of the forward and backward pass: bfloat16 (bf16) or float32 (fp32).
         remat: What is kept of a layer for the backward pass: "none" keeps the results of matmuls,
@@ -106,7 +109,7 @@ class ZeroSection:
             over all devices, which takes less memory and sends them between nodes in both passes.
     """
 
-    preset: str = "zero3"
+    preset: Preset = "zero3"
     stage: int | None = None
     compute_dtype: str | None = None
     remat: Remat | None = None
@@ -136,11 +139,16 @@ class ZeroSection:
             name = dtype_name(self.compute_dtype, "zero.compute_dtype", tuple(COMPUTE_FORMAT))
             object.__setattr__(self, "compute_dtype", name)
 
+    def spelled_out(self) -> Self:
+        """The same options, with those of the preset: they stay what they are if a preset changes."""
+        chosen = PRESETS[self.preset]
+        return dataclasses.replace(self, **{k: v for k, v in chosen.items() if getattr(self, k) is None})
+
     def to_zero(self, **settings: Any) -> ZeroConfig:
         """The library's `ZeroConfig`: the preset, overridden by what is set here and `settings`.
 
         Raises:
-            ConfigurationError: an unknown preset, or options that contradict each other.
+            ConfigurationError: options that contradict each other.
         """
         given = {
             f.name: value
