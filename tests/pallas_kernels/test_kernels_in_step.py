@@ -34,7 +34,7 @@ DERIVED = "tests/schedule/test_derived_losses.py::test_quantized_gradients_of_a_
     ("chosen", "tests"),
     [
         # All of these, though their own marks are slow; scripts/test.sh lowers the others.
-        ("", [f"{STEP}[zero++-2-4-dtypes1]", FP8, REFUSED]),
+        ("", [f"{STEP}[zero++-paper-2-4-dtypes1]", FP8, REFUSED]),
         pytest.param(
             "slow or Stacked or Listed",
             [LOWERING, f"{DERIVED}[Stacked-units0]", f"{DERIVED}[Listed-units1]"],

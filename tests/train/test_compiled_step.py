@@ -44,6 +44,7 @@ def loss_fn(model, batch):
     [
         pytest.param("zero3", 2, 4, {"bf16"}, marks=pytest.mark.slow),
         # Run by test_kernels_in_step.py every time, with the Triton kernels in it.
+        pytest.param("zero++-paper", 2, 4, {"u8"}, marks=pytest.mark.slow),
         pytest.param("zero++", 2, 4, {"u8"}, marks=pytest.mark.slow),
         # So is delta's, by tests/analysis/plan/test_memory.py.
         pytest.param("delta", 2, 4, {"u8"}, marks=pytest.mark.slow),
