@@ -99,6 +99,16 @@ def test_frozen_weights_are_shared_and_the_bytes_are_counted():
         assert copy.device_bytes == device_bytes(made), form
 
 
+@pytest.mark.parametrize("form", ["gathered", "int8"])
+def test_a_copy_that_every_node_has_already_is_used(form: Form):
+    """It is not made again, and has the same values."""
+    state = create(SMALL, 2, 4, preset="delta")
+    copied = zerojax.with_node_copy(state)
+    copy = GenerationCopy.of(state.spec, form)
+    jax.tree.map(np.testing.assert_array_equal, copy.make(copied), copy.make(state))
+    assert "node" not in set(axes_used(jax.make_jaxpr(copy.make)(copied).jaxpr))
+
+
 def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_node():
     spread = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="int8", frozen_spread="world")
     for form in ("gathered", "int8"):

@@ -18,12 +18,13 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.state import TrainState, begin_with
+from zerojax.zero_config import Preset
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "huggingface"
 NAMES = ("gpt2", "opt", "llama2", "llama3")
 
 
-def run_config(model: GPTConfig, preset: str = "zero++") -> RunConfig:
+def run_config(model: GPTConfig, preset: Preset = "zero++") -> RunConfig:
     """Settings of a run of a model, on 2 x 4 devices."""
     return RunConfig(
         model=model_section(model, GPTConfig()),
