@@ -143,7 +143,7 @@ def test_settings_without_effect_are_named():
     text = describe_plan(state)
     assert "one node: no hop over node; weights='int8', grads[1]='int4' without effect" in text
     state = abstract_state("stacked", zerojax.make_mesh(8, 1), config("zero++"))
-    assert "one device per node: no hop over local; grads[0]='int4' without effect" in describe_plan(state)
+    assert "one device per node: no hop over local; grads[0]='int8' without effect" in describe_plan(state)
 
 
 def test_the_table_shows_units_leaves_formats_and_sizes():
@@ -154,7 +154,7 @@ def test_the_table_shows_units_leaves_formats_and_sizes():
     assert blocks.elements == 24 * 40 + 40 + 40 * 24
     kernel = next(leaf for leaf in blocks.leaves if leaf.name == "blocks/*/up/kernel")
     assert (kernel.shape, kernel.copies) == ((24, 40), 3)
-    assert (kernel.weights, kernel.grads) == (("int8", "bf16"), ("int4", "int4"))
+    assert (kernel.weights, kernel.grads) == (("int8", "bf16"), ("int8", "int4"))
     bias = next(leaf for leaf in blocks.leaves if leaf.name == "blocks/*/up/bias")
     assert (bias.weights, bias.grads) == (("bf16", "bf16"), ("bf16", "bf16"))
     assert rest.name is None

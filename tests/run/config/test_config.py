@@ -181,11 +181,11 @@ def test_options_are_frozen_in() -> None:
     options = {f.name: len(dataclasses.fields(f.type)) for f in dataclasses.fields(RunConfig)}  # type: ignore[arg-type]  # every section is a dataclass
     del options["model"], options["zero"]
     assert options == {
-        "train": 12,
+        "train": 13,
         "data": 16,
         "optimizer": 12,
         "lora": 6,
-        "posttrain": 24,
+        "posttrain": 26,
         "critic": 10,
         "mesh": 3,
         "checkpoint": 7,
