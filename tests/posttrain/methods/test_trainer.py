@@ -103,6 +103,7 @@ def test_a_torn_run_resumes_bit_by_bit(
     assert [sample["rollout"] for sample in samples] == [1] * 4 + [2] * 4
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_the_rewards_of_a_rollout(
     place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

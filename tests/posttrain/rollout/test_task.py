@@ -175,6 +175,7 @@ def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -
     return trainer
 
 
+@pytest.mark.slow
 def test_a_torn_run_of_turns_resumes_bit_by_bit(
     place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
