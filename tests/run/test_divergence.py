@@ -10,7 +10,6 @@ import pytest
 from environment import zerojax as program
 from micro_run import Stop, die_at, losses, micro_config, poison, train
 
-import zerojax
 from zerojax.cli import main
 from zerojax.errors import EXIT_DIVERGED, DivergedError, Stopped, ZeroError
 from zerojax.run import loop
@@ -31,7 +30,7 @@ def config(text: Path, **sections: Any) -> RunConfig:
 
 def break_at(patch: pytest.MonkeyPatch, step: int, factor: float = 1e30) -> None:
     """Make the update of this step give absurd, though finite, weights, which the next loss shows."""
-    real = zerojax.train_step
+    real = loop.train_step  # which may be patched already
 
     def train_step(state: Any, batch: Any) -> Any:
         state, metrics = real(state, batch)
