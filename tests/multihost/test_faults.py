@@ -194,9 +194,9 @@ def test_a_nan_in_one_process_is_skipped_by_all(start):
 TRAIN = """
 import sys, time
 rank, size, port = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-import zerojax
 from zerojax.cli import main
-real_step, real_time, step = zerojax.train_step, time.time, 0
+from zerojax.run import loop
+real_step, real_time, step = loop.train_step, time.time, 0
 
 def train_step(state, batch):
     global step
@@ -210,7 +210,7 @@ def train_step(state, batch):
                 time.sleep(1)
     return real_step(state, batch)
 
-zerojax.train_step = train_step
+loop.train_step = train_step
 sys.exit(main(["train", {config!r}, "--run-dir", {folder!r}, "--coordinator", f"127.0.0.1:{{port}}",
     "--process-id", str(rank), "--num-processes", size, "--cluster.step-timeout", "2"]))
 """
