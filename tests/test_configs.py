@@ -13,6 +13,7 @@ SIZES = {
     "arithmetic-ppo": 0.156e6,
     "arithmetic-dpo": 0.156e6,
     "arithmetic-reward": 0.156e6,
+    "guess-number": 0.156e6,
     "gpt-tiny": 0.557e6,
     "gpt2-124m": 124.5e6,
     "gpt-350m": 356e6,

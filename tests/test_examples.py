@@ -10,7 +10,8 @@ from environment import ROOT
 
 from zerojax import checkpoints
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "guess_number"]
+GAME = ROOT / "examples/guess_number.py"
 # What a model that learned nothing would reach, and a loss that is clearly below it.
 LEARNED = {
     "nnx_model": (0.75, 0.3),  # the variance of the target
@@ -69,9 +70,21 @@ def test_a_loop_learns_and_goes_on_where_it_stood_on_another_mesh(path, tmp_path
     assert main(tmp_path / "in two", nodes=4, local=2) == in_two
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_best_play_wins_every_game():
+    game = load(GAME).Game()
+    for secret in range(1, 8):
+        low, high, state, said = 1, 7, game.reset("Game 1", secret), "begin"
+        while said is not None:
+            guess = (low + high) // 2
+            state, said, reward = game.step(state, f"{guess}\n")
+            low, high = (guess + 1, high) if said == "higher" else (low, guess - 1)
+        assert reward == 1
+    assert game.step(game.reset("Game 1", 3), "three")[1:] == (None, 0)
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, GAME], ids=lambda path: path.stem)
 def test_an_example_can_be_read_at_once(path):
-    assert len(path.read_text().splitlines()) <= (80 if path in LOOPS else 60)
+    assert len(path.read_text().splitlines()) <= (80 if path in (*LOOPS, GAME) else 60)
 
 
 def test_every_example_is_judged():
