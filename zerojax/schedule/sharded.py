@@ -104,6 +104,12 @@ _NO_LAYERS = (
     "elsewhere zerojax does not see that it has layers. Or leave its class out of ZeroConfig.units."
 )
 
+_COMBINED = (
+    "a loss combined the weights of units with others (by jax.tree.map over nnx.state, as for an average "
+    "of weights?), and they are sharded there: leave those classes out of ZeroConfig.units, and keep the "
+    "average in variables that are no nnx.Param, or take it in the optimizer."
+)
+
 # Parts of JAX's messages about transformations that units do not support, and the messages to show instead.
 _TRANSLATIONS = {
     "can't apply forward-mode differentiation": FORWARD_MODE,
@@ -116,11 +122,8 @@ _TRANSLATIONS = {
         "(nnx.grad, MAML) it can take none where the weights of units are sharded: leave those classes out "
         "of ZeroConfig.units."
     ),
-    "zerojax.schedule.sharded.Sharded": (
-        "a loss combined the weights of units with others (by jax.tree.map over nnx.state, as for an average "
-        "of weights?), and they are sharded there: leave those classes out of ZeroConfig.units, and keep the "
-        "average in variables that are no nnx.Param, or take it in the optimizer."
-    ),
+    "zerojax.schedule.sharded.Sharded": _COMBINED,
+    "zerojax.weights.weight.Weight": _COMBINED,
 }
 
 
