@@ -28,7 +28,7 @@ from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
-from zerojax.train.copies import Stored
+from zerojax.train.copies import ByPath
 from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import copies_in_node, per_node
 from zerojax.train.pass_weights import place_group
@@ -68,7 +68,7 @@ class GenerationCopy:
         return GenerationCopy(spec, form, adapters, leaves)
 
     @property
-    def abstract(self) -> Stored:
+    def abstract(self) -> ByPath:
         """The shape, dtype and sharding of each weight."""
 
         def stored(leaf: ParamLayout) -> Weight:
@@ -94,7 +94,7 @@ class GenerationCopy:
         frozen = {leaf.path for leaf in self.spec.frozen} if shared else set[Path]()
         return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})
 
-    def make(self, state: TrainState) -> Stored:
+    def make(self, state: TrainState) -> ByPath:
         """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
         if self.form == "gathered":
             stored = from_tree(state.frozen) | copies_in_node(state)
@@ -107,7 +107,7 @@ class GenerationCopy:
 
         return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
-    def place(self, stored: Stored) -> dict[Path, Any]:
+    def place(self, stored: ByPath) -> dict[Path, Any]:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
         placed: dict[Path, Any] = {}
         strategy = dataclasses.replace(self.spec.strategy, in_place=self.form == "compute")
@@ -144,9 +144,9 @@ def _keeps_format(leaf: ParamLayout) -> bool:
     return leaf.fp8 or (leaf.frozen and not leaf.weights.local.raw)
 
 
-def _whole(copy: GenerationCopy, in_node: Stored) -> Stored:
+def _whole(copy: GenerationCopy, in_node: ByPath) -> ByPath:
     """Gather secondary partitions over ``local`` and store whole weights, layer by layer."""
-    stored: Stored = {}
+    stored: ByPath = {}
     for group in copy.spec.groups:
         weights = tuple(in_node[leaf.path] for leaf in group.every if leaf.path in copy.leaves)
         layer = functools.partial(_whole_layer, copy)

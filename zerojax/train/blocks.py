@@ -42,31 +42,34 @@ def by_group(
         hop: of tuples with one value for each weight of a group; returns as many.
         *values: by path; weights that the first lacks are left out.
     """
-    return _of_groups(spec, lambda _, __, *own: hop(*own), values, None)
+    return _of_groups(spec, lambda _, __, *own: hop(*own), values, jnp.uint32(0))
 
 
 def reduce_by_group(
     spec: TrainSpec, hop: Callable[..., Sequence[Any]], *values: Mapping[Path, Any], seed: Seed
 ) -> dict[Path, Any]:
     """Run ``hop(reduction, seed, *values)`` for the gradients of each group, as ``by_group`` does."""
-    return _of_groups(spec, hop, values, seed)
+
+    def of_leaves(leaves: tuple[ParamLayout, ...], seed: Seed, *own: Any) -> Sequence[Any]:
+        return hop(GradientReduction(spec.strategy, leaves, spec.world), seed, *own)
+
+    return _of_groups(spec, of_leaves, values, seed)
 
 
 def _of_groups(
     spec: TrainSpec,
     hop: Callable[..., Sequence[Any]],
     values: Sequence[Mapping[Path, Any]],
-    seed: Seed | None,
+    seed: Seed,
 ) -> dict[Path, Any]:
+    """Run ``hop(leaves, seed, *values)`` for each group and layer, each with a seed of its own."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         leaves = tuple(leaf for leaf in group.every if leaf.path in values[0])
         if not leaves:
             continue
-        own = mix(jnp.uint32(0) if seed is None else seed, number)
         mine = [tuple(each[leaf.path] for leaf in leaves) for each in values]
-        reduction = GradientReduction(spec.strategy, leaves, spec.world)
-        out = _over_layers(group, functools.partial(hop, reduction), own, mine)
+        out = _over_layers(group, functools.partial(hop, leaves), mix(seed, number), mine)
         result |= {leaf.path: x for leaf, x in zip(leaves, out, strict=True)}
     return result
 

@@ -24,11 +24,11 @@ from zerojax.train.spec import TrainSpec
 from zerojax.weights.gather import gather_exact, to_secondary
 from zerojax.weights.weight import Weight
 
-Stored = dict[Path, Weight]
+ByPath = dict[Path, Weight]
 """Weights by path: of a state, or of one device."""
 
 
-def masters_of(spec: TrainSpec, params: Blocks) -> Stored:
+def masters_of(spec: TrainSpec, params: Blocks) -> ByPath:
     """This device's shards of the master weights, which at stage 0 every device has whole.
 
     Args:
@@ -45,7 +45,7 @@ def masters_of(spec: TrainSpec, params: Blocks) -> Stored:
     return own
 
 
-def with_scales(spec: TrainSpec, masters: Stored, copies: Stored) -> tuple[Stored, Stored]:
+def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
     """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
 
     Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
@@ -86,26 +86,26 @@ def _rescaled(codes: Array, before: Array, scale: Array) -> Array:
     return lax.cond(jnp.any(scale != before), change, lambda: codes)
 
 
-def copies_of(spec: TrainSpec, params: PyTree) -> Stored:
+def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:
     """Delta's copies, made of the global master weights: for a new state, other weights, or a new mesh."""
 
-    def local(blocks: Blocks) -> Stored:
+    def local(blocks: Blocks) -> ByPath:
         masters, _ = with_scales(spec, masters_of(spec, flat_blocks(blocks, spec.leaves)), {})
-        return _exact_copies(spec, masters)
+        return _stored(masters, by_group(spec, gather_exact, masters))
 
     given = (spec.by_path(spec.param_spec),)
     make = on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_copies(spec)))
     return make(from_tree(params))
 
 
-def _exact_copies(spec: TrainSpec, masters: Stored) -> Stored:
-    """Delta's copies, sent whole."""
-    return _stored(masters, by_group(spec, gather_exact, masters))
-
-
 def updated_copies(
-    spec: TrainSpec, masters: Stored, copies: Stored, step: Array, *, later: Collection[Path] = ()
-) -> Stored:
+    spec: TrainSpec,
+    masters: ByPath,
+    copies: ByPath,
+    step: Array,
+    *,
+    later: Collection[Path] = (),
+) -> ByPath:
     """Delta's copies, updated by the change of the weights, or resynchronised; ``later`` ones stay behind."""
 
     def update() -> dict[Path, Array]:
@@ -120,8 +120,12 @@ def updated_copies(
 
 
 def last_copies(
-    spec: TrainSpec, masters: Stored, copies: Stored, updated: Stored, later: Collection[Path]
-) -> Stored:
+    spec: TrainSpec,
+    masters: ByPath,
+    copies: ByPath,
+    updated: ByPath,
+    later: Collection[Path],
+) -> ByPath:
     """Delta's copies after a step in which units had to update ``later`` ones, and did update ``updated``.
 
     The others are of units that the model did not call, or whose results were lost in a JAX transformation:
@@ -133,8 +137,8 @@ def last_copies(
 
 
 def secondary_partitions(
-    spec: TrainSpec, masters: Stored, frozen: Stored, copies: Stored, step: Array
-) -> Stored:
+    spec: TrainSpec, masters: ByPath, frozen: ByPath, copies: ByPath, step: Array
+) -> ByPath:
     """Every weight as a node has it, with the values that the next forward pass computes with.
 
     Args:
@@ -155,10 +159,10 @@ def _updated(weights: tuple[Weight, ...], copies: tuple[Array, ...]) -> list[Arr
     return [w.values for w in to_secondary(weights, copies)]
 
 
-def _stored(masters: Stored, values: Mapping[Path, Num[Array, "..."]]) -> Stored:
+def _stored(masters: ByPath, values: Mapping[Path, Num[Array, "..."]]) -> ByPath:
     """Copies with these values, and the scales of the master weights."""
     return {path: masters[path].replace(x, "secondary") for path, x in values.items()}
 
 
-def _without(weights: Stored, paths: Collection[Path]) -> Stored:
+def _without(weights: ByPath, paths: Collection[Path]) -> ByPath:
     return {path: weight for path, weight in weights.items() if path not in paths}

@@ -14,7 +14,7 @@ from zerojax.sharding.layout import OWNED
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.blocks import flat_blocks
-from zerojax.train.copies import Stored, masters_of, updated_copies, with_scales
+from zerojax.train.copies import ByPath, masters_of, updated_copies, with_scales
 from zerojax.train.fields import state_specs
 from zerojax.train.node_copy import copy_specs
 from zerojax.train.state import TrainState, check_there
@@ -70,7 +70,7 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
     specs = state_specs(spec) | {"copies": copy_specs(spec, state.copies)}
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
 
-    def local(params: Any, copies: Stored, step: Array) -> dict[str, Fp8Loss]:
+    def local(params: Any, copies: ByPath, step: Array) -> dict[str, Fp8Loss]:
         masters = masters_of(spec, flat_blocks(from_tree(params), spec.leaves))
         masters, copies = with_scales(spec, masters, copies)
         if copies and not state.current_copies:

@@ -15,7 +15,7 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.blocks import flat_blocks
-from zerojax.train.copies import Stored, masters_of, secondary_partitions
+from zerojax.train.copies import ByPath, masters_of, secondary_partitions
 from zerojax.train.fields import abstract_copies, specs_of, state_specs
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
@@ -54,19 +54,19 @@ def lacks_node_copy(state: TrainState) -> bool:
     return state.spec.world.nodes > 1 and state.spec.zero.stage > 0 and not state.current_copies
 
 
-def copies_in_node(state: TrainState) -> Stored:
+def copies_in_node(state: TrainState) -> ByPath:
     """Copies of the weights as they are, but for frozen ones that every node has already."""
     if state.current_copies:
         return state.copies
     spec, wanted = state.spec, abstract_copies(state.spec, frozen=True)
 
-    def copies() -> Callable[[TrainState], Stored]:
+    def copies() -> Callable[[TrainState], ByPath]:
         return per_node(spec, lambda every: {path: every[path] for path in wanted}, wanted)
 
     return spec.once("node copy", copies)(state)
 
 
-def per_node(spec: TrainSpec, local: Callable[[Stored], Any], wanted: Any) -> Callable[[TrainState], Any]:
+def per_node(spec: TrainSpec, local: Callable[[ByPath], Any], wanted: Any) -> Callable[[TrainState], Any]:
     """The compiled function from a state to what ``local`` makes of the weights in a node.
 
     Args:
@@ -91,7 +91,7 @@ def per_node(spec: TrainSpec, local: Callable[[Stored], Any], wanted: Any) -> Ca
     return lambda state: program({name: getattr(state, name) for name in _READ}, state.current_copies)
 
 
-def copy_specs(spec: TrainSpec, copies: Stored) -> Any:
+def copy_specs(spec: TrainSpec, copies: ByPath) -> Any:
     """The PartitionSpecs of a state's copies, of which it may have none."""
     every = abstract_copies(spec, frozen=True)
     return specs_of({path: every[path] for path in copies})

@@ -14,7 +14,7 @@ from zerojax.sharding.layout import from_stored
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
-from zerojax.train.copies import Stored, masters_of, updated_copies, with_scales
+from zerojax.train.copies import ByPath, masters_of, updated_copies, with_scales
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights.gather import to_full, to_secondary
 from zerojax.weights.weight import Weight, Weights
@@ -30,9 +30,9 @@ class PassWeights(NamedTuple):
         updating: the paths of the weights whose copies are updated by units.
     """
 
-    weights: Stored
-    masters: Stored
-    copies: Stored
+    weights: ByPath
+    masters: ByPath
+    copies: ByPath
     updating: frozenset[Path]
 
 
@@ -61,7 +61,7 @@ def pass_weights(
     return PassWeights(masters | from_tree(shards["frozen"]) | begun, masters, copies, later)
 
 
-def _whole(spec: TrainSpec, params: Blocks, masters: Stored) -> Stored:
+def _whole(spec: TrainSpec, params: Blocks, masters: ByPath) -> ByPath:
     """Whole weights, for stages 0 to 2, at which every device has them throughout a step."""
     dtype = spec.strategy.weight_dtype
     if spec.zero.stage == 0:

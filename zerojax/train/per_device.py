@@ -37,14 +37,14 @@ from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import map_batch, split_rows, unmarked
 from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
 from zerojax.train.branches import Branches
-from zerojax.train.copies import Stored
+from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
 from zerojax.train.spec import TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_reads
 
 Sums = dict[str, Any]
 """Sums over tokens: of the "loss", of every scalar in "aux", and the number of tokens, "count"."""
-Forward = Callable[..., tuple[Array, Sums, ModelState, Stored]]
+Forward = Callable[..., tuple[Array, Sums, ModelState, ByPath]]
 Run = Callable[[Any, Any, Array], Any]
 """A function of a bound model, rows of a batch, and a key."""
 TOKENS = "tokens"
@@ -52,7 +52,7 @@ TOKENS = "tokens"
 
 def accumulate(
     spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Any, seed: Seed
-) -> tuple[Blocks, ModelState, Sums, Stored]:
+) -> tuple[Blocks, ModelState, Sums, ByPath]:
     """Run forward and backward over this device's micro-batches.
 
     Args:
@@ -74,7 +74,7 @@ def accumulate(
 
     def run(
         forward: Forward, model_state: ModelState, batch: Any, seed: Seed
-    ) -> tuple[Blocks, ModelState, Sums, Stored]:
+    ) -> tuple[Blocks, ModelState, Sums, ByPath]:
         def loss(sinks: Blocks) -> tuple[Array, Any]:
             total, *rest = forward(spec, place_weights(spec, weights, sinks, seed), model_state, batch, seed)
             return total, rest
@@ -82,7 +82,7 @@ def accumulate(
         (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
         return grads, after, sums, updated
 
-    updated: Stored = {}
+    updated: ByPath = {}
     if zero.passes == 1:
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
         grads, changed, sums, updated = run(forward, model_state, batch, mix(seed, 0))
@@ -250,7 +250,7 @@ def _call(
 
 def _forward(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
-) -> tuple[Array, Sums, ModelState, Stored]:
+) -> tuple[Array, Sums, ModelState, ByPath]:
     """The loss of one micro-batch, times its tokens; the sums of it and aux; the state that it changed;
     updated copies.
     """
@@ -275,12 +275,12 @@ def _with_copies(weight: Any) -> list[Path]:
 
 def _forward_in_breadth(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed
-) -> tuple[Array, Sums, ModelState, Stored]:
+) -> tuple[Array, Sums, ModelState, ByPath]:
     """``_forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
 
     rows, at = _micro_batches(batch, spec.zero.accumulate)
 
-    def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, Stored]:
+    def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, ByPath]:
         return _forward(spec, placed, model_state, at(rows), mix(seed, index))
 
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))

@@ -19,7 +19,7 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
-from zerojax.train.copies import Stored, copies_of
+from zerojax.train.copies import ByPath, copies_of
 from zerojax.train.fields import abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.memory import device_bytes
@@ -196,7 +196,7 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
-def _copies(spec: TrainSpec, params: PyTree) -> Stored:
+def _copies(spec: TrainSpec, params: PyTree) -> ByPath:
     """Delta's copies of master weights, by a function that is compiled once."""
     return spec.once("copies", lambda: jax.jit(functools.partial(copies_of, spec)))(params)
 

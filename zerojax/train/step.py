@@ -26,7 +26,7 @@ from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.batch import abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.copies import Stored, last_copies
+from zerojax.train.copies import ByPath, last_copies
 from zerojax.train.fields import abstract_fields, shardings_of, state_specs
 from zerojax.train.node_copy import copy_specs
 from zerojax.train.pass_weights import pass_weights
@@ -273,15 +273,14 @@ def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainSt
 
 def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
     """Mean gradients at their owners under "params", with the other fields that changed; and the metrics."""
-    updating = () if state.current_copies else spec.updating
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         seed, residual = _seed(shards), from_tree(shards["residual"])
-        weights = pass_weights(spec, shards, current=state.current_copies, updating=updating)
+        weights = pass_weights(spec, shards, current=state.current_copies, updating=spec.updating)
         grads, model_state, sums, updated = per_device.accumulate(
             spec, weights, shards["model_state"], batch, seed
         )
-        copies: Stored = {}
+        copies: ByPath = {}
         if spec.zero.weights_delta:
             copies = last_copies(spec, weights.masters, weights.copies, updated, weights.updating)
         flat = flat_blocks(residual, spec.leaves) if residual else {}
