@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,9 @@ import pytest
 
 import zerojax
 from zerojax.posttrain.methods import ppo
+from zerojax.posttrain.methods.grpo import GRPOTrainer
+from zerojax.posttrain.methods.ppo import PPOTrainer
+from zerojax.posttrain.methods.preferences import PreferenceTrainer
 from zerojax.posttrain.roles import critic
 from zerojax.run import loop
 from zerojax.run import train_run as run_module
@@ -41,11 +44,22 @@ MICRO: dict[str, dict[str, Any]] = {
 
 def micro_config(text: Path, **sections: dict[str, Any]) -> RunConfig:
     """The settings of a micro run, with some overridden."""
-    data = {name: dict(values) for name, values in MICRO.items()}
-    data["data"]["source"] = str(text)
-    for name, values in sections.items():
-        data[name] = data.get(name, {}) | values
-    return config_from_dict(data)
+    return config_from_dict(merged(MICRO, {"data": {"source": str(text)}}, sections))
+
+
+def merged(*settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Settings by section, of which later ones override earlier ones."""
+    names = dict.fromkeys(name for given in settings for name in given)
+    return {name: {k: x for given in settings for k, x in given.get(name, {}).items()} for name in names}
+
+
+def post_train[T: (GRPOTrainer, PPOTrainer, PreferenceTrainer)](
+    kind: type[T], settings: RunConfig, folder: Path, start: RunFolder, **options: Any
+) -> T:
+    """Train by a method, from the weights of another run."""
+    with kind.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
+        trainer.train()
+    return trainer
 
 
 def train(config: RunConfig, folder: Path, **options: Any) -> TrainRun:

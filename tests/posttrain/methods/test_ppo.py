@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, lines, micro_config
+from micro_run import Stop, die_at, lines, merged, micro_config, post_train
 
 import zerojax
 from zerojax.errors import ConfigurationError
@@ -67,8 +67,7 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
         },
         "critic": {"learning_rate": 3e-2},
     }
-    merged = {name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
-    return micro_config(place / "prompts.jsonl", **merged)
+    return micro_config(place / "prompts.jsonl", **merged(given, sections))
 
 
 def ragged_rollout() -> tuple[Rollout, np.ndarray]:
@@ -205,10 +204,7 @@ def test_an_update_equals_a_plain_loop(place: Path, finished: RunFolder, tmp_pat
     assert {"value_loss", "value_grad_norm", "explained_variance", "kl", "score", "reward"} <= line.keys()
 
 
-def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PPOTrainer:
-    with PPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
-        trainer.train()
-    return trainer
+train = partial(post_train, PPOTrainer)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, lines, micro_config
+from micro_run import Stop, die_at, lines, merged, micro_config, post_train
 
 import zerojax
 from zerojax.cli.posttrain import TRAINERS
@@ -78,18 +79,14 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
         "checkpoint": {"every": 2},
         "posttrain": {"method": "dpo", "beta": BETA},
     }
-    merged = {name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
-    return micro_config(place, **merged)
+    return micro_config(place, **merged(given, sections))
 
 
 def open_run(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PreferenceTrainer:
     return PreferenceTrainer.open(settings, RunFolder(folder), init_from=start.path, **options)
 
 
-def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PreferenceTrainer:
-    with open_run(settings, folder, start, **options) as trainer:
-        trainer.train()
-    return trainer
+train = partial(post_train, PreferenceTrainer)
 
 
 def plain_margins(method: str, model: Any, start: Any, batch: dict[str, Any]) -> Any:

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from micro_run import Stop, die_at, lines, micro_config
+from micro_run import Stop, die_at, lines, merged, micro_config, post_train
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError, Stopped
@@ -57,8 +58,7 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
             "eval_prompts": 0,
         },
     }
-    merged = {name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
-    return micro_config(place / "prompts.jsonl", **merged)
+    return micro_config(place / "prompts.jsonl", **merged(given, sections))
 
 
 def two_rollouts(place: Path) -> RunConfig:
@@ -71,10 +71,7 @@ def two_rollouts(place: Path) -> RunConfig:
     )
 
 
-def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> GRPOTrainer:
-    with GRPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
-        trainer.train()
-    return trainer
+train = partial(post_train, GRPOTrainer)
 
 
 def test_a_torn_run_resumes_bit_by_bit(

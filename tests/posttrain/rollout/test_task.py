@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, lines, micro_config
+from micro_run import Stop, die_at, lines, micro_config, post_train
 
 import zerojax
 from zerojax.errors import ConfigurationError
@@ -169,10 +169,7 @@ def test_rows_end_where_they_are_full_and_after_the_most_turns(
     assert np.isfinite(rollout.earned).all()
 
 
-def train(settings: RunConfig, folder: Path, start: RunFolder, **options: Any) -> PPOTrainer:
-    with PPOTrainer.open(settings, RunFolder(folder), init_from=start.path, **options) as trainer:
-        trainer.train()
-    return trainer
+train = partial(post_train, PPOTrainer)
 
 
 @pytest.mark.slow
