@@ -73,7 +73,8 @@ def test_a_loop_learns_and_goes_on_where_it_stood_on_another_mesh(path, tmp_path
 def test_the_best_play_wins_every_game():
     game = load(GAME).Game()
     for secret in range(1, 8):
-        low, high, state, said = 1, 7, game.reset("Game 1", secret), "begin"
+        low, high, state, reward = 1, 7, game.reset("Game 1", secret), 0
+        said: str | None = "begin"
         while said is not None:
             guess = (low + high) // 2
             state, said, reward = game.step(state, f"{guess}\n")
