@@ -30,29 +30,54 @@ from zerojax.run.weights import Start
 from zerojax.train.state import TrainState
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What a run uses beside its settings and its state.
+
+    Attributes:
+        folder: of the run.
+        checkpoints: of the run.
+        clock: time trained, and whether a save is due by time.
+        log: metrics, files, progress line.
+        watchdog: ends a hung run.
+        lock: keeps other runs out of the folder.
+        samples: the file of completions, on process zero of a run that makes them.
+    """
+
+    folder: RunFolder
+    checkpoints: Checkpoints
+    clock: TrainingClock
+    log: RunLog
+    watchdog: Watchdog
+    lock: RunLock
+    samples: MetricsFile | None
+
+
+@dataclass(kw_only=True)
 class OpenRun(TrainLoop):
     """A run with what every loop needs; a context manager.
 
     Attributes:
         config: the settings.
-        folder: of the run.
-        checkpoints: of the run.
-        samples: the file of completions, on process zero of a run that makes them.
+        services: what the loop uses; its attributes are the loop's, too.
         base: where the frozen weights, or a reference, are from (``Record.base``).
     """
 
     config: RunConfig
-    folder: RunFolder  # pyright: ignore[reportIncompatibleVariableOverride]  (a run always has one)
-    checkpoints: Checkpoints  # pyright: ignore[reportIncompatibleVariableOverride]  (likewise)
-    clock: TrainingClock
-    log: RunLog
-    samples: MetricsFile | None
-    watchdog: Watchdog
-    lock: RunLock | None
+    services: Services
     state: TrainState
     step: int
     base: str
+
+    def __post_init__(self) -> None:
+        # A run always has a folder and checkpoints.
+        self.folder: RunFolder = self.services.folder  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.checkpoints: Checkpoints = self.services.checkpoints  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.clock = self.services.clock
+        self.log = self.services.log
+        self.watchdog = self.services.watchdog
+        self.lock = self.services.lock
+        self.samples = self.services.samples
 
     advice = (
         "Lower optimizer.learning_rate or optimizer.clip_norm, set train.spike_deviations, look at the data, "
@@ -121,7 +146,7 @@ class Opening(NamedTuple):
     notes: list[str]
     on_error: ExitStack
 
-    def fields(
+    def services(
         self,
         start: Start,
         batch: Any,
@@ -129,8 +154,8 @@ class Opening(NamedTuple):
         beside: Sequence[Trained] = (),
         *,
         samples: bool = False,
-    ) -> dict[str, Any]:
-        """The fields of an ``OpenRun``: its services; writes the settings to the run's folder.
+    ) -> Services:
+        """What the run uses; writes the settings to its folder.
 
         Args:
             start: what the run starts with.
@@ -151,19 +176,15 @@ class Opening(NamedTuple):
             start=None if start.manifest is None else start.step,
             say=log.say,
         )
-        return {
-            "config": config,
-            "folder": folder,
-            "checkpoints": checkpoints,
-            "clock": TrainingClock(record.seconds, minutes=saving.minutes),
-            "log": log,
-            "samples": MetricsFile(folder.samples, start=start.step) if samples and is_first() else None,
-            "watchdog": make_watchdog(config.cluster, folder, peers),
-            "lock": self.lock,
-            "state": start.state,
-            "step": start.step,
-            "base": start.base,
-        }
+        return Services(
+            folder=folder,
+            checkpoints=checkpoints,
+            clock=TrainingClock(record.seconds, minutes=saving.minutes),
+            log=log,
+            watchdog=make_watchdog(config.cluster, folder, peers),
+            lock=self.lock,
+            samples=MetricsFile(folder.samples, start=start.step) if samples and is_first() else None,
+        )
 
 
 @contextmanager

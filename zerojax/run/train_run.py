@@ -29,7 +29,7 @@ from zerojax.train.fp8_report import fp8_metrics
 from zerojax.train.step import Metrics
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BatchRun(OpenRun):
     """A run whose batches are known beforehand; a context manager.
 
@@ -76,7 +76,7 @@ class BatchRun(OpenRun):
         self.log.say(f"{words}; the run is in {self.folder.path}, its curve in {self.folder.curve.name}")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainRun(BatchRun):
     """A run of training; a context manager.
 
@@ -132,16 +132,21 @@ class TrainRun(BatchRun):
             if start.record.position:
                 batches.set_state(start.record.position)
             samples = config.train.eval_samples > 0
-            run = new.fields(start, abstract_batch(config), peers, samples=samples)
-            say, steps = run["log"].say, config.train.steps
+            services = new.services(start, abstract_batch(config), peers, samples=samples)
             trainer = cls(
-                **run,
+                config=config,
+                services=services,
+                state=start.state,
+                step=start.step,
+                base=start.base,
                 data=data,
                 batches=batches,
                 validation=validation,
                 exact_match=exact_match,
-                sampled=run["step"],
-                profile=StepProfile(folder.profile, profile, say, done=run["step"], planned=steps),
+                sampled=start.step,
+                profile=StepProfile(
+                    folder.profile, profile, services.log.say, done=start.step, planned=config.train.steps
+                ),
             )
             notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
             trainer.announce(f"{parameter_count(config.model):,} parameters, {data.describe()}", notes)

@@ -25,7 +25,7 @@ from zerojax.train.step import Metrics, train_step
 _gae = jax.jit(gae, static_argnames=("discount", "decay"))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PPOTrainer(PostTrainer):
     """A run of PPO; a context manager.
 

@@ -42,7 +42,7 @@ from zerojax.train.batch import local_rows
 from zerojax.train.step import Metrics
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PreferenceTrainer(BatchRun):
     """A run that learns from preferences; a context manager.
 
@@ -84,7 +84,11 @@ class PreferenceTrainer(BatchRun):
             state = start.state
             reference = Reference.of(config, folder, start.base, state, reader) if referenced else None
             trainer = cls(
-                **new.fields(start, abstract_pairs(config), peers),
+                config=config,
+                services=new.services(start, abstract_pairs(config), peers),
+                state=state,
+                step=start.step,
+                base=start.base,
                 batches=batches,
                 validation=validation,
                 reference=reference,

@@ -55,7 +55,7 @@ class Roles(NamedTuple):
     notes: Sequence[str] = ()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PostTrainer(OpenRun):
     """A run that learns from rewards for its own completions; a context manager.
 
@@ -105,7 +105,11 @@ class PostTrainer(OpenRun):
             critic = next((one.state.spec for one in roles.trained), None)
             memory = RoleMemory.of(config, state.spec, critic=critic)
             trainer = cls(
-                **new.fields(start, abstract_batch(config), peers, roles.trained, samples=True),
+                config=config,
+                services=new.services(start, abstract_batch(config), peers, roles.trained, samples=True),
+                state=state,
+                step=start.step,
+                base=start.base,
                 **roles.fields,
                 task=task,
                 reference=reference,
