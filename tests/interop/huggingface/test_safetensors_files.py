@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hf_models import FIXTURES
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
@@ -26,73 +26,43 @@ def file_of(header: Any, data: bytes = bytes(8), length: int | None = None) -> b
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "a header of 0 bytes in a file of 0"),
-    "half a length": (b"\x10\0\0", "in a file of 3"),
-    "a header longer than the file": (file_of({"a": entry()}, length=10**6), "a header of 1,000,000 bytes"),
-    "a header of 2**63 bytes": (
-        file_of({"a": entry()}, length=2**63),
-        "a header of 9,223,372,036,854,775,808 bytes",
-    ),
-    "a header of 2**64 - 1 bytes": (b"\xff" * 64, "a header of 18,446,744,073,709,551,615 bytes"),
-    "no JSON": (file_of(b"{not json}"), "not a whole safetensors file: Expecting property name"),
-    "no UTF-8": (file_of(b'{"\xff": 1}'), "can't decode byte 0xff"),
-    "no object": (file_of([entry()]), "its header is not a JSON object"),
-    "no tensor": (file_of({}, b""), "0 tensors end"),
-    "nested without end": (file_of(b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"), "nested too deeply"),
+    "nothing": (b"", "header too small"),
+    "a header longer than the file": (file_of({"a": entry()}, length=10**6), "invalid header length"),
+    "a header of 2**64 - 1 bytes": (b"\xff" * 64, "header too large"),
+    "no JSON": (file_of(b"{not json}"), "invalid JSON"),
+    "no UTF-8": (file_of(b'{"\xff": 1}'), "invalid UTF-8"),
+    "no tensor": (file_of({}, b""), "it has no tensors"),
+    "nested without end": (file_of(b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"), "recursion limit"),
     "a key twice": (file_of(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2)), "given twice: 'a'"),
-    "metadata of numbers": (file_of({"__metadata__": {"x": 1}, "a": entry()}), "__metadata__ ="),
-    "no entry": (file_of({"a": 3}), "'a' has no dtype"),
-    "no shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}), "'a' has no dtype, shape"),
-    "an unknown dtype": (file_of({"a": entry("F4")}), "'a' is of dtype 'F4': one of F32"),
-    "a list for a dtype": (file_of({"a": entry(["F32"])}), r"'a' is of dtype \['F32'\]"),
-    "a text for a shape": (file_of({"a": entry(shape="2")}), "'a' has shape '2'"),
-    "a fraction in a shape": (file_of({"a": entry(shape=[2.0])}), r"'a' has shape \[2.0\]"),
-    "true in a shape": (file_of({"a": entry(shape=[True, 2])}), r"'a' has shape \[True, 2\]"),
-    "a negative shape": (file_of({"a": entry(shape=[-1, -2])}), r"'a' has shape \[-1, -2\]"),
-    "a shape without end": (file_of({"a": entry(shape=[1] * 33 + [2])}), "'a' has shape"),
-    "a huge shape": (file_of({"a": entry(shape=[2**40, 2**40])}), "'a' has 8 bytes, but shape"),
+    "metadata of numbers": (file_of({"__metadata__": {"x": 1}, "a": entry()}), "expected a string"),
+    "a dtype that JAX lacks": (
+        file_of({"a": entry("C64", [1])}),
+        "'a' is of dtype C64: one of F32",
+    ),
+    "a negative shape": (file_of({"a": entry(shape=[-1, -2])}), "invalid value: integer `-1`"),
+    "too many dimensions": (file_of({"a": entry(shape=[1] * 70 + [2])}), "maximum supported dimension"),
+    "a huge shape": (file_of({"a": entry(shape=[2**40, 2**40])}), "overflow"),
     "a huge shape of nothing": (
-        file_of({"a": entry(shape=[2**40, 2**40, 0], offsets=[0, 0]), "b": entry()}),
-        "'a' has 0 bytes, but shape",
+        file_of({"a": entry(shape=[2**62, 0], offsets=[0, 0]), "b": entry()}),
+        "array is too big",
     ),
-    "a shape beyond 64 bits": (file_of({"a": entry(shape=[2**70])}), "'a' has 8 bytes, but shape"),
-    "a shape of 5,000 digits": (
-        file_of(json.dumps({"a": entry(shape="@")}).replace('"@"', "9" * 5000).encode()),
-        "more than 300 digits",
-    ),
-    "a wrong shape": (file_of({"a": entry(shape=[3])}), r"'a' has 8 bytes, but shape \[3\] of F32"),
-    "a wrong dtype": (file_of({"a": entry("F16")}), r"'a' has 8 bytes, but shape \[2\] of F16"),
-    "one offset": (file_of({"a": entry(offsets=[8])}), r"'a' has data_offsets \[8\]"),
-    "negative offsets": (file_of({"a": entry(offsets=[-8, 0])}), r"'a' has data_offsets \[-8, 0\]"),
-    "offsets the wrong way round": (file_of({"a": entry(offsets=[8, 0])}), "'a' has -8 bytes"),
-    "an overlap": (
-        file_of({"a": entry(), "b": entry()}),
-        "'b' begins at byte .* but the tensor before it ends",
-    ),
-    "an overlap by half": (
-        file_of({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
-        "'b' begins at byte",
-    ),
-    "a hole": (file_of({"a": entry(), "b": entry(offsets=[12, 20])}, bytes(20)), "'b' begins at byte"),
-    "a hole at the start": (file_of({"a": entry(offsets=[8, 16])}, bytes(16)), "'a' begins at byte"),
-    "bytes that are missing": (file_of({"a": entry()}, bytes(7)), "1 tensors end at byte"),
-    "bytes left over": (file_of({"a": entry()}, bytes(9)), "1 tensors end at byte"),
+    "a wrong shape": (file_of({"a": entry(shape=[3])}), "invalid shape"),
+    "offsets the wrong way round": (file_of({"a": entry(offsets=[8, 0])}), "invalid offset for tensor `a`"),
+    "an overlap": (file_of({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)), "offset for tensor `b`"),
+    "a hole": (file_of({"a": entry(), "b": entry(offsets=[12, 20])}, bytes(20)), "offset for tensor `b`"),
+    "bytes that are missing": (file_of({"a": entry()}, bytes(7)), "file not fully covered"),
+    "bytes left over": (file_of({"a": entry()}, bytes(9)), "file not fully covered"),
 }
-STRICTER = {"nothing", "no tensor", "a key twice", "a shape without end", "an unknown dtype"}
-"""Damage that the safetensors library accepts (or, for an unknown dtype, refuses differently)."""
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_file_is_refused_in_a_line(name: str, tmp_path: Path):
     data, message = DAMAGED[name]
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(ZeroError, match=message) as error:
+    with pytest.raises(ZeroError, match=f"not a whole safetensors file: .*{message}") as error:
         SafetensorFiles(tmp_path)
     assert str(error.value).startswith(str(tmp_path / "model.safetensors"))
     assert str(error.value).isprintable()
-    if name not in STRICTER:
-        with pytest.raises(SafetensorError), safe_open(tmp_path / "model.safetensors", framework="numpy"):
-            pass
 
 
 def test_what_the_format_allows_is_read(tmp_path: Path):
