@@ -16,57 +16,66 @@ ANY = object()
 """In ``Entry.allowed``: a family takes any value of this field."""
 FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
 """The fields of a model that change no logits."""
+Fields = Mapping[str, Any]
+"""The fields of a model, by name."""
 
 
+def _nothing(*_: object) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
 class Entry:
-    """Some keys of a config.json, and the fields of the model that they describe."""
+    """Some keys of a config.json, and the fields of the model that they describe.
 
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """Read the keys, and add the fields to ``found``, which has those of the entries before.
+    Attributes:
+        read: the fields, from the keys and the fields of the entries before; None is no fields. Raises
+            ConfigurationError for a value that is not supported.
+        write: the keys of a model. Raises ConfigurationError, naming the field, if the family has no such
+            model.
+        allowed: field or property of a model -> the only value for such a model, a tuple of values, or ANY.
+    """
 
-        Raises:
-            ConfigurationError: a value is not supported.
-        """
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """The keys of a model.
-
-        Raises:
-            ConfigurationError: the family has no such model; names the field.
-        """
-        return {}
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """Field or property of a model -> the only value for such a model, a tuple of values, or ANY."""
-        return {}
+    read: Callable[[ConfigKeys, Fields], Fields | None] = _nothing
+    write: Callable[[GPTConfig], Mapping[str, Any]] = _nothing
+    allowed: Callable[[GPTConfig], Mapping[str, object]] = _nothing
 
 
 Table = Sequence[Entry]
 
 
-def read_table(table: Table, keys: ConfigKeys) -> GPTConfig:
-    """The model of a config.json.
+def read_fields(table: Table, keys: ConfigKeys, before: Fields) -> dict[str, Any]:
+    """The fields that a table reads, added to those of others.
 
     Raises:
         ConfigurationError: a value is not supported.
     """
-    found: dict[str, Any] = {}
+    found = dict(before)
     for entry in table:
-        entry.read(keys, found)
-    return GPTConfig(**found)
+        found |= entry.read(keys, found) or {}
+    return found
 
 
-def write_table(table: Table, model: GPTConfig, family: str) -> dict[str, Any]:
-    """The config.json of a model.
+def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
+    """The keys of a model, which the table has.
+
+    Raises:
+        ConfigurationError: the family has no such model.
+    """
+    return {name: value for entry in table for name, value in entry.write(model).items()}
+
+
+def check_fields(table: Table, model: GPTConfig, family: str) -> None:
+    """Refuse a model that a family does not have.
 
     Args:
         table: of the family.
-        model: to describe.
+        model: to check.
         family: its name, for the error.
 
     Raises:
-        ConfigurationError: the family has no such model: a field has another value than the table allows, or
-            its default where the table does not name it.
+        ConfigurationError: a field has another value than the table allows, or than its default where the
+            table does not name it.
     """
     allowed = {name: value for entry in table for name, value in entry.allowed(model).items()}
     off = {field.name: field.default for field in fields(GPTConfig) if field.name not in (*FREE, "outputs")}
@@ -78,183 +87,104 @@ def write_table(table: Table, model: GPTConfig, family: str) -> dict[str, Any]:
             raise ConfigurationError(
                 f"model.{name} = {found!r}, but {family} has {' or '.join(map(repr, values))}"
             )
-    return {name: value for entry in table for name, value in entry.write(model).items()}
 
 
-@dataclass(frozen=True)
-class Key(Entry):
+def key(
+    name: str,
+    field: str,
+    kind: type = int,
+    default: Any = REQUIRED,
+    *,
+    null: bool = False,
+    decode: Callable[[Any, Fields], Any] | None = None,
+    written: str | Callable[[GPTConfig], Any] | None = None,
+    twin: str | None = None,
+) -> Entry:
     """A key that is a field.
 
-    Attributes:
+    Args:
         name: of the key.
         field: of the model.
         kind: of its value.
-        default: without the key.
+        default: without the key, or a function that gives it, of the keys and the fields so far.
         null: whether null is None, and not the default.
-        written: the property that is written, if it is not the field.
+        decode: the field, from the value and the fields so far, if they differ.
+        written: the property that is written, or a function of the model, if it is not the field.
+        twin: a key that must have the same value, or without a default may be left out.
     """
 
-    name: str
-    field: str
-    kind: type = int
-    default: Any = REQUIRED
-    null: bool = False
-    written: str | None = None
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        missing = default(keys, found) if callable(default) else default
+        value = (keys.nullable if null else keys.take)(name, kind, missing)
+        other = value if twin is None else keys.take(twin, kind, value if default is REQUIRED else default)
+        if other != value:
+            raise ConfigurationError(
+                f"{name} = {value} and {twin} = {other} are supported only if they are equal"
+            )
+        return {field: value if decode is None else decode(value, found)}
 
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        take = keys.nullable if self.null else keys.take
-        found[self.field] = take(self.name, self.kind, self.default)
+    def write(model: GPTConfig) -> Mapping[str, Any]:
+        value = written(model) if callable(written) else getattr(model, written or field)
+        return {name: value} if twin is None else {name: value, twin: value}
 
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        return {self.name: getattr(model, self.written or self.field)}
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        return {self.field: ANY}
+    return Entry(read, write, lambda _: {field: ANY})
 
 
-@dataclass(frozen=True)
-class Choice(Entry):
+def choice(name: str, field: str, values: Mapping[str, str]) -> Entry:
     """A key whose names are values of a field.
 
-    Attributes:
+    Args:
         name: of the key.
         field: of the model.
         values: their name -> ours; the first is the default. Of several names of one value, the first is
             written.
     """
+    theirs = {ours: word for word, ours in reversed(list(values.items()))}
 
-    name: str
-    field: str
-    values: Mapping[str, str]
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        keys.only(name, *values)
+        return {field: values[keys.take(name, str, next(iter(values)))]}
 
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        keys.only(self.name, *self.values)
-        found[self.field] = self.values[keys.take(self.name, str, next(iter(self.values)))]
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        ours = getattr(model, self.field)
-        return {self.name: next(theirs for theirs, value in self.values.items() if value == ours)}
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        return {self.field: tuple(self.values.values())}
+    return Entry(
+        read, lambda model: {name: theirs[getattr(model, field)]}, lambda _: {field: tuple(values.values())}
+    )
 
 
-class Only(Entry):
+def only(name: str, *values: Any, written: bool = True) -> Entry:
     """A key with values that mean the same; the first is the default, and is written unless that is off."""
-
-    def __init__(self, name: str, *values: Any, written: bool = True):
-        self.name, self.values, self.written = name, values, written
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        del found
-        keys.only(self.name, *self.values)
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        del model
-        return {self.name: self.values[0]} if self.written else {}
+    return Entry(lambda keys, _: keys.only(name, *values), lambda _: {name: values[0]} if written else {})
 
 
-class Fixed(Entry):
+def fixed(**values: Any) -> Entry:
     """Fields that have one value in a family, and no key."""
-
-    def __init__(self, **values: Any):
-        self.values = values
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        del keys
-        found |= self.values
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        del model
-        return self.values
+    return Entry(lambda *_: values, allowed=lambda _: values)
 
 
-@dataclass(frozen=True)
-class Follows(Entry):
-    """A field, without a key, that follows from others.
-
-    Attributes:
-        field: of the model.
-        value: of it, from the others.
-    """
-
-    field: str
-    value: Callable[[Mapping[str, Any]], Any]
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        del keys
-        found[self.field] = self.value(found)
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        return {self.field: self.value(vars(model))}
+def follows(field: str, value: Callable[[Fields], Any]) -> Entry:
+    """A field, without a key, that follows from others."""
+    return Entry(lambda _, found: {field: value(found)}, allowed=lambda model: {field: value(vars(model))})
 
 
-class PlainHeads(Entry):
-    """Keys and values for every head, which are as wide as the model together."""
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        return {"kv_heads": (None, model.heads), "head_width": (None, model.d_model // model.heads)}
-
-
-class Dropouts(Entry):
+def dropouts(*none: str, dropout: Sequence[str] = ()) -> Entry:
     """Rates of dropout, which are not read; those of ``model.dropout`` are written, the others are zero."""
-
-    def __init__(self, *none: str, dropout: Sequence[str] = ()):
-        self.none, self.dropout = none, tuple(dropout)
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        del found
-        keys.only_training(*self.none, *self.dropout)
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        return dict.fromkeys(self.none, 0.0) | dict.fromkeys(self.dropout, model.dropout)
+    return Entry(
+        lambda keys, _: keys.only_training(*none, *dropout),
+        lambda model: dict.fromkeys(none, 0.0) | dict.fromkeys(dropout, model.dropout),
+    )
 
 
-class Unused(Entry):
-    """Keys that a causal language model does not need."""
-
-    def __init__(self, *names: str):
-        self.names = names
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        del found
-        keys.unused(*self.names)
+def unused(*names: str, written: str | None = None) -> Entry:
+    """Keys that a causal language model does not need; they are written as a field, or not at all."""
+    return Entry(
+        lambda keys, _: keys.unused(*names),
+        lambda model: {} if written is None else dict.fromkeys(names, getattr(model, written)),
+    )
 
 
-@dataclass(frozen=True)
-class SameAs(Entry):
-    """A key that repeats a field: another value is refused.
-
-    Attributes:
-        name: of the key.
-        field: of the model.
-        checked: False if no value is refused.
-    """
-
-    name: str
-    field: str
-    checked: bool = True
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        keys.only(self.name, found[self.field]) if self.checked else keys.unused(self.name)
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        return {self.name: getattr(model, self.field)}
+PLAIN_HEADS = Entry(
+    allowed=lambda model: {
+        "kv_heads": (None, model.heads),
+        "head_width": (None, model.d_model // model.heads),
+    }
+)
+"""Keys and values for every head, which are as wide as the model together."""

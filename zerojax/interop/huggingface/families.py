@@ -9,7 +9,7 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import gemma, glm, llama, olmo, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import Table, read_table, write_table
+from zerojax.interop.huggingface.config_table import Table, check_fields, read_fields, write_keys
 from zerojax.interop.huggingface.gpt2 import GPT2, GPT2_NAMES
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
 from zerojax.interop.huggingface.mapping import Names, TensorParts
@@ -49,7 +49,7 @@ class Family:
         Raises:
             ConfigurationError: a value is not supported.
         """
-        return read_table(self.table, keys)
+        return GPTConfig(**read_fields(self.table, keys, {}))
 
     def write(self, model: GPTConfig) -> dict[str, Any]:
         """The config.json of a model, as transformers 4 and 5 both read it.
@@ -57,7 +57,8 @@ class Family:
         Raises:
             ConfigurationError: the family has no such model; names the field.
         """
-        return write_table(self.table, model, self.label)
+        check_fields(self.table, model, self.label)
+        return write_keys(self.table, model)
 
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
         """The tensors of each leaf, for a model and the prefix of their names."""

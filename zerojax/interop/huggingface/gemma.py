@@ -4,88 +4,71 @@ Gemma 2 adds norms after each branch, soft caps and a window in every other laye
 and keys, and rotary wavelengths of their own for the layers with the window.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import ANY, Entry, Follows, Key, Only, Unused
-from zerojax.interop.huggingface.layer_types import Windows, periodic
+from zerojax.interop.huggingface.config_table import Entry, follows, key, only, unused
+from zerojax.interop.huggingface.layer_types import periodic, windows
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, QK_NORMS, like_llama
 from zerojax.interop.huggingface.mapping import Names
-from zerojax.interop.huggingface.rope_keys import Rope
+from zerojax.interop.huggingface.rope_keys import rope
 from zerojax.models import GPTConfig
 
 _ACTIVATION = "gelu_pytorch_tanh"
-_ONE_WAY = Only("use_bidirectional_attention", False, written=False)
+_ONE_WAY = only("use_bidirectional_attention", False, written=False)
 
 
-class _QueryScalar(Entry):
-    """``query_pre_attn_scalar``, a whole number."""
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        found["query_scalar"] = keys.take("query_pre_attn_scalar", float, 256.0)
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        scalar = model.head_dim if model.query_scalar is None else model.query_scalar
-        if scalar != int(scalar):
-            raise ConfigurationError(f"model.query_scalar = {scalar}, but Gemma has whole numbers")
-        return {"query_pre_attn_scalar": int(scalar)}
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        del model
-        return {"query_scalar": ANY}
+def _query_scalar(model: GPTConfig) -> int:
+    scalar = model.head_dim if model.query_scalar is None else model.query_scalar
+    if scalar != int(scalar):
+        raise ConfigurationError(f"model.query_scalar = {scalar}, but Gemma has whole numbers")
+    return int(scalar)
 
 
-def _gemma(*entries: Entry, rope: Rope | None = None, **fixed: Any) -> tuple[Entry, ...]:
+def _gemma(*entries: Entry, **values: Any) -> tuple[Entry, ...]:
     return like_llama(
-        Follows("embedding_scale", lambda model: model["d_model"] ** 0.5),
-        Only("hidden_activation", _ACTIVATION),
-        Only("attention_bias", False),
+        follows("embedding_scale", lambda model: model["d_model"] ** 0.5),
+        only("hidden_activation", _ACTIVATION),
+        only("attention_bias", False),
         *entries,
         head_dim=256,
         tied=True,
-        rope=rope,
         mlp="geglu",
         norm_offset=1.0,
-        **fixed,
+        **values,
     )
 
 
 def _since_gemma2(
-    *entries: Entry, caps: tuple[float | None, float | None], rope: Rope | None = None, **fixed: Any
+    *entries: Entry, caps: tuple[float | None, float | None], **values: Any
 ) -> tuple[Entry, ...]:
     """With the caps of files that have no keys of them."""
     return _gemma(
-        Only("hidden_act", _ACTIVATION),
-        Unused("cache_implementation"),
-        _QueryScalar(),
-        Key("attn_logit_softcapping", "attention_softcap", float, caps[0], null=True),
-        Key("final_logit_softcapping", "logit_softcap", float, caps[1], null=True),
+        only("hidden_act", _ACTIVATION),
+        unused("cache_implementation"),
+        key("query_pre_attn_scalar", "query_scalar", float, 256.0, written=_query_scalar),
+        key("attn_logit_softcapping", "attention_softcap", float, caps[0], null=True),
+        key("final_logit_softcapping", "logit_softcap", float, caps[1], null=True),
         *entries,
-        rope=rope,
         post_norms=True,
-        **fixed,
+        **values,
     )
 
 
 # The first releases say "gelu", but mean the other.
-GEMMA = _gemma(Only("hidden_act", _ACTIVATION, "gelu"), _ONE_WAY)
+GEMMA = _gemma(only("hidden_act", _ACTIVATION, "gelu"), _ONE_WAY)
 GEMMA2 = _since_gemma2(
     _ONE_WAY,
-    Unused("sliding_window_size"),
-    Windows(lambda _, found: periodic(found["layers"], 2)),
+    unused("sliding_window_size"),
+    windows(lambda _, found: periodic(found["layers"], 2)),
     caps=(50.0, 30.0),
 )
 GEMMA3 = _since_gemma2(
-    Only("use_bidirectional_attention", False),
-    Unused("_sliding_window_pattern"),  # transformers writes but does not read it
-    Windows(lambda keys, found: periodic(found["layers"], keys.take("sliding_window_pattern", int, 6))),
+    only("use_bidirectional_attention", False),
+    unused("_sliding_window_pattern"),  # transformers writes but does not read it
+    windows(lambda keys, found: periodic(found["layers"], keys.take("sliding_window_pattern", int, 6))),
     caps=(None, None),
-    rope=Rope(theta=1e6, tables="local"),
+    rotary=rope(theta=1e6, tables="local"),
     qk_norm=True,
 )
 GEMMA2_NAMES = Names(

@@ -3,20 +3,20 @@
 The 0414 models (``glm4``) have norms after the branches as well; the earlier ones (``glm``) do not.
 """
 
-from zerojax.interop.huggingface.config_table import Entry, Key
+from zerojax.interop.huggingface.config_table import Entry, key
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Names
 from zerojax.interop.huggingface.phi3 import FUSED_MLP
-from zerojax.interop.huggingface.rope_keys import Rope
+from zerojax.interop.huggingface.rope_keys import rope
 
 
 def _glm(*, post_norms: bool) -> tuple[Entry, ...]:
     return like_llama(
         SILU,
-        Key("attention_bias", "qkv_biases", bool, True),
+        key("attention_bias", "qkv_biases", bool, True),
         head_dim=128,
         norm_eps=1.5625e-7,
-        rope=Rope(fraction=0.5),
+        rotary=rope(fraction=0.5),
         rope_interleaved=True,
         post_norms=post_norms,
     )

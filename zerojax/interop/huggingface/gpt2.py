@@ -1,14 +1,13 @@
 """The GPT-2 family: learned positions, layer norms, biases, and ``Conv1D`` weights held as (in, out)."""
 
 from zerojax.interop.huggingface.config_table import (
-    Choice,
-    Dropouts,
-    Fixed,
-    Key,
-    Only,
-    PlainHeads,
-    SameAs,
-    Unused,
+    PLAIN_HEADS,
+    choice,
+    dropouts,
+    fixed,
+    key,
+    only,
+    unused,
 )
 from zerojax.interop.huggingface.mapping import Names
 
@@ -23,22 +22,22 @@ _FALSE = "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cros
 _SUMMARY = "type", "use_proj", "activation", "proj_to_labels", "first_dropout"
 
 GPT2 = (
-    Fixed(positions="learned", norm="layer", biases=True),
-    Key("vocab_size", "vocab_size"),
-    Key("n_layer", "layers"),
-    Key("n_embd", "d_model"),
-    Key("n_head", "heads"),
-    PlainHeads(),
-    Key("n_inner", "ffn", int, None, written="ffn_width"),
-    Choice("activation_function", "mlp", _ACTIVATIONS),
-    Key("tie_word_embeddings", "tied", bool, True),
-    Key("n_positions", "max_seq_len"),
-    SameAs("n_ctx", "max_seq_len", checked=False),
-    Key("layer_norm_epsilon", "norm_eps", float, 1e-5),
-    Only("scale_attn_weights", True),
-    *(Only(name, False) for name in _FALSE),
-    Dropouts(dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop")),
-    Unused(*(f"summary_{name}" for name in _SUMMARY)),
+    fixed(positions="learned", norm="layer", biases=True),
+    key("vocab_size", "vocab_size"),
+    key("n_layer", "layers"),
+    key("n_embd", "d_model"),
+    key("n_head", "heads"),
+    PLAIN_HEADS,
+    key("n_inner", "ffn", int, None, written="ffn_width"),
+    choice("activation_function", "mlp", _ACTIVATIONS),
+    key("tie_word_embeddings", "tied", bool, True),
+    key("n_positions", "max_seq_len"),
+    unused("n_ctx", written="max_seq_len"),
+    key("layer_norm_epsilon", "norm_eps", float, 1e-5),
+    only("scale_attn_weights", True),
+    *(only(name, False) for name in _FALSE),
+    dropouts(dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    unused(*(f"summary_{name}" for name in _SUMMARY)),
 )
 GPT2_NAMES = Names(
     {

@@ -1,67 +1,55 @@
 """What differs between layers in config.json: a sliding window (``layer_types``), or no rotary positions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import ANY, Entry
+from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, key
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-Kinds = Callable[[ConfigKeys, Mapping[str, Any]], list[str]]
+Kinds = Callable[[ConfigKeys, Fields], list[str]]
 """The kind of each layer, where there are no layer_types, from other keys and the fields so far."""
 
 
-@dataclass(frozen=True)
-class Windows(Entry):
+def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) -> Entry:
     """The layers that attend within a sliding window: ``layer_types`` and ``sliding_window``.
 
-    Attributes:
+    Args:
         kinds: without layer_types.
         window: without sliding_window.
         switch: whether use_sliding_window turns the window on.
     """
 
-    kinds: Kinds
-    window: int | None = 4096
-    switch: bool = False
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        window = keys.nullable("sliding_window", int, self.window)
-        if self.switch and not keys.take("use_sliding_window", bool, False):
-            window = None
-        default = self.kinds(keys, found)
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        width = keys.nullable("sliding_window", int, window)
+        if switch and not keys.take("use_sliding_window", bool, False):
+            width = None
+        default = kinds(keys, found)
         types = keys.take("layer_types", list, default)
         if len(types) != len(default) or not all(kind in (FULL, SLIDING) for kind in types):
             raise ConfigurationError(
                 f"layer_types = {short(types)}: {len(default)} of {FULL!r} and {SLIDING!r} are supported"
             )
-        if window is None or SLIDING not in types:
-            found.pop("rope_local_theta", None)
-            return
-        found["sliding_window"] = window
+        if width is None or SLIDING not in types:
+            return {"rope_local_theta": None}
         if FULL not in types:
-            return
+            return {"sliding_window": width}
         pattern = types.index(FULL) + 1
         if pattern > 1 and types == periodic(len(types), pattern):
-            found["sliding_window_pattern"] = pattern
-        else:
-            found["sliding_window_layers"] = tuple(i for i, kind in enumerate(types) if kind == SLIDING)
+            return {"sliding_window": width, "sliding_window_pattern": pattern}
+        layers = tuple(i for i, kind in enumerate(types) if kind == SLIDING)
+        return {"sliding_window": width, "sliding_window_layers": layers}
 
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
+    def write(model: GPTConfig) -> Mapping[str, Any]:
         types = [SLIDING if windowed else FULL for windowed in model.windowed]
-        switch = {"use_sliding_window": SLIDING in types} if self.switch else {}
-        return switch | {"layer_types": types, "sliding_window": model.sliding_window}
+        keys = {"use_sliding_window": SLIDING in types} if switch else {}
+        return keys | {"layer_types": types, "sliding_window": model.sliding_window}
 
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        del model
-        return dict.fromkeys(("sliding_window", "sliding_window_pattern", "sliding_window_layers"), ANY)
+    fields = ("sliding_window", "sliding_window_pattern", "sliding_window_layers")
+    return Entry(read, write, lambda _: dict.fromkeys(fields, ANY))
 
 
 def periodic(layers: int, pattern: int) -> list[str]:
@@ -69,47 +57,43 @@ def periodic(layers: int, pattern: int) -> list[str]:
     return [SLIDING if number % max(pattern, 1) else FULL for number in range(1, layers + 1)]
 
 
-class LastWindows(Windows):
-    """Qwen's: without layer_types, ``max_window_layers`` tells how many layers have no window."""
-
-    def __init__(self) -> None:
-        super().__init__(_last, switch=True)
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        first = model.windowed.index(True) if any(model.windowed) else model.layers
-        return {**super().write(model), "max_window_layers": first}
-
-
-def _last(keys: ConfigKeys, found: Mapping[str, Any]) -> list[str]:
+def _last(keys: ConfigKeys, found: Fields) -> list[str]:
     first = keys.take("max_window_layers", int, 28)
     return [FULL if number < first else SLIDING for number in range(found["layers"])]
 
 
-class NoRope(Entry):
-    """SmolLM3's: ``no_rope_layers`` has a 0 for each layer without rotary positions, and a 1 for others."""
-
-    def read(self, keys: ConfigKeys, found: dict[str, Any]) -> None:
-        """See ``Entry``."""
-        layers, interval = found["layers"], max(keys.take("no_rope_layer_interval", int, 4), 1)
-        flags = keys.take(
-            "no_rope_layers", list, [int(number % interval > 0) for number in range(1, layers + 1)]
-        )
-        if len(flags) < layers or not all(flag in (0, 1) for flag in flags):
-            raise ConfigurationError(f"no_rope_layers = {short(flags)}: {layers} of 0 and 1 are supported")
-        found["no_rope_layers"] = tuple(number for number in range(layers) if not flags[number])
-
-    def write(self, model: GPTConfig) -> Mapping[str, Any]:
-        """See ``Entry``."""
-        return {"no_rope_layers": [int(kind != "none") for kind in model.rotations]}
-
-    def allowed(self, model: GPTConfig) -> Mapping[str, object]:
-        """See ``Entry``."""
-        del model
-        return {"no_rope_layers": ANY}
+def _first_windowed(model: GPTConfig) -> Mapping[str, Any]:
+    return {"max_window_layers": [*model.windowed, True].index(True)}
 
 
-def unrotated(keys: ConfigKeys, found: Mapping[str, Any]) -> list[str]:
+LAST_WINDOWS = windows(_last, switch=True), Entry(write=_first_windowed)
+"""Qwen's: without layer_types, ``max_window_layers`` tells how many layers have no window."""
+
+
+def _rotated(keys: ConfigKeys, found: Fields) -> list[int]:
+    interval = max(keys.take("no_rope_layer_interval", int, 4), 1)
+    return [int(number % interval > 0) for number in range(1, found["layers"] + 1)]
+
+
+def _unrotated_layers(flags: list[Any], found: Fields) -> tuple[int, ...]:
+    layers = found["layers"]
+    if len(flags) < layers or not all(flag in (0, 1) for flag in flags):
+        raise ConfigurationError(f"no_rope_layers = {short(flags)}: {layers} of 0 and 1 are supported")
+    return tuple(number for number in range(layers) if not flags[number])
+
+
+NO_ROPE = key(
+    "no_rope_layers",
+    "no_rope_layers",
+    list,
+    _rotated,
+    decode=_unrotated_layers,
+    written=lambda model: [int(kind != "none") for kind in model.rotations],
+)
+"""SmolLM3's: ``no_rope_layers`` has a 0 for each layer without rotary positions, and a 1 for others."""
+
+
+def unrotated(keys: ConfigKeys, found: Fields) -> list[str]:
     """SmolLM3's kinds: a window in the layers without rotary positions."""
     del keys
     return [SLIDING if number in found["no_rope_layers"] else FULL for number in range(found["layers"])]

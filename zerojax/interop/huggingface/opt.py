@@ -1,14 +1,13 @@
 """The OPT family: GPT-2's shape with ReLU, PyTorch's (out, in) weights and two unused position rows."""
 
 from zerojax.interop.huggingface.config_table import (
-    Choice,
-    Dropouts,
-    Fixed,
-    Key,
-    Only,
-    PlainHeads,
-    SameAs,
-    Unused,
+    PLAIN_HEADS,
+    choice,
+    dropouts,
+    fixed,
+    key,
+    only,
+    unused,
 )
 from zerojax.interop.huggingface.mapping import Names
 
@@ -16,21 +15,20 @@ _TRUE = "do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"
 
 OPT = (
     # The epsilon is torch.nn.LayerNorm's; there is no key.
-    Fixed(positions="learned", norm="layer", biases=True, position_offset=2, norm_eps=1e-5),
-    Key("vocab_size", "vocab_size"),
-    Key("num_hidden_layers", "layers"),
-    Key("hidden_size", "d_model"),
-    SameAs("word_embed_proj_dim", "d_model"),
-    Key("num_attention_heads", "heads"),
-    PlainHeads(),
-    Key("ffn_dim", "ffn", written="ffn_width"),
-    Choice("activation_function", "mlp", {"relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu"}),
-    Key("tie_word_embeddings", "tied", bool, True),
-    Key("max_position_embeddings", "max_seq_len"),
-    *(Only(name, True) for name in _TRUE),
-    Only("_remove_final_layer_norm", False),
-    Dropouts("attention_dropout", "activation_dropout", "layerdrop", dropout=("dropout",)),
-    Unused("init_std"),
+    fixed(positions="learned", norm="layer", biases=True, position_offset=2, norm_eps=1e-5),
+    key("vocab_size", "vocab_size"),
+    key("num_hidden_layers", "layers"),
+    key("hidden_size", "d_model", twin="word_embed_proj_dim"),
+    key("num_attention_heads", "heads"),
+    PLAIN_HEADS,
+    key("ffn_dim", "ffn", written="ffn_width"),
+    choice("activation_function", "mlp", {"relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu"}),
+    key("tie_word_embeddings", "tied", bool, True),
+    key("max_position_embeddings", "max_seq_len"),
+    *(only(name, True) for name in _TRUE),
+    only("_remove_final_layer_norm", False),
+    dropouts("attention_dropout", "activation_dropout", "layerdrop", dropout=("dropout",)),
+    unused("init_std"),
 )
 OPT_NAMES = Names(
     {

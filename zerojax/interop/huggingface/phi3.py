@@ -4,20 +4,20 @@ A model without longrope and with whole heads rotated that was not imported is e
 which compute the same.
 """
 
-from zerojax.interop.huggingface.config_table import Dropouts, Key, Only, Unused
+from zerojax.interop.huggingface.config_table import dropouts, key, only, unused
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Fused, Module, Names
-from zerojax.interop.huggingface.rope_keys import Rope
+from zerojax.interop.huggingface.rope_keys import rope
 
 PHI3 = like_llama(
     SILU,
-    *(Only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
-    Key("sliding_window", "sliding_window", int, None),
-    Dropouts(dropout=("resid_pdrop", "embd_pdrop")),
-    Unused("full_attn_mod", "interpolate_factor"),  # transformers reads none
+    *(only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
+    key("sliding_window", "sliding_window", int, None),
+    dropouts(dropout=("resid_pdrop", "embd_pdrop")),
+    unused("full_attn_mod", "interpolate_factor"),  # transformers reads none
     kv_heads=None,
     norm_eps=1e-5,
-    rope=Rope(kinds=("longrope",), fraction=1.0),
+    rotary=rope(kinds=("longrope",), fraction=1.0),
 )
 FUSED_MLP: dict[str, Module] = {
     "mlp/gate": Fused("mlp.gate_up_proj", 0, 2),

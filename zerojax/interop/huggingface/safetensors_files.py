@@ -1,8 +1,8 @@
 """Safetensors files: reads parts of tensors, and writes tensors one at a time.
 
-The safetensors library checks the files. It reads no float8 without PyTorch and needs all tensors of a file at
-once to write it, so the data are read and written here; the tests compare both directions with it. The format:
-eight bytes of header length, a JSON header with each tensor's dtype, shape and offsets, then the data
+The safetensors library checks the files. It reads no float8 without PyTorch and needs all tensors of a file
+at once to write it, so the data are read and written here; the tests compare both directions with it. The
+format: eight bytes of header length, a JSON header with each tensor's dtype, shape and offsets, then the data
 (little-endian, row-major).
 """
 
