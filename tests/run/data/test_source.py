@@ -188,7 +188,7 @@ def test_a_file_of_noise_is_refused(tmp_path: Path, name: str) -> None:
         (b'{"text": "a"', "rows.jsonl:3: not valid JSON"),
         (b"[" * 100_000, "rows.jsonl:3: not valid JSON"),
         (b'["text"]', "rows.jsonl:3: a list instead of a JSON object"),
-        (b'{"text": null}', "rows.jsonl:3: column 'text' is NoneType, not text"),
+        (b'{"text": null}', "rows.jsonl:3: column 'text' is null, not text"),
         (b'{"text": "\\ud800"}', "rows.jsonl:3: not valid Unicode: half of a surrogate pair at character 0"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_null_and_a_damaged_text_in_a_column_are_named(tmp_path: Path, suffix:
     with pytest.raises(DataError, match=rf"rows.{suffix} row 2: column 'text' is null, not text"):
         texts(tmp_path)
     write(pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string()))
-    with pytest.raises(DataError, match=rf"rows.{suffix} rows 0 to 2: 'text' is damaged: .*UTF8.* index 1"):
+    with pytest.raises(DataError, match=rf"rows.{suffix} rows 0 to 2: a value is damaged: .*UTF8.* index 1"):
         texts(tmp_path)
 
 

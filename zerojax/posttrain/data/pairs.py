@@ -12,8 +12,8 @@ from zerojax.posttrain.data.prompts import files_of
 from zerojax.run.config import DataSection
 from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, evenly_spread, hold_out
 from zerojax.run.data.answers import AnswerEnd, Item
-from zerojax.run.data.examples import TOOLS, Completions, Conversations, Encoded, Examples, text_of
-from zerojax.run.data.formats import read_rows
+from zerojax.run.data.examples import TOOLS, Completions, Conversations, Encoded, Examples
+from zerojax.run.data.formats import read_rows, text_of
 
 _AT_ONCE = 1024
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, UInt32
 
 from zerojax.run.data.chat_template import ChatTemplate
-from zerojax.run.data.formats import DataError, Document, encode_text, read_rows
+from zerojax.run.data.formats import DataError, Document, encode_text, kind_of, read_rows, text_of
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.validation.untrusted import parse_json, short
 
@@ -146,18 +146,6 @@ class Conversations:
         return found
 
 
-def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
-    """The text in a column.
-
-    Raises:
-        DataError: it is not text.
-    """
-    value = row[column]
-    if not isinstance(value, str):
-        raise DataError(f"{place}: column {column!r} is {_kind(value)}, not text: clean the data")
-    return value
-
-
 def text_that_counts(document: Document) -> int:
     """The number of bytes of a document that count in the loss."""
     if document.targets is None:
@@ -179,12 +167,12 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
             texts, {"type": "text", "text": ...}; a message with tool calls needs none.
     """
     if not isinstance(messages, list) or not messages:
-        found = "an empty list" if messages == [] else _kind(messages)
+        found = "an empty list" if messages == [] else kind_of(messages)
         raise DataError(f"{place}: column {column!r} is {found}, not a list of messages: clean the data")
     for number, message in enumerate(messages):
         here = f"{place}: message {number}"
         if not isinstance(message, dict):
-            raise DataError(f"{here} is {_kind(message)}, not a table with role and content")
+            raise DataError(f"{here} is {kind_of(message)}, not a table with role and content")
         for key in ("role", "content"):
             value = message.get(key)
             if key == "content" and isinstance(value, list):
@@ -194,7 +182,7 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
                 what = (
                     f"has no {key!r} among {keys}"
                     if key not in message
-                    else f"has {_kind(message[key])} as {key}"
+                    else f"has {kind_of(message[key])} as {key}"
                 )
                 raise DataError(f"{here} {what}: role and content are text")
     return messages
@@ -235,7 +223,3 @@ def _check_parts(parts: list[Any], here: str) -> None:
 def _calls(message: dict[str, Any]) -> bool:
     calls = message.get("tool_calls")
     return isinstance(calls, list) and len(calls) > 0
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

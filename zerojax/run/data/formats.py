@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +71,9 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
         DataError: the file is damaged, a row has no such column or no text in it, or the format's reader is
             not installed; names the file and the row.
     """
-    if _lines_suffix(path) is not None:
-        documents = (
-            Document(place, _json_text(row, column, place)) for place, row in _json_rows(path, [column])
-        )
-    elif is_table(path):
-        documents = (
-            Document(f"{path} row {row}", text)
-            for first, batch in _batches(path, [column], texts=True)
-            for row, text in enumerate(_texts(batch.column(column), column, path, first), first)
-        )
+    if is_table(path):
+        rows = read_rows(path, [column])
+        documents = (Document(place, encode_text(text_of(row, column, place), place)) for place, row in rows)
     else:
         with _readable(path):
             documents = iter([Document(str(path), path.read_bytes())])
@@ -205,10 +198,24 @@ def _json_row(line: bytes, columns: Sequence[str], place: str) -> dict[str, Any]
     return row
 
 
-def _json_text(row: dict[str, Any], column: str, place: str) -> bytes:
-    if not isinstance(row[column], str):
-        raise _no_text(place, column, type(row[column]).__name__)
-    return encode_text(row[column], place)
+def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
+    """The text in a column of a row.
+
+    Raises:
+        DataError: it is not text.
+    """
+    value = row[column]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{place}: column {column!r} is {kind_of(value)}, not text: name another column, or clean the "
+            "data"
+        )
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a row is, for a message."""
+    return "null" if value is None else type(value).__name__
 
 
 def encode_text(text: str, place: str) -> bytes:
@@ -226,12 +233,7 @@ def encode_text(text: str, place: str) -> bytes:
 
 
 def _batches(
-    path: Path,
-    columns: Sequence[str],
-    *,
-    optional: Sequence[str] = (),
-    texts: bool = False,
-    others: bool = False,
+    path: Path, columns: Sequence[str], *, optional: Sequence[str] = (), others: bool = False
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
@@ -239,7 +241,6 @@ def _batches(
         path: of the file.
         columns: to read.
         optional: further columns to read where they are.
-        texts: whether the columns must be of text.
         others: whether to read all other columns as well.
     """
     arrow = _pyarrow(path)
@@ -259,8 +260,6 @@ def _batches(
         for column in columns:
             if column not in schema.names:
                 raise _no_column(str(path), column, schema.names)
-            if texts:
-                _check_text(arrow, schema, column, path)
         for batch in batches:
             yield row, batch if others else batch.select([*columns, *there])
             row += batch.num_rows
@@ -277,35 +276,13 @@ def _record_batches(arrow: ModuleType, file: Any, stack: ExitStack) -> tuple[Any
     return reader.schema, iter(reader)
 
 
-def _check_text(arrow: ModuleType, schema: Any, column: str, path: Path) -> None:
-    kind = schema.field(column).type
-    if arrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-        raise _no_text(str(path), column, str(kind))
-
-
-def _texts(values: Any, column: str, path: Path, first_row: int) -> list[bytes]:
-    """The texts of some rows of a column."""
-    arrow = _pyarrow(path)
-    if arrow.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if values.null_count:
-        row = first_row + values.is_null().index(True).as_py()
-        raise _no_text(f"{path} row {row}", column, "null")
-    _validate(values, path, first_row, repr(column))
-    binary = arrow.large_binary() if arrow.types.is_large_string(values.type) else arrow.binary()
-    return values.cast(binary).to_pylist()
-
-
-def _validate(values: Any, path: Path, first_row: int, what: str = "a value") -> None:
-    """Check values in full, before any offset in them is believed, and for all rows at once."""
-    arrow = _pyarrow(path)
+def _validate(batch: Any, path: Path, first_row: int) -> None:
+    """Check a batch in full, before any offset in it is believed."""
     try:
-        values.validate(full=True)
-    except arrow.ArrowInvalid as error:
-        last = first_row + len(values) - 1
-        raise DataError(f"{path} rows {first_row} to {last}: {what} is damaged: {error}") from error
+        batch.validate(full=True)
+    except _pyarrow(path).ArrowInvalid as error:
+        last = first_row + len(batch) - 1
+        raise DataError(f"{path} rows {first_row} to {last}: a value is damaged: {error}") from error
 
 
 def _no_column(place: str, column: str, columns: list[str]) -> DataError:
@@ -313,10 +290,6 @@ def _no_column(place: str, column: str, columns: list[str]) -> DataError:
         f"{place}: no column {column!r} among {short(columns)}: set data.column (data.prompt_column and the "
         "like, if data.kind is not text), or data.pattern"
     )
-
-
-def _no_text(place: str, column: str, kind: str) -> DataError:
-    return DataError(f"{place}: column {column!r} is {kind}, not text: set data.column, or clean the data")
 
 
 def _pyarrow(path: Path) -> ModuleType:
