@@ -19,7 +19,6 @@ from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import numeric, plain_text, size
 from zerojax.multihost.flows import measure_flows
-from zerojax.multihost.peers.handshake import VARIABLE
 from zerojax.network.discovery import discover_network
 from zerojax.network.nccl import NAMES, given_settings
 from zerojax.run.config import ClusterSection, MeshSection
@@ -73,8 +72,7 @@ def _measure(options: Options) -> LinkReport:
             "one node: there are no links to measure. Run it in a job of several processes, such as "
             "zerojax launch --nodes 2 --devices-per-node 1 links"
         )
-    token = os.environ.get(VARIABLE, "").strip()
-    flows = measure_flows(mesh, network.address, token, counts=COUNTS, seconds=options.seconds)
+    flows = measure_flows(mesh, network.address, counts=COUNTS, seconds=options.seconds)
     return LinkReport(
         nodes=shape.nodes,
         local=shape.local,

@@ -1,14 +1,20 @@
 """What TCP flows carry between a job's nodes: plain sockets, from each node to the next in a ring.
 
-A flow is accepted only from a process that knows the job's token (``peers.handshake``). After that it carries
-zeros. All nodes send and receive at the same time, as in a collective.
+iperf3 would measure the same, but it is no Python package, has no authentication that a job's token could
+serve, and would have to be installed, started and stopped on every node. All nodes send and receive at the
+same time here, as in a collective, and the CPU time is that of each thread.
+
+A flow begins with a secret that its receiver has made for this measurement, and told to the job's processes
+alone, through the job. After that it carries zeros.
 """
 
-import asyncio
+import hmac
+import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -20,15 +26,12 @@ from jax.sharding import Mesh
 from zerojax.analysis.link_report import FlowRate
 from zerojax.errors import JobError
 from zerojax.multihost.agreement import gather_from_all
-from zerojax.multihost.peers.handshake import admit, introduce
-from zerojax.multihost.peers.messages import Connection
 from zerojax.sharding.mesh import node_leaders
 
-# Seconds for all flows of a measurement to open, for one connection to authenticate, and without any bytes.
-_OPEN, _AUTHENTICATE, _SILENT = 20.0, 5.0, 10.0
+# Seconds for all flows of a measurement to open, and without any bytes.
+_OPEN, _SILENT = 20.0, 10.0
 
-# The most connections that have not yet proved that they know the token.
-_PENDING = 64
+_SECRET_BYTES = 32
 
 # Seconds for TCP to reach its rate before bytes count.
 _WARM_UP = 0.5
@@ -42,21 +45,22 @@ class Flows:
 
     Args:
         host: this node's address, by which the others reach it.
-        token: of the job; "" where it has none.
+
+    Attributes:
+        address: host, port, and the secret in hexadecimal digits, for the previous node's ``measure``.
 
     Raises:
         JobError: this process cannot listen there.
     """
 
-    def __init__(self, host: str, token: str) -> None:
+    def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listening = socket.create_server((host, 0), family=family)
         except OSError as error:
             raise JobError(f"cannot listen at {host} ({error.strerror})") from error
-        self._listening.setblocking(False)
-        self._token = token
-        self.address: tuple[str, int] = (host, self._listening.getsockname()[1])
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self.address = host, int(self._listening.getsockname()[1]), self._secret.hex()
 
     def __enter__(self) -> "Flows":
         return self
@@ -68,7 +72,7 @@ class Flows:
         """Open flows to the next node and accept as many; send and receive. All nodes call it together.
 
         Args:
-            neighbour: address and port of the next node.
+            neighbour: the next node's ``address``.
             count: of the flows in each direction.
             seconds: to measure.
 
@@ -78,65 +82,54 @@ class Flows:
         Raises:
             JobError: not all flows could be opened, or one has ended.
         """
+        host, port, secret = neighbour
         with ExitStack() as held:
-            try:
-                accepted, opened = asyncio.run(self._open(str(neighbour[0]), int(neighbour[1]), count, held))
-            except TimeoutError as error:
+            # The kernel completes a connection before the other side accepts it: no node waits here.
+            opened = [_connect(host, port, secret, held) for _ in range(count)]
+            return _exchange(self._accept(count, held), opened, seconds)
+
+    def _accept(self, count: int, held: ExitStack) -> list[socket.socket]:
+        """Flows that begin with the secret, which ``held`` will close; strangers keep none of them out."""
+        selector = held.enter_context(selectors.DefaultSelector())
+        selector.register(self._listening, selectors.EVENT_READ)
+        admitted: list[socket.socket] = []
+        limit = time.monotonic() + _OPEN
+        while len(admitted) < count:
+            ready = selector.select(max(0.0, limit - time.monotonic()))
+            if not ready:
                 raise JobError(
                     f"{count} TCP flows from the previous node to {self.address[0]} did not open within "
                     f"{_OPEN:g} s: does a firewall between the nodes admit all ports?"
-                ) from error
-            return _exchange(accepted, opened, seconds)
+                )
+            for key, _ in ready:
+                if key.fileobj is self._listening:
+                    flow = held.enter_context(self._listening.accept()[0])
+                    # Ready once the whole secret is there.
+                    flow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SECRET_BYTES)
+                    selector.register(flow, selectors.EVENT_READ, flow)
+                else:
+                    selector.unregister(key.data)
+                    if self._begins_with_secret(key.data):
+                        admitted.append(key.data)
+        return admitted
 
-    async def _open(
-        self, host: str, port: int, count: int, held: ExitStack
-    ) -> tuple[list[socket.socket], list[socket.socket]]:
-        """The accepted and the opened flows, all authenticated; ``held`` will close them."""
-        opening = asyncio.gather(*(self._connect(host, port, held) for _ in range(count)))
-        async with asyncio.timeout(_OPEN):
-            return await asyncio.gather(self._accept(count, held), opening)
-
-    async def _accept(self, count: int, held: ExitStack) -> list[socket.socket]:
-        admitted = asyncio.Queue[socket.socket]()
-        accepting = asyncio.create_task(self._admit_all(admitted, held))
+    def _begins_with_secret(self, flow: socket.socket) -> bool:
         try:
-            return [await admitted.get() for _ in range(count)]
-        finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
-
-    async def _admit_all(self, admitted: "asyncio.Queue[socket.socket]", held: ExitStack) -> None:
-        loop, pending = asyncio.get_running_loop(), asyncio.Semaphore(_PENDING)
-
-        async def admit_one(flow: socket.socket) -> None:
-            try:
-                if await _talk(flow, admit, self._token):
-                    admitted.put_nowait(held.enter_context(flow.dup()))
-            finally:
-                flow.close()
-                pending.release()
-
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await pending.acquire()
-                flow, _ = await loop.sock_accept(self._listening)
-                group.create_task(admit_one(flow))
-
-    async def _connect(self, host: str, port: int, held: ExitStack) -> socket.socket:
-        flow = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-        flow.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_connect(flow, (host, port))
-        except OSError as error:
-            raise JobError(f"cannot open a TCP flow to {host}:{port}: {error.strerror or error}") from error
-        if await _talk(flow, introduce, self._token):
-            return flow
-        raise JobError(f"the process at {host}:{port} does not know this job's token")
+            return hmac.compare_digest(flow.recv(_SECRET_BYTES), self._secret)
+        except OSError:  # closed already
+            return False
 
 
-def measure_flows(
-    mesh: Mesh, host: str, token: str, *, counts: Sequence[int], seconds: float
-) -> tuple[FlowRate, ...]:
+def _connect(host: str, port: int, secret: str, held: ExitStack) -> socket.socket:
+    try:
+        flow = held.enter_context(socket.create_connection((host, port), timeout=_OPEN))
+        flow.sendall(bytes.fromhex(secret))
+    except OSError as error:
+        raise JobError(f"cannot open a TCP flow to {host}:{port}: {error.strerror or error}") from error
+    return flow
+
+
+def measure_flows(mesh: Mesh, host: str, *, counts: Sequence[int], seconds: float) -> tuple[FlowRate, ...]:
     """What flows between the mesh's nodes carry; all processes call it together.
 
     One process of each node takes part; the others wait.
@@ -144,7 +137,6 @@ def measure_flows(
     Args:
         mesh: of the job.
         host: this process's address, by which the others reach it.
-        token: of the job; "" where it has none.
         counts: of flows, measured one after another.
         seconds: of each measurement.
 
@@ -162,7 +154,7 @@ def measure_flows(
     if rank not in leaders:
         gather_from_all(None)
         return tuple(_together(count, None) for count in counts)
-    with Flows(host, token) as flows:
+    with Flows(host) as flows:
         addresses = gather_from_all(flows.address)
         neighbour = addresses[leaders[(leaders.index(rank) + 1) % len(leaders)]]
         # Each result waits for all: the next measurement begins on all nodes at once.
@@ -197,18 +189,6 @@ def _together(count: int, own: FlowRate | None) -> FlowRate:
         max(rate.host_busy for rate in every),
         max(rate.stolen for rate in every),
     )
-
-
-async def _talk(flow: socket.socket, say: Callable[[Connection, str], Awaitable[bool]], token: str) -> bool:
-    """Authenticate over a flow, and leave it without a byte; False if the other side has no such token."""
-    connection = Connection(*await asyncio.open_connection(sock=flow.dup()))
-    try:
-        async with asyncio.timeout(_AUTHENTICATE):
-            return await say(connection, token)
-    except (OSError, TimeoutError):
-        return False
-    finally:
-        await connection.close()  # of the duplicate: the flow stays open
 
 
 def _send(flow: socket.socket) -> float:
