@@ -40,7 +40,8 @@ def shared_steps() -> Iterator[None]:
             return shared[key]
         state = abstract_state(setup)
         found = state, initializer(state.spec, frozen=base)
-        if any(setup.tx is tx for tx in optimizers.values()):  # which lives on, so that its id is its own
+        # One that lives on, so that its id is its own.
+        if setup.tx is None or any(setup.tx is tx for tx in optimizers.values()):
             shared[key] = found
         return found
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from zerojax.adapters import LossFn
@@ -46,7 +45,7 @@ class RunSetup:
         mesh: the devices, (node, local).
         zero: how the state is sharded.
         lora: the adapters, or None.
-        tx: the optimizer.
+        tx: the optimizer; None for inference alone.
         spikes: which losses count as spikes, or None.
         loss_fn: of a batch.
     """
@@ -55,18 +54,18 @@ class RunSetup:
     mesh: Mesh
     zero: ZeroConfig
     lora: LoRA | None
-    tx: Optimizer
+    tx: Optimizer | None
     spikes: SpikeRule | None
     loss_fn: LossFn = lm_loss
 
     @classmethod
-    def of(cls, config: RunConfig, tx: Optimizer | None = None, loss_fn: LossFn = lm_loss) -> Self:
+    def of(cls, config: RunConfig, loss_fn: LossFn = lm_loss, *, trains: bool = True) -> Self:
         """Build a run's setup.
 
         Args:
             config: the settings.
-            tx: an optimizer in place of the configured one.
             loss_fn: of a batch.
+            trains: whether it has the configured optimizer; without one it is for inference alone.
 
         Raises:
             ConfigurationError: settings contradict each other or the devices.
@@ -78,7 +77,7 @@ class RunSetup:
             mesh=config.mesh.to_mesh(),
             zero=config.to_zero(units=units),
             lora=config.lora.to_lora(),
-            tx=tx or make_optimizer(config.optimizer, train.steps),
+            tx=make_optimizer(config.optimizer, train.steps) if trains else None,
             spikes=SpikeRule(deviations, train.spike_window) if deviations else None,
             loss_fn=loss_fn,
         )
@@ -141,7 +140,7 @@ def check_batch(train: TrainSection, mesh: Mesh) -> None:
 
 def abstract_model(config: RunConfig) -> TrainState:
     """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
-    return RunSetup.of(config, optax.identity()).abstract_state()
+    return RunSetup.of(config, trains=False).abstract_state()
 
 
 def choose_checkpoint(

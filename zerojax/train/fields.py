@@ -26,7 +26,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
 
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
-    opt_state = jax.eval_shape(spec.tx.init, params)
+    opt_state = jax.eval_shape(spec.first_opt_state, params)
     places = by_moment(
         spec.leaves, opt_state, lambda leaf, _: spec.param_spec(leaf), lambda _: PartitionSpec()
     )

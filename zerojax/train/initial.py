@@ -73,7 +73,7 @@ def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: Mode
         "step": jnp.int32(0),
         "skipped_in_row": jnp.int32(0),
         "seed": seed.astype(jnp.uint32),
-        "opt_state": spec.tx.init(stored),
+        "opt_state": spec.first_opt_state(stored),
         "model_state": model_state,
         "copies": copies_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual),

@@ -38,7 +38,8 @@ def with_node_copy(state: TrainState) -> TrainState:
 
     Returns:
         With the copy: two bytes per parameter, or as few as ``ZeroConfig.local_weights`` takes, over the
-        devices of a node. The state itself on one node and at stage 0, where no pass sends weights.
+        devices of a node. The state itself where no pass sends weights: on one node, at stage 0, and if all
+        are frozen and in every node.
 
     Raises:
         ConfigurationError: the state is abstract or was donated.
@@ -51,14 +52,17 @@ def with_node_copy(state: TrainState) -> TrainState:
 
 def lacks_node_copy(state: TrainState) -> bool:
     """Whether a pass of the state sends weights between nodes, which a copy would spare."""
-    return state.spec.world.nodes > 1 and state.spec.zero.stage > 0 and not state.current_copies
+    spec = state.spec
+    if spec.world.nodes == 1 or spec.zero.stage == 0 or state.current_copies:
+        return False
+    return bool(abstract_copies(spec, frozen=True))  # not if every node has all weights anyway
 
 
 def copies_in_node(state: TrainState) -> ByPath:
     """Copies of the weights as they are, but for frozen ones that every node has already."""
-    if state.current_copies:
-        return state.copies
     spec, wanted = state.spec, abstract_copies(state.spec, frozen=True)
+    if state.current_copies or not wanted:
+        return state.copies
 
     def copies() -> Callable[[TrainState], ByPath]:
         return per_node(spec, lambda every: {path: every[path] for path in wanted}, wanted)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.adapters.adapter import Parameter
@@ -66,6 +67,7 @@ class TrainSpec:
     Compared by identity, so that two specs in one process never share a compiled step.
 
     Attributes:
+        tx: the optimizer; None for inference alone.
         leaves: the trained parameters: the model's, then the adapters'.
         frozen: the model's other parameters.
         lora: of the adapters, if there are any.
@@ -74,7 +76,7 @@ class TrainSpec:
     mesh: Mesh
     zero: ZeroConfig
     adapter: Adapter
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformation | None
     loss_fn: LossFn
     leaves: tuple[ParamLayout, ...]
     groups: tuple[ParamGroup, ...]
@@ -94,6 +96,10 @@ class TrainSpec:
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]
+
+    def first_opt_state(self, params: PyTree) -> PyTree:
+        """The optimizer's state before the first step; empty without one."""
+        return optax.EmptyState() if self.tx is None else self.tx.init(params)
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
@@ -164,7 +170,7 @@ class TrainSpec:
 
 def build(
     model: Model,
-    tx: Optimizer,
+    tx: Optimizer | None,
     loss_fn: LossFn,
     *,
     mesh: Mesh,
@@ -192,10 +198,11 @@ def build(
     layouts = [lay_out(p, i, world, zero, adapter=i >= own) for i, p in enumerate(parameters)]
     leaves = tuple(leaf for leaf in layouts if not leaf.frozen)
     frozen = tuple(leaf for leaf in layouts if leaf.frozen)
-    if not leaves:
+    if not leaves and tx is not None:
         raise ConfigurationError(
             f"ZeroConfig.frozen={zero.frozen} leaves nothing to train: give the state adapters by lora=, or "
-            'leave weights out by a last pattern such as "!*lm_head*".'
+            'leave weights out by a last pattern such as "!*lm_head*". A state for inference alone has no '
+            "optimizer (tx=None)."
         )
     zero.check_patterns([p.name for p in adapter.parameters])
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
@@ -215,7 +222,7 @@ def build(
             "ZeroConfig.units, or use zerojax.Stack, to gather layer by layer.",
             stacklevel=4,
         )
-    transform = on_shards(tx, mesh, leaves, zero)
+    transform = None if tx is None else on_shards(tx, mesh, leaves, zero)
     strategy = ShardingStrategy.of(zero)
     return TrainSpec(
         mesh, zero, adapter, transform, loss_fn, leaves, groups, strategy, spikes, frozen=frozen, lora=lora

@@ -45,7 +45,7 @@ class TrainState:
         skipped_in_row: steps skipped since the last that was not.
         seed: determines, with ``step``, all random bits of a run.
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
-        opt_state: the optimizer's state.
+        opt_state: the optimizer's state; empty without one.
         model_state: non-parameter state by name, replicated.
         copies: by path, the secondary partitions of trained weights: with ``weights_delta`` always, else
             after ``with_node_copy`` alone, together with those of frozen ones that are not in every node.
@@ -120,7 +120,7 @@ class TrainState:
     def create(
         cls,
         model: Model,
-        tx: Optimizer,
+        tx: Optimizer | None,
         loss_fn: LossFn,
         *,
         mesh: Mesh,
@@ -135,7 +135,9 @@ class TrainState:
 
         Args:
             model: a callable ``rngs -> nnx.Module``, or a Linen module.
-            tx: an optax transform that works on shards, or one made by ``zerojax.chain``.
+            tx: an optax transform that works on shards, or one made by ``zerojax.chain``. None makes a state
+                for inference alone, whose weights may all be frozen: evaluations, predictions and generation
+                take it, and ``train_step`` refuses it.
             loss_fn: ``(model, batch[, rngs]) -> scalar`` or ``-> (scalar, aux dict of scalars)``. If aux
                 has ``"tokens"``, the loss is the mean over that many tokens.
             mesh: from ``zerojax.make_mesh``.
@@ -169,7 +171,7 @@ class TrainState:
     def abstract(
         cls,
         model: Model,
-        tx: Optimizer,
+        tx: Optimizer | None,
         loss_fn: LossFn,
         *,
         mesh: Mesh,

@@ -65,7 +65,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
 
     Raises:
         ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
-            numbers, or the state was donated before.
+            numbers, or the state was donated before or has no optimizer.
 
     Examples:
         >>> batch = {"x": np.ones((8, 8), np.float32), "y": np.zeros((8, 8), np.float32)}
@@ -213,6 +213,12 @@ def _compiler_options(spec: TrainSpec) -> dict[str, Any]:
 
 
 def _compiled(spec: TrainSpec) -> Any:
+    if spec.tx is None:
+        raise ConfigurationError(
+            "the state has no optimizer, so it is for inference alone: to train it, create it with an optax "
+            "transform (tx)."
+        )
+
     def make() -> Any:
         if spec.zero.matmul_dtype == "fp8":
             _warn_without_fp8(spec.mesh.devices.flat[0])
@@ -238,6 +244,7 @@ def _compiled_eval(spec: TrainSpec) -> Any:
 
 def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainState, Metrics]:
     spec = state.spec
+    assert spec.tx is not None  # ``_compiled`` refuses that
     after, metrics = _gradients(spec, state.replace(**read), batch)
     grads = after["params"]
     grad_norm = optax.tree.norm(grads)

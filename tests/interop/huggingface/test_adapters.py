@@ -75,7 +75,7 @@ def tuned(imported: Imported) -> Tuned:
         lora = replace(lora, rank=rank, alpha=alpha, targets=LoRA().targets, pieces=())
     config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
     before = start_run(
-        RunSetup.of(config, optax.identity()), folder, read_manifest(folder.checkpoints / "0"), None
+        RunSetup.of(config, trains=False), folder, read_manifest(folder.checkpoints / "0"), None
     ).state
     return Tuned(name, config.model, lora.rank, before, load_adapter(before, ADAPTERS / name, config.model))
 

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Protocol, Self
 
 import numpy as np
-import optax
 from jaxtyping import Float32
 
 from zerojax.log import logger
@@ -205,5 +204,5 @@ def reward_setup(config: RunConfig) -> RunSetup:
     saved = saved_settings(config.posttrain.reward_model, "posttrain.reward_model")
     if saved.lora.rank or saved.zero.frozen:
         zero = replace(saved.zero, weights_delta=False, error_feedback=False)
-        return RunSetup.of(replace(config, model=saved.model, lora=saved.lora, zero=zero), optax.identity())
+        return RunSetup.of(replace(config, model=saved.model, lora=saved.lora, zero=zero), trains=False)
     return frozen_setup(replace(config, model=saved.model, lora=LoRASection()))

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import optax
-
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, RunConfig
@@ -60,8 +58,7 @@ def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
 
 
 def frozen_setup(config: RunConfig) -> RunSetup:
-    """How a state of frozen weights alone is built."""
-    # A state trains something: here the last norm, the smallest leaf, which no step changes. The others are
-    # stored once per node, so that no byte of them crosses nodes.
-    zero = replace(config.zero, frozen=("*", "!norm/*"), weights_delta=False, error_feedback=False)
-    return RunSetup.of(replace(config, zero=zero), optax.identity())
+    """How a state of frozen weights, for inference alone, is built."""
+    # Stored once per node, so that no byte of them crosses nodes.
+    zero = replace(config.zero, frozen=("*",), weights_delta=False, error_feedback=False)
+    return RunSetup.of(replace(config, zero=zero), trains=False)
