@@ -1,12 +1,10 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
-from flax.errors import TraceContextError
 from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
@@ -114,12 +112,10 @@ class Stack(nnx.Module):
         own = (state, by_layer or {})
         if weights and all(is_gathered(weight) for weight in weights):
             x, state, copies = scan_units(body, weights, x, own, arrays)
-            if copies is not None:
-                # Inside a JAX transformation (jax.checkpoint, jax.lax.cond) nothing can be kept: then the
-                # next call, or the step itself, updates the copies again.
-                updated = [weight.updated(copies) for weight in weights]
-                with contextlib.suppress(TraceContextError):
-                    nnx.update(self.block, jax.tree.unflatten(structure, updated))
+            if copies:
+                # As state is: the next call begins with them, and the step finds them in the model.
+                weights = [weight.updated(copies) for weight in weights]
+                nnx.update(self.block, jax.tree.unflatten(structure, weights))
         else:
             run = at_matmuls(body)
             x, state = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1], arrays), x, (weights, own))

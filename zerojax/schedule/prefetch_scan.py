@@ -84,7 +84,7 @@ class _ScanArgs(NamedTuple):
 
 def scan_units(
     body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any
-) -> tuple[Any, Any, dict[Path, Weight] | None]:
+) -> tuple[Any, Any, dict[Path, Weight]]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
     Args:
@@ -95,8 +95,8 @@ def scan_units(
         shared: arrays that every layer receives.
 
     Returns:
-        The last layer's ``x``; the new state, stacked; and, for weights that have a ``copy``, the copies as
-        the gathers updated them, stacked and by path, else None.
+        The last layer's ``x``; the new state, stacked; and of weights that have a ``copy`` those copies, as
+        the gathers updated them, stacked and by path.
     """
     parts = take_apart(taken(list(weights)))
     strategy = parts.strategy
@@ -125,9 +125,8 @@ def scan_units(
     state = (parts.seeds, state)
     args = _ScanArgs(parts.weights, parts.sinks, parts.seed, parts.copies, x, state, shared)
     x, (_, state), copies = run(args)
-    if copies is None:
-        return x, state, None
-    return x, state, {w.layout.path: w for w in _with_copies(parts.weights, copies) if not w.layout.frozen}
+    updated = () if copies is None else _with_copies(parts.weights, copies)
+    return x, state, {w.layout.path: w for w in updated if not w.layout.frozen}
 
 
 def _with_copies(weights: Weights, copies: Payloads) -> Weights:

@@ -119,23 +119,6 @@ def updated_copies(
     return _stored(masters, lax.cond(due, lambda: by_group(spec, gather_exact, masters), update))
 
 
-def last_copies(
-    spec: TrainSpec,
-    masters: ByPath,
-    copies: ByPath,
-    updated: ByPath,
-    later: Collection[Path],
-) -> ByPath:
-    """Delta's copies after a step in which units had to update ``later`` ones, and did update ``updated``.
-
-    The others are of units that the model did not call, or whose results were lost in a JAX transformation:
-    they are updated now.
-    """
-    missing = {path: masters[path] for path in later if path not in updated}
-    values = {path: copy.values for path, copy in copies.items()}
-    return copies | updated | _stored(masters, by_group(spec, _updated, missing, values))
-
-
 def secondary_partitions(
     spec: TrainSpec, masters: ByPath, frozen: ByPath, copies: ByPath, step: Array
 ) -> ByPath:

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.errors import TraceContextError
 from jax import lax
 from jaxtyping import Array
 
@@ -39,7 +40,7 @@ from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
 from zerojax.train.branches import Branches
 from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
-from zerojax.train.spec import TrainSpec
+from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_reads
 
 Sums = dict[str, Any]
@@ -51,26 +52,44 @@ TOKENS = "tokens"
 
 
 def accumulate(
-    spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Any, seed: Seed
+    spec: TrainSpec,
+    weights_for: Callable[[Sequence[ParamGroup]], PassWeights],
+    model_state: ModelState,
+    batch: Any,
+    seed: Seed,
 ) -> tuple[Blocks, ModelState, Sums, ByPath]:
     """Run forward and backward over this device's micro-batches.
 
     Args:
         spec: the train spec.
-        weights: those that the pass begins with.
+        weights_for: from the units that update delta's copies themselves to the weights that the passes begin
+            with.
         model_state: non-parameter state.
         batch: this device's rows.
         seed: of this step.
 
     Returns:
         Gradient sums at the strategy's sink level; the state after the passes; the sums over the world; and
-        the copies that units updated.
+        the copies in every node, of which delta's are up to date but for those of units that were not called.
     """
     zero = spec.zero
     sinks = spec.by_path(spec.strategy.zero_sink)
     rows, at = _micro_batches(batch, zero.accumulate)
     first = at([x[0] for x in rows])
-    _check(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
+
+    def checked(updating: Sequence[ParamGroup]) -> PassWeights:
+        weights = weights_for(updating)
+        _check(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
+        return weights
+
+    try:
+        weights = checked(spec.updating)
+    except TraceContextError:
+        # Flax lets nothing leave a function that JAX itself transforms (jax.checkpoint, jax.grad, lax.cond).
+        # If a Stack is called in one, copies are updated before the pass, not in it.
+        if not spec.updating:
+            raise
+        weights = checked(())
 
     def run(
         forward: Forward, model_state: ModelState, batch: Any, seed: Seed
@@ -98,7 +117,7 @@ def accumulate(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
         before = {name: model_state[name] for name in changed}
         ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
-    return grads, model_state | _shared(changed), _over_world(sums), updated
+    return grads, model_state | _shared(changed), _over_world(sums), weights.copies | updated
 
 
 def evaluate(spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:

@@ -26,11 +26,10 @@ from zerojax.sharding.wire_format import mix
 from zerojax.train import per_device
 from zerojax.train.batch import abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.copies import ByPath, last_copies
 from zerojax.train.fields import abstract_fields, shardings_of, state_specs
 from zerojax.train.node_copy import copy_specs
-from zerojax.train.pass_weights import pass_weights
-from zerojax.train.spec import TrainSpec
+from zerojax.train.pass_weights import PassWeights, pass_weights
+from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState, check_there
 
 Metrics = dict[str, Array]
@@ -283,13 +282,14 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
 
     def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
         seed, residual = _seed(shards), from_tree(shards["residual"])
-        weights = pass_weights(spec, shards, current=state.current_copies, updating=spec.updating)
-        grads, model_state, sums, updated = per_device.accumulate(
-            spec, weights, shards["model_state"], batch, seed
+
+        def weights_for(updating: Sequence[ParamGroup]) -> PassWeights:
+            return pass_weights(spec, shards, current=state.current_copies, updating=updating)
+
+        grads, model_state, sums, copies = per_device.accumulate(
+            spec, weights_for, shards["model_state"], batch, seed
         )
-        copies: ByPath = {}
-        if spec.zero.weights_delta:
-            copies = last_copies(spec, weights.masters, weights.copies, updated, weights.updating)
+        copies = copies if spec.zero.weights_delta else {}
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = per_device.means(sums)
