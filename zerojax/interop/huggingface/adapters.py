@@ -1,7 +1,7 @@
 """Moves adapters between train states and the files of PEFT."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
 from zerojax.interop.huggingface.families import FAMILIES, Family, describe_model, fitting, read_model
-from zerojax.interop.huggingface.mapping import TensorPart, layers_of, place_of
+from zerojax.interop.huggingface.mapping import layers_of, place_of
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
     WEIGHTS,
@@ -19,24 +19,22 @@ from zerojax.interop.huggingface.peft_files import (
     PeftAdapter,
     Place,
     Settings,
+    Span,
     alpha_for,
-    config_values,
     key_of,
     module_of,
-    parts_of,
     path_pattern,
-    places_of,
     side_by_side,
+    spans_of,
     target_modules,
     weight_shapes,
-    whole_key,
+    whole_keys,
     within,
-    write_config,
 )
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, gather_layer
 from zerojax.interop.huggingface.source import CONFIG, is_model, read_config_json
-from zerojax.matmul.lora import A, B, LoRA
+from zerojax.matmul.lora import A, B, LoRA, Piece
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
@@ -51,8 +49,6 @@ from zerojax.train.state import TrainState, check_there
 from zerojax.validation.dtypes import dtype_name
 
 Arrays = Mapping[param_tree.Path, Float32[np.ndarray, "..."]]
-Tensors = dict[str, Float32[np.ndarray, "..."]]
-TensorPlaces = Mapping[str, list[tuple[Place, TensorPart]]]
 
 
 def export_adapter(
@@ -88,26 +84,38 @@ def export_adapter(
     """
     kind = EXPORT_DTYPES[dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))]
     spec = state.spec
-    if spec.lora is None:
+    if (lora := spec.lora) is None:
         raise ConfigurationError("there are no adapters to export: the state was created without lora=")
     own = _family(spec, model, base, family)
-    places = places_of(parts_of(own, model), model.layers)
-    modules = [module_of(tensor) for tensor in places]
-    adapted = [module_of(tensor) for tensor in _tensors_with(spec, places, _is_adapted)]
-    whole, biases = _trained_beside(spec, places, adapted)
+    spans = spans_of(own, model)
+    adapted, trained = ([x for x in spans if has(spec, spans[x])] for has in (_is_adapted, _is_trained))
+    modules, targets = [*map(module_of, spans)], [*map(module_of, adapted)]
+    whole = {module_of(tensor) for tensor in trained if not tensor.endswith(".bias")}
+    if both := sorted(whole & {*targets}):
+        raise ConfigurationError(
+            f"{both[0]!r} holds a weight that is trained, and one with an adapter, and PEFT has either: "
+            "freeze the first (ZeroConfig.frozen), or export the whole model, with its adapters merged"
+        )
+    biases = {module_of(tensor) for tensor in trained} - whole
     check_there(state)
-    ranks, alphas, tensors = _adapter_tensors(state, spec.lora, places)
-    for tensor in places:
-        if tensor in biases or module_of(tensor) in whole:
-            tensors[whole_key(tensor, adapted)] = _gathered(state, places[tensor])
+    values = from_tree(gather_adapters(state))
+    ranks, alphas, tensors = dict[str, int](), dict[str, float](), dict[str, np.ndarray]()
+    for tensor, module in zip(adapted, targets, strict=True):
+        factors = [factor for span in spans[tensor] for factor in _factors_within(spec, span, values)]
+        a, b = side_by_side(factors, spans[tensor][0].outputs, factors[0].scale)
+        tensors |= {key_of(module, name): x.T for name, x in zip(KINDS, (a, b), strict=True)}
+        ranks[module], alphas[module] = len(b), alpha_for(lora, len(b), factors[0].scale)
+    for tensor in spans:
+        if tensor in trained or module_of(tensor) in whole:
+            tensors[whole_keys(tensor)[module_of(tensor) in targets]] = _whole(state, spans[tensor])
     settings = Settings(
-        spec.lora,
-        _by_ends(ranks, spec.lora.rank),
-        _by_ends(alphas, spec.lora.alpha),
-        "none" if not biases else "lora_only" if {*map(module_of, biases)} <= {*adapted} else "all",
-        tuple(target_modules(whole, modules)),
+        lora,
+        _by_ends(ranks, lora.rank),
+        _by_ends(alphas, lora.alpha),
+        "none" if not biases else "lora_only" if biases <= {*targets} else "all",
+        target_modules(whole, modules),
     )
-    targets = target_modules(ranks, modules)
+    ends = target_modules(targets, modules)
     with new_folder(out) as draft:
         if is_first():
             specs = {name: TensorSpec(kind, x.shape) for name, x in tensors.items()}
@@ -115,8 +123,8 @@ def export_adapter(
             for name, x in tensors.items():
                 writer.write(name, cast(name, x, kind))
             writer.close()
-            write_config(draft, config_values(settings, own, targets, base))
-    return targets
+            settings.write(draft, ends, own, base)
+    return ends
 
 
 def adapter_base(base: Path | None, folder: RunFolder, model: GPTConfig) -> tuple[str | None, str]:
@@ -153,7 +161,7 @@ def adapter_lora(folder: Path, model: GPTConfig) -> LoRA:
         ConfigurationError: a file is missing or damaged, has an option that zerojax does not support, or
             belongs to another model; names the key or tensor.
     """
-    return PeftAdapter.open(folder, model).lora
+    return PeftAdapter(folder, model).lora
 
 
 def adapter_frozen(folder: Path, model: GPTConfig) -> tuple[str, ...]:
@@ -169,7 +177,7 @@ def adapter_frozen(folder: Path, model: GPTConfig) -> tuple[str, ...]:
     Raises:
         ConfigurationError: as ``adapter_lora``.
     """
-    return PeftAdapter.open(folder, model).frozen
+    return PeftAdapter(folder, model).frozen
 
 
 def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainState:
@@ -189,21 +197,27 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
     Raises:
         ConfigurationError: as ``adapter_lora``, or the state cannot hold these.
     """
-    found = PeftAdapter.open(folder, model)
+    found = PeftAdapter(folder, model)
     _check_fits(state.spec, found)
     check_there(state)
-    values = from_tree(gather_adapters(state))
-    placed: dict[param_tree.Path, jax.Array] = {}
-    for leaf in _adapted(state.spec):
-        adapter = state.spec.adapters[leaf.path]
-        a, b = (values[part.path].copy() for part in adapter)
-        for layer in layers_of(leaf):
-            at = () if layer is None else (layer,)
-            _fill(state.spec, leaf, a[at], b[at], found.factors.get(place_of(leaf, layer), []))
-        placed |= {part.path: _placed(state, part, x) for part, x in zip(adapter, (a, b), strict=True)}
-    for leaf in state.spec.weights:
+    spec, values = state.spec, from_tree(gather_adapters(state))
+    new: dict[param_tree.Path, np.ndarray] = {}
+    for leaf in spec.weights:
+        if pair := spec.adapters.get(leaf.path):
+            a, b = (values[part.path].copy() for part in pair)
+            new |= {part.path: x for part, x in zip(pair, (a, b), strict=True)}
+            for layer in layers_of(leaf):
+                at = () if layer is None else (layer,)
+                _fill(spec, leaf, a[at], b[at], found.factors.get(place_of(leaf, layer), []))
         if any(place_of(leaf, layer) in found.given for layer in layers_of(leaf)):
-            placed[leaf.path] = _placed(state, leaf, _with_given(state, leaf, found))
+            new[leaf.path] = _with_given(state, leaf, found)
+    placed: dict[param_tree.Path, jax.Array] = {}
+    for leaf in spec.leaves:
+        if leaf.path in new:  # in canonical form, spread over the devices
+            like = abstract_weight(state, leaf)
+            placed[leaf.path] = jax.make_array_from_callback(
+                like.shape, like.sharding, new[leaf.path].__getitem__
+            )
     return with_weights(state, {"params": to_tree(placed)})
 
 
@@ -211,7 +225,8 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
     """The family whose names an export has."""
     if named is not None:
         family = FAMILIES.get(named)
-        if family is None or weight_shapes(model).keys() != parts_of(family, model).keys():
+        lacking = family is None or weight_shapes(model).keys() - family.parts(model, "").keys()
+        if family is None or lacking:
             known = ", ".join(one.model_type for one in fitting(model))
             raise ConfigurationError(f"family={named!r} does not fit this model, only {known}")
         return family
@@ -220,8 +235,8 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
     first, _ = describe_model(model)
 
     def written(family: Family) -> set[str]:
-        places = places_of(parts_of(family, model), model.layers)
-        return {*_tensors_with(spec, places, _is_adapted), *_tensors_with(spec, places, _is_trained)}
+        spans = spans_of(family, model)
+        return {x for x, own in spans.items() if _is_adapted(spec, own) or _is_trained(spec, own)}
 
     if others := [family for family in fitting(model) if written(family) != written(first)]:
         raise ConfigurationError(
@@ -238,82 +253,38 @@ def _family_of_folder(folder: Path) -> Family:
 
 def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
     """The layout and layer of each weight, by its place."""
-    return {place_of(leaf, layer): (leaf, layer) for leaf in spec.weights for layer in layers_of(leaf)}
+    return spec.once(
+        "weights by place",
+        lambda: {place_of(leaf, layer): (leaf, layer) for leaf in spec.weights for layer in layers_of(leaf)},
+    )
 
 
-def _tensors_with(
-    spec: TrainSpec, places: TensorPlaces, has: Callable[[TrainSpec, ParamLayout, TensorPart], bool]
-) -> Iterator[str]:
-    """The tensors of which some part has a property."""
-    leaves = _leaves(spec)
-    for tensor, own in places.items():
-        if any(has(spec, leaves[place][0], part) for place, part in own):
-            yield tensor
-
-
-def _is_adapted(spec: TrainSpec, leaf: ParamLayout, part: TensorPart) -> bool:
-    """Whether some of a part's columns have an adapter."""
+def _pieces_in(spec: TrainSpec, span: Span) -> list[Piece]:
+    """The adapters that some of a span's columns have."""
+    leaf, _ = _leaves(spec)[span.place]
     if spec.lora is None or leaf.path not in spec.adapters:
-        return False
-    columns = range(leaf.shape[-1])
-    own = columns[part.columns]
-    pieces = spec.lora.pieces_of(leaf.name, len(columns))
-    return any(piece.columns.start < own.stop and own.start < piece.columns.stop for piece in pieces)
+        return []
+    pieces = spec.lora.pieces_of(leaf.name, leaf.shape[-1])
+    return [one for one in pieces if one.columns.start < span.stop and span.start < one.columns.stop]
 
 
-def _is_trained(spec: TrainSpec, leaf: ParamLayout, part: TensorPart) -> bool:
-    del spec, part
-    return not leaf.frozen
+def _is_adapted(spec: TrainSpec, spans: Iterable[Span]) -> bool:
+    return any(_pieces_in(spec, span) for span in spans)
 
 
-def _trained_beside(
-    spec: TrainSpec, places: TensorPlaces, adapted: Iterable[str]
-) -> tuple[set[str], set[str]]:
-    """The modules that are trained as a whole, and the biases that are trained alone.
-
-    Raises:
-        ConfigurationError: PEFT has no such mixture.
-    """
-    trained = {*_tensors_with(spec, places, _is_trained)}
-    whole = {module_of(tensor) for tensor in trained if not tensor.endswith(".bias")}
-    if both := sorted(whole & {*adapted}):
-        raise ConfigurationError(
-            f"{both[0]!r} holds a weight that is trained, and one with an adapter, and PEFT has either: "
-            "freeze the first (ZeroConfig.frozen), or export the whole model, with its adapters merged"
-        )
-    return whole, {tensor for tensor in trained if module_of(tensor) not in whole}
+def _is_trained(spec: TrainSpec, spans: Iterable[Span]) -> bool:
+    return any(not _leaves(spec)[span.place][0].frozen for span in spans)
 
 
-def _adapter_tensors(
-    state: TrainState, lora: LoRA, places: TensorPlaces
-) -> tuple[dict[str, int], dict[str, float], Tensors]:
-    """The rank and alpha of each module that has an adapter, and the tensors of these."""
-    values, leaves = from_tree(gather_adapters(state)), _leaves(state.spec)
-    ranks, alphas, tensors = dict[str, int](), dict[str, float](), Tensors()
-    for tensor, own in places.items():
-        factors, module = list[Factor](), module_of(tensor)
-        for place, part in own:
-            leaf, layer = leaves[place]
-            if leaf.path in state.spec.adapters:
-                start, stop, _ = part.columns.indices(leaf.shape[-1])
-                factors += within(_factors(lora, leaf, layer, values), start, stop, part.first_row)
-        if factors:
-            (_, part), scale = own[0], factors[0].scale
-            outputs = part.rows or len(range(leaves[own[0][0]][0].shape[-1])[part.columns])
-            a, b = side_by_side(factors, outputs, scale)
-            tensors |= {key_of(module, kind): x.T for kind, x in zip(KINDS, (a, b), strict=True)}
-            ranks[module], alphas[module] = len(b), alpha_for(lora, len(b), scale)
-    return ranks, alphas, tensors
-
-
-def _factors(lora: LoRA, leaf: ParamLayout, layer: int | None, values: Arrays) -> list[Factor]:
-    """The pieces of one layer of a weight's adapter."""
-    at = () if layer is None else (layer,)
-    a, b = (values[*leaf.path, name][at] for name in (A, B))
-    return [
-        Factor(a[:, piece.ranks], b[: piece.rank, piece.columns], piece.columns.start, piece.scale)
-        for piece in lora.pieces_of(leaf.name, leaf.shape[-1])
-    ]
+def _factors_within(spec: TrainSpec, span: Span, values: Arrays) -> list[Factor]:
+    """The adapters of a span, for the columns of its tensor's module."""
+    leaf, layer = _leaves(spec)[span.place]
+    factors = []
+    for piece in _pieces_in(spec, span):
+        a, b = (values[*leaf.path, name][() if layer is None else layer] for name in (A, B))
+        columns = piece.columns
+        factors.append(Factor(a[:, piece.ranks], b[: piece.rank, columns], columns.start, piece.scale))
+    return within(factors, span.start, span.stop, span.part.first_row)
 
 
 def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
@@ -325,20 +296,19 @@ def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
     return dict(sorted(found.items()))
 
 
-def _gathered(state: TrainState, own: list[tuple[Place, TensorPart]]) -> Float32[np.ndarray, "..."]:
+def _whole(state: TrainState, spans: Sequence[Span]) -> Float32[np.ndarray, "..."]:
     """A tensor of the model, of the weights that it holds, decoded if they are frozen."""
-    leaves, stored = _leaves(state.spec), from_tree(state.params) | from_tree(state.frozen)
+    stored = from_tree(state.params) | from_tree(state.frozen)
     rows = []
-    for place, part in sorted(own, key=lambda one: one[1].first_row):
-        leaf, layer = leaves[place]
-        values = gather_layer(state.spec, leaf, stored[leaf.path], layer)[..., part.columns]
-        rows.append(values.T if part.transposed else values)
+    for span in sorted(spans, key=lambda span: span.part.first_row):
+        leaf, layer = _leaves(state.spec)[span.place]
+        rows.append(span.of(gather_layer(state.spec, leaf, stored[leaf.path], layer)))
     return np.concatenate(rows)
 
 
 def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
     """Refuse a state that cannot hold all of the files."""
-    way_out = f"create the state with lora=huggingface.adapter_lora({str(found.origin)!r}, model)"
+    way_out = f"create the state with lora=huggingface.adapter_lora({str(found.folder)!r}, model)"
     if (lora := spec.lora) is None:
         raise ConfigurationError(f"the state has no adapters: {way_out}")
     leaves = _leaves(spec)
@@ -351,7 +321,7 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
         leaf = leaves[place][0] if place in leaves else None
         if leaf is None or leaf.path not in spec.adapters:
             raise ConfigurationError(
-                f"{found.origin} has an adapter for {place[0]!r} of block {place[1]}, and the state has none"
+                f"{found.folder} has an adapter for {place[0]!r} of block {place[1]}, and the state has none"
                 f": {way_out}"
             )
         held = 0
@@ -361,26 +331,21 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
             needed = side_by_side(own, leaf.shape[-1], 1.0)[0].shape[1] if own else 0
             if needed > piece.rank:
                 raise ConfigurationError(
-                    f"the state's adapter of {place[0]!r} has rank {piece.rank}, and those of {found.origin} "
+                    f"the state's adapter of {place[0]!r} has rank {piece.rank}, and those of {found.folder} "
                     f"need rank {needed}: {way_out}"
                 )
         if held < sum(one.b.shape[1] for one in factors):
             raise ConfigurationError(
-                f"the state has adapters for fewer columns of {place[0]!r} than {found.origin}: {way_out}"
+                f"the state has adapters for fewer columns of {place[0]!r} than {found.folder}: {way_out}"
             )
     for place in sorted(found.given, key=str):
         leaf = leaves[place][0] if place in leaves else None
         if leaf is None or leaf.frozen:
             raise ConfigurationError(
-                f"{found.origin} has values for {place[0]!r}, and the state freezes it: train it by "
+                f"{found.folder} has values for {place[0]!r}, and the state freezes it: train it by "
                 f"ZeroConfig(frozen=(\"*\", '!{path_pattern(place[0])}')), or all that the files have by "
-                f"frozen=huggingface.adapter_frozen({str(found.origin)!r}, model)"
+                f"frozen=huggingface.adapter_frozen({str(found.folder)!r}, model)"
             )
-
-
-def _adapted(spec: TrainSpec) -> list[ParamLayout]:
-    """The weights that have adapters."""
-    return [leaf for leaf in spec.frozen if leaf.path in spec.adapters]
 
 
 def _fill(spec: TrainSpec, leaf: ParamLayout, a: np.ndarray, b: np.ndarray, factors: list[Factor]) -> None:
@@ -401,13 +366,8 @@ def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Flo
     layers = []
     for layer in layers_of(leaf):
         values = np.array(gather_layer(state.spec, leaf, stored, layer))
-        for one in found.given.get(place_of(leaf, layer), []):
-            values[..., one.columns] = one.values + values[..., one.columns] * one.added
+        for span, own, added in found.given.get(place_of(leaf, layer), []):
+            columns = values[..., span.start : span.stop]
+            columns[...] = own + columns * added
         layers.append(values)
     return np.stack(layers) if leaf.stack else layers[0]
-
-
-def _placed(state: TrainState, leaf: ParamLayout, values: np.ndarray) -> jax.Array:
-    """A parameter in canonical form, spread over the devices."""
-    like = abstract_weight(state, leaf)
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: values[index])

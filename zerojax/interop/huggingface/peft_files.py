@@ -2,17 +2,18 @@
 
 PEFT holds A as ``[rank, inputs]`` and B as ``[outputs, rank]``, also for GPT-2, whose weights are (in, out),
 and each module has an adapter of its own. A module may be some columns of a weight of zerojax (query, key and
-value are one), or hold several weights (gate and up in Phi-3). Both are the same in terms of ``Factor``: an A
-with a B for a range of columns. Factors of different A stand side by side in one adapter of the sum of their
-ranks, each with its own columns of B and zeros elsewhere, which is exact.
+value are one), or hold several weights (gate and up in Phi-3): ``spans_of`` says which, to read and to write.
+Both are the same in terms of ``Factor``: an A with a B for a range of columns. Factors of different A stand
+side by side in one adapter of the sum of their ranks, each with its own columns of B and zeros elsewhere,
+which is exact.
 """
 
+import functools
 import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ from flax import nnx
 from jaxtyping import Float32
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.families import Family, fitting
 from zerojax.interop.huggingface.load import FLOATS
-from zerojax.interop.huggingface.mapping import Shape, TensorPart, TensorParts
+from zerojax.interop.huggingface.mapping import Shape, TensorPart
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import read_config_json
 from zerojax.matmul.lora import LoRA
@@ -34,7 +35,7 @@ from zerojax.validation.untrusted import short
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 KINDS = ("lora_A.weight", "lora_B.weight")
-EMBEDDING_KINDS = ("lora_embedding_A", "lora_embedding_B")
+_EMBEDDING_KINDS = ("lora_embedding_A", "lora_embedding_B")
 
 _HARMLESS = frozenset(
     {
@@ -55,13 +56,81 @@ _HARMLESS = frozenset(
 )
 _FIRST_VALUES = (True, "gaussian", "orthogonal", "eva")
 """Ways to draw A and B that leave the base as it is; LoftQ, PiSSA and others change it."""
+_OPTIONS: dict[str, tuple[str, type, Any]] = {
+    "rank": ("r", int, REQUIRED),
+    "alpha": ("lora_alpha", float, REQUIRED),
+    "dropout": ("lora_dropout", float, 0.0),
+    "rslora": ("use_rslora", bool, False),
+}
+"""Fields of ``LoRA`` -> their key in adapter_config.json, its type and its default."""
 _MERGE = "merge the adapter into its model with PEFT (merge_and_unload), and import that"
-_REFUSAL = f"{_MERGE}, as zerojax lacks these options"
 _MAX_REPETITIONS = 4
 """In a pattern of a module's name: with more, a hostile one could match for hours."""
 
 Place = tuple[str, int | None]
 """The name of a weight in ``TensorParts``, and the index of its block, if it is in one."""
+_EMBEDDING: Place = ("embed/embedding", None)
+
+
+class Span(NamedTuple):
+    """The columns of a weight that a tensor holds.
+
+    Attributes:
+        place: the weight.
+        part: the tensor's.
+        start: the first column.
+        stop: the column after the last.
+    """
+
+    place: Place
+    part: TensorPart
+    start: int
+    stop: int
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the tensor's module has."""
+        return self.part.rows or self.stop - self.start
+
+    def of(self, weight: np.ndarray) -> np.ndarray:
+        """The part of a tensor, in its own layout, that holds these columns of a weight."""
+        columns = weight[..., self.start : self.stop]
+        return columns.T if self.part.transposed else columns
+
+    def within(self, tensor: np.ndarray) -> np.ndarray:
+        """The columns in the weight's layout; undoes ``of``."""
+        if not self.part.transposed:
+            return tensor
+        return tensor[self.part.first_row : self.part.first_row + self.stop - self.start].T
+
+
+@functools.lru_cache(maxsize=16)
+def weight_shapes(model: GPTConfig) -> Mapping[str, Shape]:
+    """The shapes of a model's weights (of one layer), by their names in ``TensorParts``."""
+    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
+    found: dict[str, Shape] = {}
+    for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
+        if path[0] == "blocks":  # ("blocks", "block", ...), stacked
+            found["/".join(map(str, path[1:]))] = x.shape[1:]
+        else:
+            found["/".join(map(str, path))] = x.shape
+    return found
+
+
+def spans_of(family: Family, model: GPTConfig) -> dict[str, list[Span]]:
+    """The weights that each tensor of a model holds, by its name in a family: several, if it is fused.
+
+    Weights for which the family has no names are left out.
+    """
+    parts = family.parts(model, family.prefix)
+    found: dict[str, list[Span]] = {}
+    for name, shape in weight_shapes(model).items():
+        for layer in range(model.layers) if name.startswith("block/") else (None,):
+            for part in parts.get(name, ()):
+                start, stop, _ = part.columns.indices(shape[-1])
+                span = Span((name, layer), part, start, stop)
+                found.setdefault(part.name.format(layer=layer), []).append(span)
+    return found
 
 
 def module_of(tensor: str) -> str:
@@ -74,10 +143,10 @@ def key_of(module: str, kind: str) -> str:
     return f"{PREFIX}{module}.{kind}"
 
 
-def whole_key(tensor: str, adapted: Collection[str]) -> str:
-    """The name of a tensor of the model itself; ``adapted`` are the modules with adapters."""
+def whole_keys(tensor: str) -> tuple[str, str]:
+    """The names of a tensor of the model itself, where its module has no adapter, and where it has one."""
     module, _, end = tensor.rpartition(".")
-    return f"{PREFIX}{module}.base_layer.{end}" if module in adapted else PREFIX + tensor
+    return PREFIX + tensor, f"{PREFIX}{module}.base_layer.{end}"
 
 
 def target_modules(adapted: Collection[str], every: Collection[str]) -> list[str]:
@@ -109,18 +178,19 @@ class Factor:
     start: int
     scale: float
 
-    def within(self, start: int, stop: int, to: int = 0) -> "Factor | None":
-        """What lies in a range of columns, the first of which becomes column ``to``; None if nothing does."""
-        first, last = max(start, self.start), min(stop, self.start + self.b.shape[1])
-        if first >= last:
-            return None
-        b = self.b[:, first - self.start : last - self.start]
-        return replace(self, b=b, start=first - start + to)
+    @property
+    def stop(self) -> int:
+        """The column after the last."""
+        return self.start + self.b.shape[1]
 
 
 def within(factors: Sequence[Factor], start: int, stop: int, to: int = 0) -> list[Factor]:
-    """``Factor.within`` of those that have something there."""
-    return [own for one in factors if (own := one.within(start, stop, to)) is not None]
+    """What lies in a range of columns, the first of which becomes column ``to``."""
+    return [
+        replace(one, b=one.b[:, first - one.start : last - one.start], start=first - start + to)
+        for one in factors
+        if (first := max(start, one.start)) < (last := min(stop, one.stop))
+    ]
 
 
 def side_by_side(
@@ -136,25 +206,19 @@ def side_by_side(
     ends = np.cumsum([0, *(a.shape[1] for a in different)])
     b = np.zeros((ends[-1], columns), np.float32)
     for number, one in zip(numbers, factors, strict=True):
-        rows = slice(ends[number], ends[number + 1])
-        b[rows, one.start : one.start + one.b.shape[1]] = one.b * np.float32(one.scale / scale)
+        b[ends[number] : ends[number + 1], one.start : one.stop] = one.b * np.float32(one.scale / scale)
     return np.concatenate(different, axis=1), b
 
 
-class Given(NamedTuple):
-    """Values that the files have for columns of a weight that PEFT trains as a whole.
+def alpha_for(lora: LoRA, rank: int, scale: float) -> float:
+    """``LoRA.alpha_of`` without the last digits, in which roots of ranks leave their errors."""
+    alpha = lora.alpha_of(rank, scale)
+    return lora.alpha if math.isclose(alpha, lora.alpha) else float(f"{alpha:.12g}")
 
-    Attributes:
-        tensor: of the model, "{layer}" in it, that they are for.
-        columns: of the weight.
-        values: in the weight's layout.
-        added: whether they are added to the weight, instead of replacing it.
-    """
 
-    tensor: str
-    columns: slice
-    values: Float32[np.ndarray, "..."]
-    added: bool
+def path_pattern(name: str) -> str:
+    """The paths of a weight in all blocks, by its name in ``TensorParts``."""
+    return re.sub("^block/", "blocks/*/", name)
 
 
 class Settings(NamedTuple):
@@ -169,10 +233,63 @@ class Settings(NamedTuple):
     """
 
     lora: LoRA
-    ranks: dict[str, int]
-    alphas: dict[str, float]
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
     bias: str
-    saved: tuple[str, ...]
+    saved: Sequence[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Settings":
+        """Read adapter_config.json.
+
+        Raises:
+            ConfigurationError: it is missing, or has an option that zerojax does not support.
+        """
+        values = read_config_json(folder, CONFIG, "a PEFT adapter")
+        # PEFT writes all of its options: those that are off are null, false or empty.
+        keys = ConfigKeys({name: x for name, x in values.items() if x}, str(folder / CONFIG), _HARMLESS)
+        keys.only("peft_type", "LORA")
+        keys.only("task_type", "CAUSAL_LM")
+        keys.only("bias", "none", "all", "lora_only")
+        keys.only("init_lora_weights", *_FIRST_VALUES)
+        own = {field: keys.take(*option) for field, option in _OPTIONS.items()}
+        ranks, alphas = (keys.take(f"{name}_pattern", dict, {}) for name in ("rank", "alpha"))
+        saved, bias = keys.take("modules_to_save", list, []), keys.take("bias", str, "none")
+        keys.finish(f"{_MERGE}, as zerojax lacks these options")
+        try:
+            lora = LoRA(**own)
+            _check_patterns("rank", ranks, lora, int)
+            _check_patterns("alpha", alphas, lora, int, float)
+            if not all(isinstance(name, str) and name for name in saved):
+                raise ConfigurationError(f"modules_to_save = {short(saved)} should be names of modules")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{folder / CONFIG}: {error}") from error
+        return cls(lora, ranks, {pattern: float(x) for pattern, x in alphas.items()}, bias, tuple(saved))
+
+    def write(self, folder: Path, targets: Sequence[str], family: Family, base: str | None) -> None:
+        """Write adapter_config.json.
+
+        Args:
+            folder: an existing one.
+            targets: the ends of the names of the modules that have adapters.
+            family: of the model.
+            base: the folder or name of the model that the adapters belong to, if it is known.
+        """
+        values = {key: getattr(self.lora, field) for field, (key, *_) in _OPTIONS.items()} | {
+            "alpha_pattern": {re.escape(end): _number(x) for end, x in self.alphas.items()},
+            "base_model_name_or_path": base,
+            "bias": self.bias,
+            "fan_in_fan_out": not family.linear,
+            "inference_mode": True,
+            "lora_alpha": _number(self.lora.alpha),
+            "modules_to_save": list(self.saved) or None,
+            "peft_type": "LORA",
+            "rank_pattern": {re.escape(end): x for end, x in self.ranks.items()},
+            "target_modules": list(targets),
+            "task_type": "CAUSAL_LM",
+        }
+        text = json.dumps(values, indent=2, sort_keys=True)
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
     def of(self, module: str) -> tuple[int, float]:
         """The rank and scale of a module's adapter."""
@@ -183,7 +300,7 @@ class Settings(NamedTuple):
         """Whether PEFT reads a tensor that belongs to no adapter."""
         module = module_of(tensor)
         biases = self.bias == "all" or (self.bias == "lora_only" and module in adapted)
-        return (tensor.endswith(".bias") and biases) or module.endswith(self.saved)
+        return (tensor.endswith(".bias") and biases) or module.endswith(tuple(self.saved))
 
 
 def _by_pattern[T](values: Mapping[str, T], module: str, default: T) -> T:
@@ -191,51 +308,88 @@ def _by_pattern[T](values: Mapping[str, T], module: str, default: T) -> T:
     return next((x for key, x in values.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-@dataclass(frozen=True)
+def _number(x: float) -> float | int:
+    return int(x) if x.is_integer() else x
+
+
+def _check_patterns(field: str, patterns: Mapping[str, Any], lora: LoRA, *kinds: type) -> None:
+    """Refuse values that a field cannot have, and regular expressions that might take for ever."""
+    setting = f"{field}_pattern"
+    for pattern, value in patterns.items():
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except re.error as error:
+            raise ConfigurationError(f"{setting}: {short(pattern)} is no pattern: {error}") from error
+        if len(re.findall(r"[*+?{]", pattern)) > _MAX_REPETITIONS or re.search(r"\)[*+?{]", pattern):
+            raise ConfigurationError(
+                f"{setting}: {short(pattern)} repeats too much: name the modules instead"
+            )
+        if type(value) not in kinds:
+            raise ConfigurationError(f"{setting} has {short(value)} for {short(pattern)}")
+        replace(lora, **{field: value})  # refuses what cannot be
+
+
+class Given(NamedTuple):
+    """Values that the files have for columns of a weight that PEFT trains as a whole.
+
+    Attributes:
+        span: the columns, and the tensor that they are from.
+        values: in the weight's layout.
+        added: whether they are added to the weight, instead of replacing it.
+    """
+
+    span: Span
+    values: Float32[np.ndarray, "..."]
+    added: bool
+
+
 class PeftAdapter:
     """PEFT's files of an adapter for a model, checked.
 
     Attributes:
-        origin: their folder.
+        folder: theirs.
         settings: of adapter_config.json.
+        shapes: of all weights of the model, by name.
         factors: of each weight that has an adapter.
         given: of each weight that is trained as a whole.
-        shapes: of all weights, by name.
-        parts: the tensors of each weight.
     """
 
-    origin: Path
-    settings: Settings
-    factors: Mapping[Place, list[Factor]]
-    given: Mapping[Place, list[Given]]
-    shapes: Mapping[str, Shape]
-    parts: TensorParts
-
-    @classmethod
-    def open(cls, folder: Path, model: GPTConfig) -> "PeftAdapter":
+    def __init__(self, folder: Path, model: GPTConfig) -> None:
         """Read and check both files.
 
         Raises:
             ConfigurationError: a file is missing or damaged, has an option that zerojax does not support, or
                 belongs to another model; names the key or tensor.
         """
-        settings, files = _read_settings(folder), SafetensorFiles(folder, WEIGHTS)
-        shapes, parts = weight_shapes(model), _family_parts(folder, files, model)
-        reader = _Reader(settings, files, shapes, parts)
-        reader.read(model.layers)
-        if not reader.factors:
-            raise ConfigurationError(
-                f"{folder / WEIGHTS} has no adapter for a matrix of a block, and a state needs one: {_MERGE}"
-            )
-        return cls(folder, settings, reader.factors, reader.given, shapes, parts)
+        self.folder, self.settings, self.shapes = folder, Settings.read(folder), weight_shapes(model)
+        self.factors: dict[Place, list[Factor]] = {}
+        self.given: dict[Place, list[Given]] = {}
+        self._files = SafetensorFiles(folder, WEIGHTS)
+        self._adapted = {
+            key.removeprefix(PREFIX).removesuffix(f".{kind}")
+            for key in self._files.specs
+            for kind in (*KINDS, *_EMBEDDING_KINDS)
+            if key.endswith(f".{kind}")
+        }
+        self._spans = self._spans_of_files(model)
+        # The token embedding, and the output projection that is the same matrix.
+        self._copies = [tensor for tensor, (span, *_) in self._spans.items() if span.place == _EMBEDDING]
+        for tensor, spans in self._spans.items():
+            for key in whole_keys(tensor):
+                if key in self._files.specs:
+                    self._take_whole(key, tensor, spans)
+            if tensor.endswith(".weight") and module_of(tensor) in self._adapted:
+                in_block = all(span.place[0].startswith("block/") for span in spans)
+                take = self._take_factors if in_block else self._add_product
+                take(module_of(tensor), spans)
+        self._check()
 
-    @cached_property
+    @property
     def lora(self) -> LoRA:
         """The settings of adapters that hold these, each of its own rank and scale."""
-        own = self.settings.lora
         names = sorted({name for name, _ in self.factors})
         pieces = [piece for name in names for piece in self._pieces(name)]
-        return replace(own, targets=tuple(map(path_pattern, names)), pieces=tuple(pieces))
+        return replace(self.settings.lora, targets=tuple(map(path_pattern, names)), pieces=tuple(pieces))
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -245,10 +399,10 @@ class PeftAdapter:
     def _pieces(self, name: str) -> Iterator[tuple[str, int, int, float]]:
         """The ``LoRA.pieces`` of a weight; none if its adapters are those of all."""
         layers = [factors for (own, _), factors in self.factors.items() if own == name]
-        width = self.shapes[name][-1]
-        ranges = [part.columns.indices(width)[:2] for part in self.parts[name]]
-        if all(_are_one(factors, ranges) for factors in layers):
-            ranges = [(0, width)]
+        every = (span for spans in self._spans.values() for span in spans)
+        ranges = sorted({(span.start, span.stop) for span in every if span.place[0] == name})
+        if all(_are_one(factors, ranges[-1][1]) for factors in layers):
+            ranges = [(0, ranges[-1][1])]
         lora, found = self.settings.lora, []
         for start, stop in ranges:
             own = [part for factors in layers if (part := within(factors, start, stop))]
@@ -259,239 +413,95 @@ class PeftAdapter:
         if [piece[1:] for piece in found] != [(0, lora.rank, lora.alpha)]:
             yield from found
 
+    def _spans_of_files(self, model: GPTConfig) -> dict[str, list[Span]]:
+        """The tensors of the first family with this model that has all modules of the files."""
+        first: tuple[Family, str] | None = None
+        for family in fitting(model):
+            spans = spans_of(family, model)
+            known = {key for tensor in spans for key in whole_keys(tensor)}
+            known |= {key_of(module_of(x), kind) for x in spans for kind in (*KINDS, *_EMBEDDING_KINDS)}
+            if not (unknown := self._files.specs.keys() - known):
+                return spans
+            first = first or (family, min(unknown))
+        if first is None:
+            raise ConfigurationError("no Hugging Face family fits this model")
+        raise ConfigurationError(
+            f"{self.folder / WEIGHTS} has {short(first[1])}, and no such module is in this "
+            f"{first[0].architecture} of {model.layers} blocks: is the adapter for another model?"
+        )
 
-def _are_one(factors: Sequence[Factor], ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether the adapters of all of a weight's parts have the same A and scale, as if they were one."""
-    first = factors[0]
-    covered = sum(one.b.shape[1] for one in factors) == ranges[-1][1]
-    return covered and all(one.scale == first.scale and np.array_equal(one.a, first.a) for one in factors)
+    def _take_whole(self, key: str, tensor: str, spans: Sequence[Span]) -> None:
+        """A tensor that replaces the weights that it holds."""
+        copies = self._copies if tensor in self._copies else [tensor]
+        named = any(self.settings.has(one, self._adapted) for one in copies)
+        if not (named or key.endswith(".base_layer.weight")):
+            raise ConfigurationError(
+                f"{key} is in the files, and neither bias nor modules_to_save of {CONFIG} has it"
+            )
+        for span in spans:
+            values = self._values(key, span.part.file_shape(self.shapes[span.place[0]]))
+            self.given.setdefault(span.place, []).append(Given(span, span.within(values), False))
 
+    def _take_factors(self, module: str, spans: Sequence[Span]) -> None:
+        """A module's adapter, for the weights that the module holds."""
+        shape = self.shapes[spans[0].place[0]]
+        if len(shape) != 2:
+            raise ConfigurationError(
+                f"the files have an adapter for {module}, and no such module is a matrix"
+            )
+        rank, scale = self.settings.of(module)
+        a, b = self._pair(module, KINDS, (rank, shape[0]), (spans[0].outputs, rank))
+        for span in spans:
+            first = span.part.first_row
+            (own,) = within([Factor(a, b, 0, scale)], first, first + span.stop - span.start, span.start)
+            if len(spans) > 1:  # without the ranks that the module's other weights alone use
+                used = own.b.any(axis=1) | ~b.any(axis=1)
+                own = replace(own, a=own.a[:, used], b=own.b[used])
+            if own.a.shape[1]:
+                self.factors.setdefault(span.place, []).append(own)
 
-def alpha_for(lora: LoRA, rank: int, scale: float) -> float:
-    """``LoRA.alpha_of`` without the last digits, in which roots of ranks leave their errors."""
-    alpha = lora.alpha_of(rank, scale)
-    return lora.alpha if math.isclose(alpha, lora.alpha) else float(f"{alpha:.12g}")
-
-
-def path_pattern(name: str) -> str:
-    """The paths of a weight in all blocks, by its name in ``TensorParts``."""
-    return re.sub("^block/", "blocks/*/", name)
-
-
-def weight_shapes(model: GPTConfig) -> dict[str, Shape]:
-    """The shapes of a model's weights (of one layer), by their names in ``TensorParts``."""
-    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
-    found: dict[str, Shape] = {}
-    for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
-        if path[0] == "blocks":  # ("blocks", "block", ...), stacked
-            found["/".join(map(str, path[1:]))] = x.shape[1:]
-        else:
-            found["/".join(map(str, path))] = x.shape
-    return found
-
-
-def parts_of(family: Family, model: GPTConfig) -> TensorParts:
-    """The tensors of those of a model's weights for which a family has names."""
-    parts = family.parts(model, family.prefix)
-    return {name: parts[name] for name in weight_shapes(model) if name in parts}
-
-
-def places_of(parts: TensorParts, layers: int) -> dict[str, list[tuple[Place, TensorPart]]]:
-    """The places of each tensor of a model, by its name: several, if it holds several weights."""
-    found: dict[str, list[tuple[Place, TensorPart]]] = {}
-    for name, own in parts.items():
-        for layer in range(layers) if name.startswith("block/") else (None,):
-            for part in own:
-                found.setdefault(part.name.format(layer=layer), []).append(((name, layer), part))
-    return found
-
-
-def _family_parts(folder: Path, files: SafetensorFiles, model: GPTConfig) -> TensorParts:
-    """The tensors of the first family with this model that has all modules of the files."""
-    first: tuple[Family, str] | None = None
-    for family in fitting(model):
-        parts = parts_of(family, model)
-        places = places_of(parts, model.layers)
-        unknown = [key for key in files.specs if _tensor_of(key) not in places]
-        if not unknown:
-            return parts
-        first = first or (family, min(unknown))
-    if first is None:
-        raise ConfigurationError("no Hugging Face family fits this model")
-    raise ConfigurationError(
-        f"{folder / WEIGHTS} has {short(first[1])}, and no such module is in this {first[0].architecture} of "
-        f"{model.layers} blocks: is the adapter for another model?"
-    )
-
-
-def _tensor_of(key: str) -> str:
-    """The tensor of the model that a tensor of the files is for."""
-    name = key.removeprefix(PREFIX)
-    for kind in (*KINDS, *EMBEDDING_KINDS):
-        if name.endswith(f".{kind}"):
-            return f"{name.removesuffix(kind)}weight"
-    return name.replace(".base_layer.", ".")
-
-
-def _read_settings(folder: Path) -> Settings:
-    values = read_config_json(folder, CONFIG, "a PEFT adapter")
-    # PEFT writes all of its options: those that are off are null, false or empty.
-    keys = ConfigKeys({name: x for name, x in values.items() if x}, str(folder / CONFIG), _HARMLESS)
-    keys.only("peft_type", "LORA")
-    keys.only("task_type", "CAUSAL_LM")
-    keys.only("bias", "none", "all", "lora_only")
-    keys.only("init_lora_weights", *_FIRST_VALUES)
-    found = {
-        "rank": keys.take("r", int),
-        "alpha": keys.take("lora_alpha", float),
-        "dropout": keys.take("lora_dropout", float, 0.0),
-        "rslora": keys.take("use_rslora", bool, False),
-    }
-    ranks, alphas = (keys.take(f"{name}_pattern", dict, {}) for name in ("rank", "alpha"))
-    saved = keys.take("modules_to_save", list, [])
-    bias = keys.take("bias", str, "none")
-    keys.finish(_REFUSAL)
-    try:
-        lora = LoRA(**found)
-        for name, patterns, kinds in (("rank", ranks, (int,)), ("alpha", alphas, (int, float))):
-            for pattern, value in patterns.items():
-                _check_pattern(f"{name}_pattern", pattern)
-                if type(value) not in kinds:
-                    raise ConfigurationError(f"{name}_pattern has {short(value)} for {short(pattern)}")
-                replace(lora, **{name: value})  # refuses what cannot be
-        if not all(isinstance(name, str) and name for name in saved):
-            raise ConfigurationError(f"modules_to_save = {short(saved)} should be names of modules")
-        return Settings(lora, ranks, {key: float(x) for key, x in alphas.items()}, bias, tuple(saved))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{folder / CONFIG}: {error}") from error
-
-
-def _check_pattern(setting: str, pattern: str) -> None:
-    """Refuse a regular expression that is none, or might take for ever."""
-    repetitions = len(re.findall(r"[*+?{]", pattern))
-    try:
-        re.compile(rf"(.*\.)?({pattern})$")
-    except re.error as error:
-        raise ConfigurationError(f"{setting}: {short(pattern)} is no pattern: {error}") from error
-    if repetitions > _MAX_REPETITIONS or re.search(r"\)[*+?{]", pattern):
-        raise ConfigurationError(f"{setting}: {short(pattern)} repeats too much: name the modules instead")
-
-
-class _Reader:
-    """Reads the tensors of the files into the places of a model's weights; see ``PeftAdapter``."""
-
-    def __init__(
-        self, settings: Settings, files: SafetensorFiles, shapes: Mapping[str, Shape], parts: TensorParts
-    ) -> None:
-        self._settings, self._files, self._shapes, self._parts = settings, files, shapes, parts
-        self.factors: dict[Place, list[Factor]] = {}
-        self.given: dict[Place, list[Given]] = {}
-
-    def read(self, layers: int) -> None:
-        """Read every tensor; each has a place in a model of so many blocks, as ``_family_parts`` found."""
-        keys = dict[str, list[str]]()
-        for key in sorted(self._files.specs):
-            keys.setdefault(_tensor_of(key), []).append(key)
-        adapted = {module_of(tensor) for tensor, own in keys.items() if any(".lora_" in key for key in own)}
-        for tensor, places in places_of(self._parts, layers).items():
-            module, own = module_of(tensor), keys.get(tensor, [])
-            for key in own:
-                if ".lora_" not in key:
-                    copies = [part.name for (name, _), _ in places for part in self._tied(name)]
-                    named = any(self._settings.has(one, adapted) for one in (tensor, *copies))
-                    if not (named or key.endswith(".base_layer.weight")):
-                        raise ConfigurationError(
-                            f"{key} is in the files, and neither bias nor modules_to_save of {CONFIG} has it"
-                        )
-                    self._take_whole(key, places)
-            if tensor != f"{module}.weight" or module not in adapted:
-                continue
-            if all(name.startswith("block/") for (name, _), _ in places):
-                self._take_factors(module, places)
+    def _add_product(self, module: str, spans: Sequence[Span]) -> None:
+        """An adapter of an embedding or a head, which is added to the weight."""
+        rank, scale = self.settings.of(module)
+        for span in spans:
+            rows, width = span.part.file_shape(self.shapes[span.place[0]])
+            if key_of(module, KINDS[0]) in self._files.specs:
+                a, b = self._pair(module, KINDS, (rank, width), (rows, rank))
+                product = (a @ b).T
             else:
-                self._add_product(module, places)
-        for end in self._settings.saved:
-            if not any(module_of(tensor).endswith(end) for tensor in keys):
+                a, b = self._pair(module, _EMBEDDING_KINDS, (rank, rows), (width, rank))
+                product = a @ b
+            added = Given(span, product * np.float32(scale), True)
+            self.given.setdefault(span.place, []).append(added)
+
+    def _check(self) -> None:
+        """Refuse what the files lack, and weights of which they have two kinds of values."""
+        if not self.factors:
+            raise ConfigurationError(
+                f"{self.folder / WEIGHTS} has no adapter for a matrix of a block, and a state needs one: "
+                f"{_MERGE}"
+            )
+        whole = {module_of(x) for x in self._spans if {*whole_keys(x)} & self._files.specs.keys()}
+        for end in self.settings.saved:
+            if not any(module.endswith(end) for module in whole | self._adapted):
                 raise ConfigurationError(f"the files lack {short(end)}, which modules_to_save has")
         for place, given in self.given.items():
             if place in self.factors:
                 raise ConfigurationError(
-                    f"the files have {given[0].tensor}, and an adapter of {place[0]!r}, which holds it: "
-                    f"{_MERGE}"
+                    f"the files have {given[0].span.part.name}, and an adapter of {place[0]!r}, which holds "
+                    f"it: {_MERGE}"
                 )
-            if tied := self._tied(place[0]):
-                self.given[place] = self._once(tied, given)
-
-    def _tied(self, name: str) -> tuple[TensorPart, ...]:
-        """The copies of a matrix that the model has once; none of any other weight."""
-        parts = self._parts[name]
-        return () if all(part.required for part in parts) else parts
-
-    def _once(self, tied: Sequence[TensorPart], given: list[Given]) -> list[Given]:
-        """The values of a matrix of which the files have copies.
-
-        Raises:
-            ConfigurationError: they differ.
-        """
-        first, *others = ([one for one in given if one.tensor == part.name] for part in tied)
-        for other in others:
-            if len(first) != len(other) or not all(
+        if len(self._copies) > 1 and (given := self.given.get(_EMBEDDING)):
+            first, second = ([one for one in given if one.span.part.name == name] for name in self._copies)
+            if len(first) != len(second) or not all(
                 one.added == two.added and np.array_equal(one.values, two.values)
-                for one, two in zip(first, other, strict=True)
+                for one, two in zip(first, second, strict=True)
             ):
                 raise ConfigurationError(
                     "the token embedding and the output projection of the files differ, and the model ties "
                     f"them: {_MERGE}"
                 )
-        return first
-
-    def _take_whole(self, key: str, places: Sequence[tuple[Place, TensorPart]]) -> None:
-        """A tensor that replaces the weights that it holds."""
-        for (name, layer), part in places:
-            shape = self._shapes[name]
-            values = self._values(key, part.file_shape(shape))
-            columns = slice(*part.columns.indices(shape[-1])[:2])
-            if part.transposed:
-                values = values[part.first_row : part.first_row + columns.stop - columns.start].T
-            self._give((name, layer), Given(part.name, columns, values, False))
-
-    def _give(self, place: Place, given: Given) -> None:
-        self.given.setdefault(place, []).append(given)
-
-    def _take_factors(self, module: str, places: Sequence[tuple[Place, TensorPart]]) -> None:
-        """A module's adapter, for the weights that the module holds."""
-        (name, _), part = places[0]
-        if len(self._shapes[name]) != 2:
-            raise ConfigurationError(
-                f"the files have an adapter for {module}, and no such module is a matrix"
-            )
-        inputs, width = self._shapes[name]
-        outputs = part.rows or len(range(width)[part.columns])
-        rank, scale = self._settings.of(module)
-        a, b = self._pair(module, KINDS, (rank, inputs), (outputs, rank))
-        whole = Factor(a, b, 0, scale)
-        for (name, layer), part in places:
-            start, stop, _ = part.columns.indices(self._shapes[name][1])
-            own = whole.within(part.first_row, part.first_row + stop - start, start)
-            assert own is not None  # a part has columns
-            if len(places) > 1:
-                own = _without_others(own, b)
-            if own.a.shape[1]:
-                self.factors.setdefault((name, layer), []).append(own)
-
-    def _add_product(self, module: str, places: Sequence[tuple[Place, TensorPart]]) -> None:
-        """An adapter of an embedding or a head, which is added to the weight."""
-        rank, scale = self._settings.of(module)
-        for (name, layer), part in places:
-            rows, width = part.file_shape(self._shapes[name])
-            if key_of(module, KINDS[0]) in self._files.specs:
-                a, b = self._pair(module, KINDS, (rank, width), (rows, rank))
-                product = (a @ b).T
-            else:
-                a, b = self._pair(module, EMBEDDING_KINDS, (rank, rows), (width, rank))
-                product = a @ b
-            product *= np.float32(scale)
-            self._give((name, layer), Given(part.name, slice(0, width), product, True))
+            self.given[_EMBEDDING] = first
 
     def _pair(
         self, module: str, kinds: tuple[str, str], *shapes: tuple[int, int]
@@ -516,46 +526,8 @@ class _Reader:
         return self._files.read(name).astype(np.float32)
 
 
-def _without_others(own: Factor, b: Float32[np.ndarray, "rank outputs"]) -> Factor:
-    """A weight's part of a module's adapter without the ranks that the module's other weights alone use."""
-    used = own.b.any(axis=1) | ~b.any(axis=1)
-    return replace(own, a=own.a[:, used], b=own.b[used])
-
-
-def config_values(
-    settings: Settings, family: Family, targets: Sequence[str], base: str | None
-) -> dict[str, Any]:
-    """The values of adapter_config.json.
-
-    Args:
-        settings: of the adapters, in which the ends of modules' names stand for patterns.
-        family: of the model.
-        targets: the ends of the names of the modules that have adapters.
-        base: the folder or name of the model that the adapters belong to, if it is known.
-    """
-    lora = settings.lora
-    return {
-        "alpha_pattern": {re.escape(end): _number(x) for end, x in settings.alphas.items()},
-        "base_model_name_or_path": base,
-        "bias": settings.bias,
-        "fan_in_fan_out": not family.linear,
-        "inference_mode": True,
-        "lora_alpha": _number(lora.alpha),
-        "lora_dropout": lora.dropout,
-        "modules_to_save": list(settings.saved) or None,
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "rank_pattern": {re.escape(end): x for end, x in settings.ranks.items()},
-        "target_modules": list(targets),
-        "task_type": "CAUSAL_LM",
-        "use_rslora": lora.rslora,
-    }
-
-
-def _number(x: float) -> float | int:
-    return int(x) if x.is_integer() else x
-
-
-def write_config(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write adapter_config.json in an existing folder."""
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def _are_one(factors: Sequence[Factor], columns: int) -> bool:
+    """Whether the adapters of all of a weight's parts have the same A and scale, as if they were one."""
+    first = factors[0]
+    covered = sum(one.b.shape[1] for one in factors) == columns
+    return covered and all(one.scale == first.scale and np.array_equal(one.a, first.a) for one in factors)
