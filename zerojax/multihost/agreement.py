@@ -30,10 +30,7 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return find()
-    text = _answer(find) if jax.process_index() == 0 else b""
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    data = np.frombuffer(text.ljust(length), np.uint8)
-    answer = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
+    answer = gather_from_all(_answer(find) if jax.process_index() == 0 else None)[0]
     if "refused" in answer:
         raise ConfigurationError(answer["refused"])
     return answer["found"]
@@ -53,11 +50,11 @@ def gather_from_all(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
 
 
-def _answer(find: Callable[[], Any]) -> bytes:
+def _answer(find: Callable[[], Any]) -> dict[str, Any]:
     try:
-        return json.dumps({"found": find()}).encode()
+        return {"found": find()}
     except ConfigurationError as error:
-        return json.dumps({"refused": str(error)}).encode()
+        return {"refused": str(error)}
 
 
 class Requests(NamedTuple):

@@ -271,32 +271,18 @@ def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
 
 
 def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:
+    def hop_dict(hop: HopPlan) -> dict[str, Any]:
+        local, node = hop_seconds(hop, cluster)
+        names = ("phase", "axis", "formats", "usual", "local_bytes", "node_bytes")
+        return {name: getattr(hop, name) for name in names} | {"local_seconds": local, "node_seconds": node}
+
     local_bytes, node_bytes = usual_bytes(forecast.hops)
-    hops = [
-        {
-            "phase": hop.phase,
-            "axis": hop.axis,
-            "formats": hop.formats,
-            "usual": hop.usual,
-            "local_bytes": hop.local_bytes,
-            "node_bytes": hop.node_bytes,
-            "local_seconds": hop_seconds(hop, cluster)[0],
-            "node_seconds": hop_seconds(hop, cluster)[1],
-        }
-        for hop in forecast.hops
-    ]
-    return {
-        "name": forecast.name,
-        "fits": forecast.fits,
+    plain = {name: value for name, value in vars(forecast).items() if name != "time"}
+    return plain | {
         "memory": {**forecast.memory.kinds, "total": forecast.memory.total},
-        "hops": hops,
+        "hops": [hop_dict(hop) for hop in forecast.hops],
         "local_bytes": local_bytes,
         "node_bytes": node_bytes,
         "between_nodes": node_bytes * cluster.local,
         "seconds": forecast.time.to_dict(),
-        "tokens_per_second": forecast.tokens_per_second,
-        "mfu": forecast.mfu,
-        "largest": forecast.largest,
-        "largest_mfu": forecast.largest_mfu,
-        "fewest_nodes": forecast.fewest_nodes,
     }

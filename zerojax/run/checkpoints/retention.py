@@ -3,19 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
-
-from orbax.checkpoint import v1 as ocp
 
 from zerojax.run.checkpoints.manifest import Manifest
-
-_orbax = ocp.training.preservation_policies
 
 
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
+
+    Orbax's policies count time by the clock on the wall, and know nothing of frozen weights.
 
     Checkpoints that hold a run's frozen weights or its reference stay. Two, because the newest may hold
     broken weights, which shows only in the step after it; that it was saved proves the weights of the one
@@ -39,47 +35,21 @@ class Retention:
         Args:
             manifests: of the checkpoints, oldest first; at least one. The last is that of the newest.
         """
-        infos = [_Info.of(manifest) for manifest in manifests]
-        now = manifests[-1].record.seconds
-        bases = manifests[-1].record.bases
-        wanted = [
-            [f"checkpoints/{manifest.step}" in bases for manifest in manifests],
-            [
-                self.minutes > 0 and now - manifest.record.seconds < self.minutes * 60
-                for manifest in manifests
-            ],
-            *(
-                policy.should_preserve(infos, context=_orbax.PreservationContext())
-                for policy in self._policies()
-            ),
-        ]
-        return [manifest.step for manifest, *keep in zip(manifests, *wanted, strict=True) if not any(keep)]
-
-    def _policies(self) -> list[Any]:
-        policies: list[Any] = [_orbax.LatestN(self.newest and max(2, self.newest))]
+        if self.newest is None:
+            return []
+        steps = [manifest.step for manifest in manifests]
+        newest = manifests[-1].record
+        kept = {*steps[-max(2, self.newest) :], *_lowest(manifests, self.best)}
+        kept |= {step for step in steps if f"checkpoints/{step}" in newest.bases}
         if self.every:
-            policies.append(_orbax.EveryNSteps(self.every))
-        if self.best:
-            best = _orbax.BestN(
-                get_metric_fn=lambda metrics: metrics["validation_loss"],
-                reverse=True,
-                n=self.best,
-                keep_checkpoints_without_metrics=False,
-            )
-            policies.append(best)
-        return policies
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.minutes:
+            since = newest.seconds - self.minutes * 60
+            kept |= {manifest.step for manifest in manifests if manifest.record.seconds > since}
+        return [step for step in steps if step not in kept]
 
 
-@dataclass(frozen=True)
-class _Info:
-    """A checkpoint as Orbax's policies see it; their "time" is seconds of training."""
-
-    step: int
-    time: datetime
-    metrics: dict[str, float] | None
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "_Info":
-        loss = manifest.record.metrics.get("validation_loss", math.nan)
-        metrics = {"validation_loss": loss} if math.isfinite(loss) else None
-        return cls(manifest.step, datetime.fromtimestamp(manifest.record.seconds, UTC), metrics)
+def _lowest(manifests: Sequence[Manifest], count: int) -> list[int]:
+    """The steps with the lowest validation loss; of equal ones the newest."""
+    losses = [(m.record.metrics.get("validation_loss", math.nan), -m.step) for m in manifests]
+    return [-step for _, step in sorted(found for found in losses if math.isfinite(found[0]))[:count]]
