@@ -38,5 +38,5 @@ def write_masked(folder: Path, documents: Iterable[tuple[list[int], list[int]]])
     path = folder / "train.bin"
     with TokenWriter(path, Ends(1000, 0, 0), masked=True) as writer:
         for tokens, mask in documents:
-            writer.add_masked(np.asarray(tokens, np.uint32), np.asarray(mask, bool), len(tokens))
+            writer.add(np.asarray(tokens, np.uint32), len(tokens), np.asarray(mask, bool))
     return open_tokens(path)

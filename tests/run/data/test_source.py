@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from zerojax.run.data import DataError, open_source
 from zerojax.run.data import formats as formats_module
+from zerojax.run.data.examples import Texts
 
 TEXTS = [f"document {i}: grüße {'word ' * i}\n" for i in range(50)]
 FIXTURES = ROOT / "tests" / "fixtures" / "data"
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def texts(source: Path | str, pattern: str = "**/*", column: str = "text") -> list[str]:
-    return [d.text.decode() for d in open_source(str(source), pattern, column).documents()]
+    return [d.text.decode() for d in open_source(str(source), pattern, Texts(column)).documents()]
 
 
 class TestPlainText:

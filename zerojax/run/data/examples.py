@@ -9,7 +9,15 @@ import numpy as np
 from jaxtyping import Bool, UInt32
 
 from zerojax.run.data.chat_template import ChatTemplate
-from zerojax.run.data.formats import DataError, Document, encode_text, kind_of, read_rows, text_of
+from zerojax.run.data.formats import (
+    DataError,
+    Document,
+    encode_text,
+    kind_of,
+    read_documents,
+    read_rows,
+    text_of,
+)
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.validation.untrusted import parse_json, short
 
@@ -30,7 +38,12 @@ class Encoded(NamedTuple):
 
 
 class Examples(Protocol):
-    """How the rows of a table become documents, and these tokens."""
+    """How the files of a source become documents, and these tokens."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents count in part, and have the tokens that begin and end them."""
+        ...
 
     def read(self, path: Path) -> Iterator[Document]:
         """The documents of a table, with the ranges that count in the loss.
@@ -50,6 +63,23 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Files of plain text, and rows with a text in one column; all of it counts."""
+
+    column: str = "text"
+    masked = False
+
+    def read(self, path: Path) -> Iterator[Document]:
+        """The texts of a file; see ``Examples``."""
+        return read_documents(path, self.column)
+
+    def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
+        """The tokens of texts, without ends; see ``Examples``."""
+        encoded = tokenizer.encode_batch([document.text for document in documents])
+        return [Encoded(tokens, np.ones(len(tokens), bool)) for tokens in encoded]
+
+
+@dataclass(frozen=True)
 class Completions:
     """Rows with a prompt and its completion, each in a column.
 
@@ -60,6 +90,7 @@ class Completions:
 
     prompt: str = "prompt"
     completion: str = "completion"
+    masked = True
 
     def read(self, path: Path) -> Iterator[Document]:
         """The prompts and completions of a table; see ``Examples``."""
@@ -109,6 +140,7 @@ class Conversations:
 
     template: ChatTemplate
     messages: str = "messages"
+    masked = True
 
     def read(self, path: Path) -> Iterator[Document]:
         """The conversations of a table; see ``Examples``."""

@@ -19,7 +19,7 @@ from zerojax.run.data.dataset import (
     part_folders,
     tokenizer_checksum,
 )
-from zerojax.run.data.examples import Completions, Conversations, Examples, text_that_counts
+from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, Texts, text_that_counts
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.progress import TextProgress
 from zerojax.run.data.source import TextSource, open_source
@@ -63,7 +63,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     _check_replaceable(folder)
     template = _template(settings)
     sources = [
-        open_source(one.source, one.pattern or "", one.column or "", _examples(one.kind, settings, template))
+        open_source(one.source, one.pattern or "", _examples(one, settings, template))
         for one in settings.sources
     ]
     limits = [
@@ -147,7 +147,7 @@ def _write_splits(
     with ExitStack() as stack:
         train, validation = (
             stack.enter_context(
-                TokenWriter(folder / f"{split}.bin", tokenizer, checksum, masked=examples is not None)
+                TokenWriter(folder / f"{split}.bin", tokenizer, checksum, masked=examples.masked)
             )
             for split in SPLITS
         )
@@ -160,28 +160,22 @@ def _write_splits(
                     yield document
 
         for documents in _batches(counted()):
-            writers = [validation if rank(document.text) < limit else train for document in documents]
-            tokens = 0
-            if examples is None:
-                encoded = _encode(documents, lambda some: tokenizer.encode_batch([d.text for d in some]))
-                for document, writer, ids in zip(documents, writers, encoded, strict=True):
-                    writer.add(ids, len(document.text))
-                    tokens += len(ids)
-            else:
-                masked = _encode(documents, lambda some: examples.encode(tokenizer, some))
-                for document, writer, (ids, mask) in zip(documents, writers, masked, strict=True):
-                    writer.add_masked(ids, mask, text_that_counts(document))
-                    tokens += len(ids)
-            progress.add(sum(len(document.text) for document in documents), tokens)
+            encoded = _encode(documents, tokenizer, examples)
+            for document, (tokens, mask) in zip(documents, encoded, strict=True):
+                writer = validation if rank(document.text) < limit else train
+                writer.add(tokens, text_that_counts(document), mask if examples.masked else None)
+            progress.add(
+                sum(len(document.text) for document in documents), sum(len(one.tokens) for one in encoded)
+            )
 
 
-def _encode[T](documents: list[Document], encode: Callable[[list[Document]], list[T]]) -> list[T]:
+def _encode(documents: list[Document], tokenizer: Tokenizer, examples: Examples) -> list[Encoded]:
     try:
-        return encode(documents)
+        return examples.encode(tokenizer, documents)
     except DataError:
         for document in documents:  # find the one at fault, to name it
             try:
-                encode([document])
+                examples.encode(tokenizer, [document])
             except DataError as error:
                 raise DataError(f"{document.place}: {error}") from error
         raise
@@ -201,13 +195,13 @@ def _template(settings: DataSection) -> ChatTemplate | None:
     return template
 
 
-def _examples(kind: str | None, settings: DataSection, template: ChatTemplate | None) -> Examples | None:
-    """How the rows of a source become documents; None if they are texts."""
-    if kind == "completion":
+def _examples(one: MixtureSource, settings: DataSection, template: ChatTemplate | None) -> Examples:
+    """How the files of a source become documents."""
+    if one.kind == "completion":
         return Completions(settings.prompt_column, settings.completion_column)
-    if kind == "chat" and template is not None:
+    if one.kind == "chat" and template is not None:
         return Conversations(template, settings.messages_column)
-    return None
+    return Texts(one.column or "")
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

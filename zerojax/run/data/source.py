@@ -1,6 +1,7 @@
 """Text sources: from a source's name to its files, and from files to documents."""
 
 import glob
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -8,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.errors import file_errors
-from zerojax.run.data.examples import Examples
+from zerojax.run.data.examples import Examples, Texts
 from zerojax.run.data.formats import (
     DataError,
     Document,
     cut_document,
     is_table,
-    read_documents,
     user_path,
 )
 from zerojax.validation.untrusted import parse_json
@@ -30,14 +30,12 @@ class TextSource:
     """The files of a text source, in a fixed order.
 
     Attributes:
-        files: sorted; each is a document or a table of documents.
-        column: of a table, that holds the text.
-        examples: how rows become documents if they are not texts.
+        files: sorted.
+        examples: how they become documents.
     """
 
     files: tuple[Path, ...]
-    column: str = "text"
-    examples: Examples | None = None
+    examples: Examples
 
     def documents(self) -> Iterator[Document]:
         """The documents with something to learn, in order.
@@ -53,20 +51,12 @@ class TextSource:
         Raises:
             DataError: a file is damaged; names it and the row.
         """
-        if self.examples is not None:
-            for file in self.files:
-                yield from self.examples.read(file)
-            return
-        if len(self.files) == 1 and not is_table(self.files[0]):
-            yield from cut_document(self.files[0])
-            return
-        for file in self.files:
-            yield from read_documents(file, self.column)
+        if len(self.files) == 1 and not (self.examples.masked or is_table(self.files[0])):
+            return cut_document(self.files[0])
+        return itertools.chain.from_iterable(map(self.examples.read, self.files))
 
 
-def open_source(
-    source: str, pattern: str = "**/*", column: str = "text", examples: Examples | None = None
-) -> TextSource:
+def open_source(source: str, pattern: str = "**/*", examples: Examples | None = None) -> TextSource:
     """Find the files behind a source.
 
     Args:
@@ -74,13 +64,12 @@ def open_source(
             file or folder; or a glob. A folder saved by ``datasets`` is read as that dataset.
         pattern: which files of a folder to take. Hidden files, and files with a NUL byte (neither text nor
             tables), are never taken.
-        column: of JSON lines, Parquet and Arrow files, that holds the text.
-        examples: how rows become documents if they are not texts; ``column`` is then not used.
+        examples: how its files become documents; by default texts, in the column "text" of tables.
 
     Raises:
         DataError: nothing is there, or it holds no text.
     """
-    return TextSource(_find_files(source, pattern), column, examples)
+    return TextSource(_find_files(source, pattern), examples or Texts())
 
 
 def check_source_exists(source: str, pattern: str | None) -> None:

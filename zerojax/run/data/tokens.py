@@ -85,6 +85,20 @@ class TokenFile:
     mask: np.ndarray | None = None
 
 
+class _Checked:
+    """A file that is being written, and the checksum of what is in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self.crc32 = 0
+        self.close = self._file.close
+
+    def write(self, values: np.ndarray, dtype: np.dtype) -> None:
+        raw = values.astype(dtype).tobytes()
+        self._file.write(raw)
+        self.crc32 = zlib.crc32(raw, self.crc32)
+
+
 class TokenWriter:
     """Writes a token file, document by document, and its header at the end if there was no error.
 
@@ -101,7 +115,7 @@ class TokenWriter:
             path: of the .bin file; the others are written beside it.
             tokenizer: its vocabulary decides the dtype.
             tokenizer_crc32: as in the header.
-            masked: write a mask; documents are then added by ``add_masked``.
+            masked: write a mask; every document then comes with one.
 
         Raises:
             DataError: a file cannot be written.
@@ -110,64 +124,52 @@ class TokenWriter:
         self._path = path
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer_crc32 = tokenizer_crc32
-        self._begin, self._end = np.asarray([[tokenizer.begin_of_text], [tokenizer.end_of_text]], np.uint32)
+        self._ends = tokenizer.begin_of_text, tokenizer.end_of_text
         self._shared_ends = tokenizer.begin_of_text == tokenizer.end_of_text and not masked
         self._dtype = next(name for name, t in _DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(t).max)
-        self._documents = self._tokens = self._text_bytes = self._crc = self._lengths_crc = 0
-        self._targets = self._mask_crc = 0
+        self._documents = self._count = self._text_bytes = self._targets = 0
         with self._writing():
-            self._file = path.open("wb")
-            self._lengths = path.with_suffix(".lengths").open("wb")
-            self._mask = path.with_suffix(".mask").open("wb") if masked else None
+            self._tokens = _Checked(path)
+            self._lengths = _Checked(path.with_suffix(".lengths"))
+            self._mask = _Checked(path.with_suffix(".mask")) if masked else None
 
     def __enter__(self) -> Self:
         return self
 
-    def add(self, tokens: UInt32[np.ndarray, " n"], text_bytes: int) -> None:
-        """Add a document: its tokens, without the two ends, and the number of bytes of its text.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        with self._writing():
-            if not (self._shared_ends and self._documents):
-                self._write(self._begin)
-            self._write(tokens)
-            self._write(self._end)
-            self._end_document(len(tokens) + 2, text_bytes)
-
-    def add_masked(
-        self, tokens: UInt32[np.ndarray, " n"], mask: Bool[np.ndarray, " n"], text_bytes: int
+    def add(
+        self,
+        tokens: UInt32[np.ndarray, " n"],
+        text_bytes: int,
+        mask: Bool[np.ndarray, " n"] | None = None,
     ) -> None:
-        """Add a document as it is: its tokens, which of them count, and the bytes of the text that counts.
+        """Add a document.
+
+        Args:
+            tokens: of the document, as they are to stand in a file with a mask; else without the two ends,
+                which are added.
+            text_bytes: of the text that counts in the loss.
+            mask: which tokens count, in a file with a mask.
 
         Raises:
             DataError: the file cannot be written.
         """
-        assert self._mask is not None
-        raw = mask.astype(np.uint8).tobytes()
+        length = len(tokens)
+        if mask is None:
+            begin, end = self._ends
+            first = [] if self._shared_ends and self._documents else [begin]
+            tokens, length = np.concatenate([first, tokens, [end]]), length + 2
         with self._writing():
-            self._write(tokens)
-            self._mask.write(raw)
-            self._end_document(len(tokens), text_bytes)
-        self._mask_crc = zlib.crc32(raw, self._mask_crc)
-        self._targets += int(mask.sum())
+            self._tokens.write(tokens, _DTYPES[self._dtype])
+            self._lengths.write(np.asarray(length), _DTYPES["uint32"])
+            if self._mask is not None and mask is not None:
+                self._mask.write(mask, _DTYPES["uint8"])
+                self._targets += int(mask.sum())
+        self._documents += 1
+        self._count += len(tokens)
+        self._text_bytes += text_bytes
 
     def _writing(self) -> AbstractContextManager[None]:
         return file_errors(self._path, DataError, "cannot write: ")
-
-    def _end_document(self, tokens: int, text_bytes: int) -> None:
-        length = np.asarray(tokens, _DTYPES["uint32"]).tobytes()
-        self._lengths.write(length)
-        self._lengths_crc = zlib.crc32(length, self._lengths_crc)
-        self._documents += 1
-        self._text_bytes += text_bytes
-
-    def _write(self, tokens: np.ndarray) -> None:
-        raw = tokens.astype(_DTYPES[self._dtype]).tobytes()
-        self._file.write(raw)
-        self._crc = zlib.crc32(raw, self._crc)
-        self._tokens += len(tokens)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files, and write the header if there was no error.
@@ -176,26 +178,25 @@ class TokenWriter:
             DataError: there is no document, or the header cannot be written.
         """
         with self._writing():
-            self._file.close()
-            self._lengths.close()
-            if self._mask is not None:
-                self._mask.close()
+            for file in (self._tokens, self._lengths, self._mask):
+                if file is not None:
+                    file.close()
             if error is not None:
                 return
             if not self._documents:
                 raise DataError(f"{self._path}: no tokens: there is no document in this split")
             header = Header(
-                tokens=self._tokens,
+                tokens=self._count,
                 dtype=self._dtype,
-                crc32=self._crc,
+                crc32=self._tokens.crc32,
                 vocab_size=self._vocab_size,
                 documents=self._documents,
                 shared_ends=self._shared_ends,
-                lengths_crc32=self._lengths_crc,
+                lengths_crc32=self._lengths.crc32,
                 text_bytes=self._text_bytes,
                 tokenizer_crc32=self._tokenizer_crc32,
                 targets=None if self._mask is None else self._targets,
-                mask_crc32=None if self._mask is None else self._mask_crc,
+                mask_crc32=None if self._mask is None else self._mask.crc32,
                 empty=self.empty or None,
             )
             # Without a mask, the header is as it was before there were masks.
