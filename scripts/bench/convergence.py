@@ -38,7 +38,8 @@ from zerojax.cli.cluster import joined_cluster
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import RunSetup, is_first
 from zerojax.run.config import DataSection, RunConfig
-from zerojax.run.data import open_dataset, prepare
+from zerojax.run.data.dataset import open_dataset
+from zerojax.run.data.prepare import prepare
 
 EXACT = "zero3"
 DELTA: dict[str, Any] = {

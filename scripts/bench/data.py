@@ -21,16 +21,12 @@ from generation_rows import timed
 
 from zerojax.models.attention import causal_attention
 from zerojax.run.config import DataSection
-from zerojax.run.data import (
-    DatasetPart,
-    PackedRows,
-    TokenFile,
-    TrainBatches,
-    make_rows,
-    open_dataset,
-    open_source,
-    prepare,
-)
+from zerojax.run.data.batches import TrainBatches, make_rows
+from zerojax.run.data.dataset import DatasetPart, open_dataset
+from zerojax.run.data.packing import PackedRows
+from zerojax.run.data.prepare import prepare
+from zerojax.run.data.source import open_source
+from zerojax.run.data.tokens import TokenFile
 
 _MEAN_DOCUMENT = 2000
 

@@ -38,7 +38,8 @@ from zerojax.cli.trained import TrainedRun, open_trained
 from zerojax.comm.reduction import GradientReduction
 from zerojax.models import parameter_count
 from zerojax.run.config import MeshSection, ZeroSection
-from zerojax.run.data import Dataset, TrainBatches, make_rows, open_dataset
+from zerojax.run.data.batches import TrainBatches, make_rows
+from zerojax.run.data.dataset import Dataset, open_dataset
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamShape, make_layout, unflatten
 from zerojax.sharding.mesh import AXES, MeshShape

@@ -8,7 +8,7 @@ from zerojax import ZeroError
 from zerojax.models import parameter_count
 from zerojax.run.build import is_first
 from zerojax.run.config import RunConfig, config_from_dict, config_to_dict
-from zerojax.run.data import Dataset
+from zerojax.run.data.dataset import Dataset
 from zerojax.run.run_dir import write_whole
 
 

@@ -19,7 +19,8 @@ from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, Dataset
+from zerojax.run.data.batches import Batch
+from zerojax.run.data.dataset import Dataset
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.inputs import abstract_batch, make_batches
 from zerojax.run.metrics.queue import MetricsQueue

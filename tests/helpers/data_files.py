@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zerojax.run.data import ByteTokenizer, TokenFile, TokenWriter, open_tokens
+from zerojax.run.data.tokenizer import ByteTokenizer
+from zerojax.run.data.tokens import TokenFile, TokenWriter, open_tokens
 
 
 @dataclass

@@ -12,8 +12,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest, Record
 from zerojax.run.config import RunConfig
-from zerojax.run.data import BPETokenizer, open_template, open_tokenizer, prepare
 from zerojax.run.data.chat_template import CHATML
+from zerojax.run.data.dataset import open_template, open_tokenizer
+from zerojax.run.data.prepare import prepare
+from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run

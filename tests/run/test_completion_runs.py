@@ -21,9 +21,11 @@ from zerojax.generation import Completions, Sampling, continue_text
 from zerojax.run import exact_match as exact_match_module
 from zerojax.run import html_report
 from zerojax.run.config import MeshSection, RunConfig, ZeroSection, load_config
-from zerojax.run.data import BPETokenizer, ByteTokenizer, ChatTemplate, open_dataset, prepare
 from zerojax.run.data.answers import held_out_items
-from zerojax.run.data.chat_template import CHATML
+from zerojax.run.data.chat_template import CHATML, ChatTemplate
+from zerojax.run.data.dataset import open_dataset
+from zerojax.run.data.prepare import prepare
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.exact_match import ExactMatch
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder

@@ -13,7 +13,7 @@ from gradient_errors import Case, Exact
 
 from zerojax.cli.trained import open_trained
 from zerojax.run.config import MeshSection
-from zerojax.run.data import open_dataset
+from zerojax.run.data.dataset import open_dataset
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.interop.huggingface.safetensors_files import SINGLE, SafetensorFiles
 from zerojax.models import GPTConfig
 from zerojax.run.config import MixtureSource, RunConfig, config_to_dict, dump_config, load_config
-from zerojax.run.data import open_source
+from zerojax.run.data.source import open_source
 
 COUNT = 1000
 MEGABYTES = 300

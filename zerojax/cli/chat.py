@@ -12,8 +12,10 @@ from zerojax.cli.sampling import SamplingOptions
 from zerojax.errors import ConfigurationError
 from zerojax.generation import stream
 from zerojax.run.config import RunConfig
-from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.chat_template import ChatTemplate
+from zerojax.run.data.dataset import open_template, open_tokenizer
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 
 _UNFINISHED = "\ufffd"  # of a character whose last bytes have not come yet

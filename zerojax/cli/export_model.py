@@ -25,7 +25,7 @@ from zerojax.interop.huggingface import (
 )
 from zerojax.run.build import check_batch, is_first
 from zerojax.run.config import MeshSection, RunConfig
-from zerojax.run.data import perplexity
+from zerojax.run.data.dataset import perplexity
 from zerojax.run.evaluation import mean_loss, mean_metrics
 from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder

@@ -13,7 +13,7 @@ from zerojax.interop.huggingface import ModelFolder, import_model, run_settings
 from zerojax.models import parameter_count
 from zerojax.run.build import is_first
 from zerojax.run.config import ConfigError, RunConfig, TrainSection, find_config, load_config
-from zerojax.run.data import DataError
+from zerojax.run.data.formats import DataError
 from zerojax.run.run_dir import RunFolder
 
 _NO_TOKENIZER = ""

@@ -14,7 +14,8 @@ from zerojax.interop.huggingface import ModelFolder, ModelReader, is_model, run_
 from zerojax.run import checkpoints
 from zerojax.run.build import check_batch
 from zerojax.run.config import RunConfig, config_from_dict, find_config
-from zerojax.run.data import check_source_exists, tokenizer_file
+from zerojax.run.data.dataset import tokenizer_file
+from zerojax.run.data.source import check_source_exists
 from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.trackers import check_trackers
 

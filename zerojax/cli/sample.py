@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from zerojax.cli.options import read_options
 from zerojax.cli.sampling import SamplingOptions
 from zerojax.generation import continue_text
-from zerojax.run.data import open_tokenizer
+from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 
 

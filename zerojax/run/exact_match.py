@@ -12,8 +12,10 @@ from zerojax.generation import Sampling
 from zerojax.generation.generate import generate_rows
 from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Dataset, Shares, Tokenizer, open_template
 from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
+from zerojax.run.data.dataset import Dataset, open_template
+from zerojax.run.data.mixture import Shares
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.train.state import TrainState
 
 

@@ -10,21 +10,11 @@ from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data import (
-    Batch,
-    ChatTemplate,
-    Dataset,
-    Rows,
-    Tokenizer,
-    TrainBatches,
-    keep_tokenizer,
-    make_rows,
-    open_dataset,
-    open_template,
-    open_tokenizer,
-    prepare,
-    validation_batches,
-)
+from zerojax.run.data.batches import Batch, Rows, TrainBatches, make_rows, validation_batches
+from zerojax.run.data.chat_template import ChatTemplate
+from zerojax.run.data.dataset import Dataset, open_dataset, open_template, open_tokenizer
+from zerojax.run.data.prepare import keep_tokenizer, prepare
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 
 

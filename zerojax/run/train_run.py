@@ -17,7 +17,8 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.run.build import RunSetup, choose_checkpoint, is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, Dataset, TrainBatches
+from zerojax.run.data.batches import Batch, TrainBatches
+from zerojax.run.data.dataset import Dataset
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.exact_match import Answer, ExactMatch, describe_matches, samples_of
 from zerojax.run.inputs import abstract_batch, make_batches, prepare_data

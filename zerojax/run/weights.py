@@ -12,7 +12,9 @@ from zerojax.run.build import RunSetup, is_first
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import MANIFEST
 from zerojax.run.config import RunConfig, config_from_dict
-from zerojax.run.data import DataError, Tokenizer, names_kept_tokenizer, open_tokenizer, same_tokenizer
+from zerojax.run.data.dataset import names_kept_tokenizer, open_tokenizer
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.tokenizer import Tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
 from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
 from zerojax.train.state import TrainState, initial_base

@@ -18,8 +18,8 @@ from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.save import each_tensor, tensor_specs
 from zerojax.run.build import abstract_model
-from zerojax.run.data import BPETokenizer, ChatTemplate
-from zerojax.run.data.chat_template import CHATML
+from zerojax.run.data.chat_template import CHATML, ChatTemplate
+from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import begin_with
 

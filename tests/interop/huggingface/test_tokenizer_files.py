@@ -8,7 +8,8 @@ import tokenizers
 from hf_models import FIXTURES
 
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer, write_tokenizer
-from zerojax.run.data import BPETokenizer, ByteTokenizer, DataError, load_tokenizer
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 TEXT = "the quick brown fox\n all work and no play"
 

@@ -10,8 +10,8 @@ import pytest
 from zerojax.errors import ConfigurationError
 from zerojax.posttrain.data.prompts import Prompts
 from zerojax.run.config import DataSection
-from zerojax.run.data import ByteTokenizer, ChatTemplate
-from zerojax.run.data.chat_template import CHATML
+from zerojax.run.data.chat_template import CHATML, ChatTemplate
+from zerojax.run.data.tokenizer import ByteTokenizer
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

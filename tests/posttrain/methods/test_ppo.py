@@ -24,7 +24,7 @@ from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.checkpoints import Record, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import RunConfig, ZeroSection
-from zerojax.run.data import BPETokenizer
+from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS

@@ -25,7 +25,7 @@ from zerojax.posttrain.settings import check_settings
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Checkpoints, Record
 from zerojax.run.config import LoRASection, RunConfig, config_to_dict
-from zerojax.run.data import BPETokenizer, ByteTokenizer
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS, start_run
 from zerojax.train.memory import device_bytes

@@ -22,9 +22,9 @@ from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.rollout.turns import Episodes, Row
 from zerojax.run.config import RunConfig
-from zerojax.run.data import ByteTokenizer, ChatTemplate
 from zerojax.run.data.answers import AnswerEnd
-from zerojax.run.data.chat_template import CHATML
+from zerojax.run.data.chat_template import CHATML, ChatTemplate
+from zerojax.run.data.tokenizer import ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 
 ENVIRONMENT = """

@@ -23,7 +23,9 @@ from zerojax.errors import RunError, ZeroError
 from zerojax.run.checkpoints import Checkpoints, DamagedError, Record, newest_valid, restore, verify
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config, load_config
-from zerojax.run.data import DataError, open_dataset, prepare
+from zerojax.run.data.dataset import open_dataset
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.prepare import prepare
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun

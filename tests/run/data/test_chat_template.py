@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from environment import ROOT
 
-from zerojax.run.data import ChatTemplate, DataError, find_template
-from zerojax.run.data.chat_template import CHATML, load_template
+from zerojax.run.data.chat_template import CHATML, ChatTemplate, find_template, load_template
+from zerojax.run.data.formats import DataError
 
 FIXTURES = ROOT / "tests" / "fixtures" / "chat"
 KNOWN = json.loads((FIXTURES / "rendered.json").read_text())

@@ -12,21 +12,16 @@ from environment import ROOT
 from pyarrow import parquet
 
 from zerojax.run.config import DataSection, MixtureSource
-from zerojax.run.data import (
-    BPETokenizer,
-    ByteTokenizer,
-    ChatTemplate,
-    DataError,
-    TokenFile,
-    make_rows,
-    open_dataset,
-    open_source,
-    open_tokens,
-    prepare,
-)
 from zerojax.run.data.answers import AnswerEnd, held_out_items
-from zerojax.run.data.chat_template import CHATML
+from zerojax.run.data.batches import make_rows
+from zerojax.run.data.chat_template import CHATML, ChatTemplate
+from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.examples import Completions, Conversations
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.prepare import prepare
+from zerojax.run.data.source import open_source
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
+from zerojax.run.data.tokens import TokenFile, open_tokens
 from zerojax.validation.checksummed_json import load_checked
 
 FIXTURES = ROOT / "tests" / "fixtures" / "chat"

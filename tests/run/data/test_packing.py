@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from data_files import write_documents, write_masked
 
-from zerojax.run.data import DataError, PackedRows, best_fit, make_rows, validation_batches
-from zerojax.run.data.packing import Shortened, shortened
+from zerojax.run.data.batches import make_rows, validation_batches
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.packing import PackedRows, Shortened, best_fit, shortened
 
 END = 999
 

@@ -11,9 +11,10 @@ import pytest
 from environment import ROOT
 from pyarrow import parquet
 
-from zerojax.run.data import DataError, open_source
 from zerojax.run.data import formats as formats_module
 from zerojax.run.data.examples import Texts
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.source import open_source
 
 TEXTS = [f"document {i}: grüße {'word ' * i}\n" for i in range(50)]
 FIXTURES = ROOT / "tests" / "fixtures" / "data"

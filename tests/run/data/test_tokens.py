@@ -12,23 +12,14 @@ import tokenizers
 from data_files import write_documents
 
 from zerojax.run.config import DataSection, MixtureSource
-from zerojax.run.data import (
-    BPETokenizer,
-    ByteTokenizer,
-    DataError,
-    TokenFile,
-    TokenWriter,
-    is_prepared,
-    load_tokenizer,
-    open_dataset,
-    open_source,
-    open_tokens,
-    perplexity,
-    prepare,
-    rank,
-    validation_limit,
-)
 from zerojax.run.data import progress as progress_module
+from zerojax.run.data.dataset import is_prepared, open_dataset, perplexity
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.prepare import prepare
+from zerojax.run.data.source import open_source
+from zerojax.run.data.split import rank, validation_limit
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
+from zerojax.run.data.tokens import TokenFile, TokenWriter, open_tokens
 from zerojax.validation.checksummed_json import dump_checked, load_checked
 
 

@@ -23,9 +23,10 @@ from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, copy_f
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model, is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data import ChatTemplate, Tokenizer, open_template, open_tokenizer
 from zerojax.run.data.answers import AnswerEnd
-from zerojax.run.data.chat_template import TEMPLATE
+from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate
+from zerojax.run.data.dataset import open_template, open_tokenizer
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState, begin_with
 from zerojax.validation.dtypes import dtype_name

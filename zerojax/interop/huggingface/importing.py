@@ -14,8 +14,8 @@ from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
 from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
-from zerojax.run.data import Tokenizer
 from zerojax.run.data.chat_template import TEMPLATE, find_template
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import WeightReader

@@ -9,7 +9,7 @@ from zerojax.interop.huggingface.config_table import FREE
 from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
 from zerojax.models import GPTConfig
-from zerojax.run.data import BPETokenizer
+from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.validation.untrusted import parse_json
 
 CONFIG = "config.json"

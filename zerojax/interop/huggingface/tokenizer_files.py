@@ -7,8 +7,17 @@ from typing import Any
 
 import tokenizers
 
-from zerojax.run.data import BPETokenizer, ByteTokenizer, DataError, Tokenizer
-from zerojax.run.data.tokenizer import END_OF_TEXT, SETTINGS, read_inner, read_settings, special_token
+from zerojax.run.data.formats import DataError
+from zerojax.run.data.tokenizer import (
+    END_OF_TEXT,
+    SETTINGS,
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    read_inner,
+    read_settings,
+    special_token,
+)
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 KEPT = (

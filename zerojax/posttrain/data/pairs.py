@@ -10,10 +10,12 @@ from jaxtyping import Float32, Int32
 
 from zerojax.posttrain.data.prompts import files_of
 from zerojax.run.config import DataSection
-from zerojax.run.data import ChatTemplate, DataError, Document, Tokenizer, evenly_spread, hold_out
 from zerojax.run.data.answers import AnswerEnd, Item
+from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.examples import TOOLS, Completions, Conversations, Encoded, Examples
-from zerojax.run.data.formats import read_rows, text_of
+from zerojax.run.data.formats import DataError, Document, read_rows, text_of
+from zerojax.run.data.split import evenly_spread, hold_out
+from zerojax.run.data.tokenizer import Tokenizer
 
 _AT_ONCE = 1024
 

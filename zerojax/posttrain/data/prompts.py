@@ -9,10 +9,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from zerojax.run.config import DataSection
-from zerojax.run.data import ChatTemplate, DataError, Tokenizer, evenly_spread, hold_out, open_source
-from zerojax.run.data.chat_template import text_of_content
+from zerojax.run.data.chat_template import ChatTemplate, text_of_content
 from zerojax.run.data.examples import TOOLS, checked_messages, checked_tools
-from zerojax.run.data.formats import encode_text, read_rows, text_of
+from zerojax.run.data.formats import DataError, encode_text, read_rows, text_of
+from zerojax.run.data.source import open_source
+from zerojax.run.data.split import evenly_spread, hold_out
+from zerojax.run.data.tokenizer import Tokenizer
 
 
 class Prompt(NamedTuple):

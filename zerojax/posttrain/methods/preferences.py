@@ -29,8 +29,8 @@ from zerojax.posttrain.settings import (
 from zerojax.run.build import RunSetup, choose_checkpoint
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Batch, TrainBatches
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.batches import Batch, TrainBatches
 from zerojax.run.evaluation import mean_metrics
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.inputs import batches_of, kept_tokenizer

@@ -24,7 +24,7 @@ from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
 from zerojax.run.config import LoRASection, RewardFunction, RunConfig, config_from_dict
-from zerojax.run.data import Tokenizer
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
 from zerojax.train.state import TrainState

@@ -16,7 +16,7 @@ from zerojax.posttrain.rollout.rollout import Rows
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
-from zerojax.run.data import open_tokenizer
+from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder, sharding_changes, spelled_out
 from zerojax.run.weights import WeightReader, first_weights, keep_base, needed_base, with_base

@@ -7,7 +7,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.config import RunConfig, config_from_dict
-from zerojax.run.data import Tokenizer, open_tokenizer, same_tokenizer
+from zerojax.run.data.dataset import open_tokenizer
+from zerojax.run.data.tokenizer import Tokenizer, same_tokenizer
 from zerojax.run.run_dir import Resume, RunFolder
 
 

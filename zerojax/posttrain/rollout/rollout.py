@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float32, Int32
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.processes import mean_over_processes
 from zerojax.posttrain.rollout.turns import Row
-from zerojax.run.data import Tokenizer, evenly_spread
+from zerojax.run.data.split import evenly_spread
+from zerojax.run.data.tokenizer import Tokenizer
 
 Rows = dict[str, np.ndarray]
 

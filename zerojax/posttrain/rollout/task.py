@@ -18,8 +18,8 @@ from zerojax.posttrain.rollout.turns import Episodes, Row
 from zerojax.posttrain.settings import longest_prompt, longest_row, rollout_rows
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data import Tokenizer
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader

@@ -10,10 +10,11 @@ from zerojax.errors import ConfigurationError
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.reward.process import LostReward, RefusedReward
-from zerojax.run.data import ChatTemplate, DataError, Tokenizer
 from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.examples import checked_messages
-from zerojax.run.data.formats import encode_text
+from zerojax.run.data.formats import DataError, encode_text
+from zerojax.run.data.tokenizer import Tokenizer
 
 
 @dataclass
