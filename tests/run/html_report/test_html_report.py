@@ -11,7 +11,7 @@ import pytest
 from zerojax.cli import main
 from zerojax.formatting import abbreviated, percent
 from zerojax.run.html_report import read_run_data, render
-from zerojax.run.html_report.charts import Series, draw, smoothed, thinned, ticks
+from zerojax.run.html_report.charts import Chart, Series, smoothed, thinned
 from zerojax.run.run_dir import RunFolder
 
 
@@ -197,33 +197,30 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 class TestCharts:
     def test_the_ends_of_a_line_are_where_they_belong(self) -> None:
-        chart = draw("t", "", [Series("a", [10, 20], [0.0, 5.0])], last_step=20, from_zero=True, width=100)
-        assert chart is not None
-        (line,) = chart.lines
-        assert line["path"] == f"M58 204L88 {204 - 194 * 5 / 5.3:.1f}".removesuffix(".0")
-        assert [label for _, label in chart.y_ticks] == ["0", "1", "2", "3", "4", "5"]
+        line = Series("a", [10, 20], [0.0, 5.0])
+        chart = Chart("t", "", [line], 20, from_zero=True, width=100)
+        assert chart.path(line) == f"M58 204L88 {204 - 194 * 5 / 5.3:.1f}".removesuffix(".0")
+        assert chart.y_ticks == [0, 1, 2, 3, 4, 5]
 
     def test_what_is_not_finite_leaves_a_gap(self) -> None:
-        chart = draw("t", "", [Series("a", [1, 2, 3, 4], [1.0, None, 2.0, 3.0])], last_step=4)
-        assert chart is not None
-        assert re.findall("[ML]", chart.lines[0]["path"]) == ["M", "M", "L"]
-        assert draw("t", "", [Series("a", [1, 2], [None, None])], last_step=2) is None
+        line = Series("a", [1, 2, 3, 4], [1.0, None, 2.0, 3.0])
+        assert re.findall("[ML]", Chart("t", "", [line], 4).path(line)) == ["M", "M", "L"]
+        assert not Chart("t", "", [Series("a", [1, 2], [None, None])], 2).known.size
 
     def test_logarithms_leave_out_what_has_none(self) -> None:
-        chart = draw("t", "", [Series("a", [1, 2, 3], [0.01, 0.0, 100.0])], last_step=3, log=True)
-        assert chart is not None
-        assert {"0.1", "1", "10"} <= {label for _, label in chart.y_ticks}
-        assert re.findall("[ML]", chart.lines[0]["path"]) == ["M", "M"]
+        line = Series("a", [1, 2, 3], [0.01, 0.0, 100.0])
+        chart = Chart("t", "", [line], 3, log=True)
+        assert {0.1, 1, 10} <= {*chart.y_ticks}
+        assert re.findall("[ML]", chart.path(line)) == ["M", "M"]
 
     def test_equal_values(self) -> None:
-        chart = draw("t", "", [Series("a", [1, 2], [0.0, 0.0])], last_step=2)
-        assert chart is not None
-        assert "nan" not in chart.lines[0]["path"]
+        line = Series("a", [1, 2], [0.0, 0.0])
+        assert "nan" not in Chart("t", "", [line], 2).path(line)
 
     def test_thinning_keeps_every_peak(self) -> None:
         values: list[float | None] = [1.0] * 10_000
         values[1234], values[8765], values[5000] = 99.0, -99.0, None
-        steps, kept = thinned(range(10_000), values)
+        steps, kept = thinned(range(10_000), Series("a", range(10_000), values).numbers)
         assert len(steps) <= 600
         assert {99.0, -99.0} <= set(kept)
         assert steps == sorted(steps)
@@ -234,16 +231,12 @@ class TestCharts:
         values: list[float | None] = [100.0] * 1000
         values[50] = 1e9
         _, line = smoothed("x", range(1000), values, rate=True)
-        assert max(v for v in line.values if v is not None) < 110
+        assert line.numbers.max() < 110
 
     def test_a_smoothed_line_does_not_lag(self) -> None:
         falling: list[float | None] = [500.0 - i for i in range(500)]
         _, line = smoothed("x", range(500), falling)
-        assert list(line.values)[10:-10] == pytest.approx(falling[10:-10])
-
-    def test_ticks(self) -> None:
-        assert ticks(0, 100, 5) == [0, 20, 40, 60, 80, 100]
-        assert ticks(0.12, 0.31, 4) == [0.15, 0.2, 0.25, 0.3]
+        assert line.numbers[10:-10].tolist() == pytest.approx(falling[10:-10])
 
     @pytest.mark.parametrize(
         ("value", "text"),

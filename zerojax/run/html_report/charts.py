@@ -3,7 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float64
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from zerojax.formatting import abbreviated
 
@@ -13,8 +18,10 @@ _POINTS = 500
 # A smoothed line is a mean over a hundredth of the steps to either side: centred, it does not lag behind.
 _WINDOWS = 100
 _SMOOTHED_FROM = 60
+_ROUND = (1, 2, 5, 10)
+"""Ticks are one of these times a power of ten apart."""
 
-Values = Sequence[float | None]
+Values = Float64[np.ndarray, " points"]
 
 
 @dataclass(frozen=True)
@@ -24,123 +31,133 @@ class Series:
     Attributes:
         name: in the legend.
         steps: along x.
-        values: along y; None leaves a gap.
+        values: along y; None or nan leaves a gap.
         look: "line"; "dots" joins few points and marks each; "faint" is the original of a smoothed line.
     """
 
     name: str
     steps: Sequence[int]
-    values: Values
+    values: Sequence[float | None] | Values
     look: Literal["line", "dots", "faint"] = "line"
+
+    @property
+    def numbers(self) -> Values:
+        """The values, nan for gaps."""
+        return np.array(self.values, np.float64)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, ready for the page.
+    """A chart that the page draws.
 
     Attributes:
         title: above it.
-        unit: beside the title.
-        width: of the box, in its own units.
-        height: likewise.
-        lines: the drawing of each series: name, look, path, dots.
-        x_ticks: (position, label).
-        y_ticks: likewise.
-        marks: positions along x of skipped steps.
-        restarts: positions along x of the steps from which the run resumed.
-        data: the values that the page shows under the pointer.
-    """
-
-    title: str
-    unit: str
-    width: int
-    height: int
-    lines: list[dict[str, Any]]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    marks: list[float]
-    restarts: list[float]
-    data: dict[str, Any]
-
-
-def draw(
-    title: str,
-    unit: str,
-    series: Sequence[Series],
-    *,
-    label: Callable[[float], str] | None = None,
-    last_step: int,
-    log: bool = False,
-    from_zero: bool = False,
-    capped: bool = False,
-    marks: Sequence[int] = (),
-    restarts: Sequence[int] = (),
-    width: int = 560,
-    height: int = 230,
-) -> Chart | None:
-    """Lay out a chart; None if no series has a finite value.
-
-    Args:
-        title: of the chart.
-        unit: of y.
+        unit: of y, beside the title.
         series: the lines.
-        label: formats a value of y.
         last_step: the end of x.
+        label: formats a value of y.
         log: whether y is logarithmic; values that are not positive are left out.
         from_zero: whether y begins at zero.
         capped: whether y ends at twice its median: a few far outliers are drawn at the edge.
         marks: steps to mark as skipped.
         restarts: steps to mark as those from which the run resumed.
-        width: of the box.
-        height: of the box.
+        width: of the box, in its own units.
+        height: likewise.
     """
-    label = label or abbreviated
-    if log:
-        series = [replace(s, values=[v if v and v > 0 else None for v in s.values]) for s in series]
-    known = [v for s in series for v in s.values if v is not None]
-    if not known:
-        return None
-    if capped:
-        cap = 2 * sorted(known)[len(known) // 2]
-        series = [replace(s, values=[v if v is None else min(v, cap) for v in s.values]) for s in series]
-        known = [min(v, cap) for v in known]
-    low, high = _range(known, log=log, from_zero=from_zero)
-    first = min(s.steps[0] for s in series if s.steps)
-    first = 0 if first == 1 else first
-    span = max(1, last_step - first)
 
-    def x_of(step: float) -> float:
-        return round(LEFT + (step - first) / span * (width - LEFT - RIGHT), 1)
+    title: str
+    unit: str
+    series: Sequence[Series]
+    last_step: int
+    label: Callable[[float], str] = abbreviated
+    log: bool = False
+    from_zero: bool = False
+    capped: bool = False
+    marks: Sequence[int] = ()
+    restarts: Sequence[int] = ()
+    width: int = 560
+    height: int = 230
 
-    def y_of(value: float) -> float:
-        share = (_at(value, log) - _at(low, log)) / (_at(high, log) - _at(low, log))
-        return round(height - BOTTOM - share * (height - TOP - BOTTOM), 1)
+    @cached_property
+    def known(self) -> Values:
+        """The values that can be drawn."""
+        values = np.concatenate([one.numbers for one in self.series] or [np.empty(0)])
+        return values[values > 0] if self.log else values[~np.isnan(values)]
 
-    lines, shown = [], []
-    for one in series:
-        steps, values = thinned(one.steps, one.values)
-        points = [None if v is None else (x_of(s), y_of(v)) for s, v in zip(steps, values, strict=True)]
-        dots = [point for point in points if point] if one.look == "dots" else []
-        lines.append({"name": one.name, "look": one.look, "path": _path(points), "dots": dots})
-        if one.look != "faint":
-            kept = [(s, v) for s, v in zip(steps, values, strict=True) if v is not None]
-            points = [[s, x_of(s), y_of(v), label(v)] for s, v in kept]
-            shown.append({"name": one.name, "points": points})
-    return Chart(
-        title,
-        unit,
-        width,
-        height,
-        lines,
-        x_ticks=[(x_of(s), f"{s:,.0f}") for s in ticks(first, last_step, 6) if s == int(s)],
-        y_ticks=[(y_of(v), label(v)) for v in (_log_ticks(low, high) if log else ticks(low, high, 5))],
-        marks=[x_of(step) for step in marks],
-        restarts=[x_of(step) for step in restarts],
-        data={"series": shown},
-    )
+    @cached_property
+    def cap(self) -> float:
+        """The largest value that is drawn where it is."""
+        return 2 * float(np.sort(self.known)[self.known.size // 2]) if self.capped else math.inf
+
+    @cached_property
+    def range(self) -> tuple[float, float]:
+        """The ends of y."""
+        low, high = float(self.known.min()), min(float(self.known.max()), self.cap)
+        if self.log:
+            return low * 0.9, high * 1.1
+        low = min(0.0, low) if self.from_zero else low
+        margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        return (low if self.from_zero and low == 0 else low - margin), high + margin
+
+    @cached_property
+    def first_step(self) -> int:
+        """The beginning of x."""
+        first = min(one.steps[0] for one in self.series if one.steps)
+        return 0 if first == 1 else first
+
+    def x(self, step: float) -> float:
+        """The place of a step."""
+        share = (step - self.first_step) / max(1, self.last_step - self.first_step)
+        return round(LEFT + share * (self.width - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        """The place of a value."""
+        low, high, at = (math.log10(x) if self.log else x for x in (*self.range, min(value, self.cap)))
+        return round(self.height - BOTTOM - (at - low) / (high - low) * (self.height - TOP - BOTTOM), 1)
+
+    @property
+    def x_ticks(self) -> list[int]:
+        """Round steps."""
+        locator = MaxNLocator(7, steps=_ROUND, integer=True)
+        found = locator.tick_values(self.first_step, max(self.last_step, self.first_step + 1))
+        return [int(step) for step in found if self.first_step <= step <= self.last_step]
+
+    @property
+    def y_ticks(self) -> list[float]:
+        """Round values."""
+        low, high = self.range
+        decades = LogLocator(subs=(1,) if high > 1e3 * low else _ROUND[:3])
+        locator = decades if self.log else MaxNLocator(6, steps=_ROUND)
+        return [float(value) for value in locator.tick_values(low, high) if low <= value <= high]
+
+    def points(self, one: Series) -> list[tuple[int, float, float, str] | None]:
+        """Step, place and label of each point of a line; None for a gap."""
+        return [
+            (step, self.x(step), self.y(value), self.label(min(value, self.cap)))
+            if (value > 0 if self.log else not math.isnan(value))
+            else None
+            for step, value in zip(*thinned(one.steps, one.numbers), strict=True)
+        ]
+
+    def path(self, one: Series) -> str:
+        """An SVG path that lifts the pen at each gap."""
+        parts, drawing = [], False
+        for point in self.points(one):
+            if point is not None:
+                parts.append(f"{'L' if drawing else 'M'}{point[1]:g} {point[2]:g}")
+            drawing = point is not None
+        return "".join(parts)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The values that the page shows under the pointer."""
+        shown = [one for one in self.series if one.look != "faint"]
+        return {"series": [{"name": s.name, "points": [p for p in self.points(s) if p]} for s in shown]}
 
 
-def smoothed(name: str, steps: Sequence[int], values: Values, *, rate: bool = False) -> list[Series]:
+def smoothed(
+    name: str, steps: Sequence[int], values: Sequence[float | None], *, rate: bool = False
+) -> list[Series]:
     """Split a noisy line into all of it, faint, and its moving mean; a short line stays as it is.
 
     Args:
@@ -149,76 +166,29 @@ def smoothed(name: str, steps: Sequence[int], values: Values, *, rate: bool = Fa
         values: along y.
         rate: whether the values are per second: then the seconds are averaged.
     """
+    line = Series(name, steps, values)
     if len(values) < _SMOOTHED_FROM:
-        return [Series(name, steps, values)]
-    reach = max(1, len(values) // _WINDOWS)
-    sums, counts = [0.0], [0]
-    for value in values:
-        known = value is not None and (value > 0 or not rate)
-        sums.append(sums[-1] + ((1 / value if rate else value) if value is not None and known else 0.0))
-        counts.append(counts[-1] + known)
-    averages: list[float | None] = []
-    for i, value in enumerate(values):
-        first, end = max(0, i - reach), min(len(values), i + reach + 1)
-        count = counts[end] - counts[first]
-        mean = (sums[end] - sums[first]) / count if count and value is not None else None
-        averages.append(1 / mean if rate and mean else mean)
-    return [Series(name, steps, values, "faint"), Series(f"{name} (smoothed)", steps, averages)]
+        return [line]
+    numbers = line.numbers
+    known: Bool[np.ndarray, " points"] = numbers > 0 if rate else ~np.isnan(numbers)
+    terms = np.zeros_like(numbers)
+    terms[known] = 1 / numbers[known] if rate else numbers[known]
+    window = np.ones(2 * max(1, len(values) // _WINDOWS) + 1)
+    count = np.convolve(known, window, "same")
+    means = np.convolve(terms, window, "same") / np.where(count, count, np.nan)
+    means = np.where(np.isnan(numbers), np.nan, 1 / means if rate else means)
+    return [replace(line, look="faint"), Series(f"{name} (smoothed)", steps, means)]
 
 
-def thinned(steps: Sequence[int], values: Values) -> tuple[list[int], list[float | None]]:
+def thinned(steps: Sequence[int], values: Values) -> tuple[list[int], list[float]]:
     """At most some hundreds of points: the lowest and the highest of each stretch, so no peak is lost."""
     if len(steps) <= _POINTS:
-        return list(steps), list(values)
+        return list(steps), values.tolist()
     stretch = math.ceil(2 * len(steps) / _POINTS)
-    kept: set[int] = {0, len(steps) - 1}
+    kept = {0, len(steps) - 1}
     for start in range(0, len(steps), stretch):
-        own = range(start, min(start + stretch, len(steps)))
-        finite = [(v, i) for i in own if (v := values[i]) is not None]
-        kept |= {min(finite)[1], max(finite)[1]} if finite else {start}
+        own = values[start : start + stretch]
+        gaps = np.isnan(own).all()
+        kept |= {start} if gaps else {start + int(np.nanargmin(own)), start + int(np.nanargmax(own))}
     chosen = sorted(kept)
-    return [steps[i] for i in chosen], [values[i] for i in chosen]
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) from low to high."""
-    if high <= low:
-        return [low]
-    raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    apart = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.75 * raw)
-    first = math.ceil(low / apart - 1e-9)
-    return [round(i * apart, 12) for i in range(first, math.floor(high / apart + 1e-9) + 1)]
-
-
-def _range(values: Sequence[float], *, log: bool, from_zero: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if log:
-        return (low * 0.9, high * 1.1)
-    if from_zero:
-        low = min(0.0, low)
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return (low if from_zero and low == 0 else low - margin), high + margin
-
-
-def _at(value: float, log: bool) -> float:
-    return math.log10(value) if log else value
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1,), (1, 3), (1, 2, 5)):
-        found = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
-        if len(found) >= 3:
-            return found[:: max(1, len(found) // 6)]
-    return ticks(low, high, 4)
-
-
-def _path(points: Sequence[tuple[float, float] | None]) -> str:
-    """An SVG path that lifts the pen at each None."""
-    parts, drawing = [], False
-    for point in points:
-        if point is not None:
-            parts.append(f"{'L' if drawing else 'M'}{point[0]:g} {point[1]:g}")
-        drawing = point is not None
-    return "".join(parts)
+    return [steps[i] for i in chosen], values[chosen].tolist()

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from zerojax.formatting import abbreviated, percent, size
-from zerojax.run.html_report.charts import Chart, Series, draw, smoothed
+from zerojax.run.html_report.charts import Chart, Series, smoothed
 from zerojax.run.html_report.run_data import RunData
 from zerojax.validation.bounds import is_time
 
@@ -146,10 +146,12 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
 
 
 def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **options: Any) -> Chart | None:
+    """A chart; None if no series has a finite value."""
     last = run.steps[-1]["step"] if run.steps else 0
-    restarts = [one["step"] for one in run.sessions if isinstance(one.get("step"), int) and one["step"] > 0]
-    inside = [step for step in restarts if step <= last]
-    return draw(title, unit, [s for s in series if s.steps], last_step=last, restarts=inside, **options)
+    restarts = [one["step"] for one in run.sessions if isinstance(one.get("step"), int)]
+    inside = [step for step in restarts if 0 < step <= last]
+    chart = Chart(title, unit, [s for s in series if s.steps], last, restarts=inside, **options)
+    return chart if chart.known.size else None
 
 
 def _hops(run: RunData) -> dict[str, Any] | None:
