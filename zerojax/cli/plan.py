@@ -11,7 +11,6 @@ from zerojax.analysis.plan import plan_state
 from zerojax.analysis.plan.cluster import MEMORY_FRACTION, Cluster
 from zerojax.analysis.plan.outlook import Outlook, foresee
 from zerojax.analysis.plan.outlook_tables import outlook_tables
-from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
@@ -97,6 +96,9 @@ def _predict(options: Options, gpu: str) -> None:
     cluster = _cluster(options, gpu)
     outlook = _outlook(options, cluster)
     if options.picture is not None:
+        # Matplotlib takes longer to import than all of zerojax: no other command waits for it.
+        from zerojax.analysis.plan.picture import draw_outlook
+
         draw_outlook(outlook, options.picture, Path(options.config).stem)
     print(
         json.dumps(outlook.to_dict(), indent=2)

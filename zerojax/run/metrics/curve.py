@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 
 def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw training and validation loss against steps, as PNG.
@@ -15,6 +13,9 @@ def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> 
         path: of the PNG file.
         title: above the curve.
     """
+    # It takes longer to import than all of zerojax, and most commands draw nothing.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     trained = [line for line in steps if line.get("loss") is not None]
