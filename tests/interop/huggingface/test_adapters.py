@@ -28,7 +28,7 @@ from zerojax.interop.huggingface import (
     load_adapter,
     load_weights,
 )
-from zerojax.interop.huggingface.peft_files import spans_of, target_modules
+from zerojax.interop.huggingface.peft_files import target_modules, tensors_of_model
 from zerojax.interop.huggingface.save import each_tensor, gather_layer
 from zerojax.matmul.lora import A, B
 from zerojax.models import GPT, GPTConfig, lm_loss
@@ -469,8 +469,8 @@ def test_the_settings_of_a_run_can_hold_an_adapter():
 @pytest.mark.parametrize("folder", sorted((FIXTURES / "families").iterdir()), ids=lambda folder: folder.name)
 def test_every_family_has_modules_for_all_weights(folder: Path):
     source = ModelFolder.open(folder)
-    spans = spans_of(source.family, source.model)
+    parts = tensors_of_model(source.family, source.model)
     kept = {name for name in tensors(folder) if not source.family.is_buffer(name)}
-    assert kept <= spans.keys()
-    fused = {name.split(".")[-2] for name, own in spans.items() if len(own) > 1}
+    assert kept <= parts.keys()
+    fused = {name.split(".")[-2] for name, own in parts.items() if len(own) > 1}
     assert fused <= ({"gate_up_proj"} if source.family.model_type in ("phi3", "glm", "glm4") else set())

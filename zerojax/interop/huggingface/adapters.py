@@ -19,14 +19,14 @@ from zerojax.interop.huggingface.peft_files import (
     PeftAdapter,
     Place,
     Settings,
-    Span,
+    Tensor,
     alpha_for,
     key_of,
     module_of,
     path_pattern,
     side_by_side,
-    spans_of,
     target_modules,
+    tensors_of_model,
     weight_shapes,
     whole_keys,
     within,
@@ -87,9 +87,10 @@ def export_adapter(
     if (lora := spec.lora) is None:
         raise ConfigurationError("there are no adapters to export: the state was created without lora=")
     own = _family(spec, model, base, family)
-    spans = spans_of(own, model)
-    adapted, trained = ([x for x in spans if has(spec, spans[x])] for has in (_is_adapted, _is_trained))
-    modules, targets = [*map(module_of, spans)], [*map(module_of, adapted)]
+    parts = tensors_of_model(own, model)
+    adapted = [tensor for tensor in parts if _is_adapted(spec, parts[tensor])]
+    trained = [tensor for tensor in parts if _is_trained(spec, parts[tensor])]
+    modules, targets = list(map(module_of, parts)), list(map(module_of, adapted))
     whole = {module_of(tensor) for tensor in trained if not tensor.endswith(".bias")}
     if both := sorted(whole & {*targets}):
         raise ConfigurationError(
@@ -101,13 +102,13 @@ def export_adapter(
     values = from_tree(gather_adapters(state))
     ranks, alphas, tensors = dict[str, int](), dict[str, float](), dict[str, np.ndarray]()
     for tensor, module in zip(adapted, targets, strict=True):
-        factors = [factor for span in spans[tensor] for factor in _factors_within(spec, span, values)]
-        a, b = side_by_side(factors, spans[tensor][0].outputs, factors[0].scale)
+        factors = [factor for part in parts[tensor] for factor in _factors_within(spec, part, values)]
+        a, b = side_by_side(factors, parts[tensor][0].outputs, factors[0].scale)
         tensors |= {key_of(module, name): x.T for name, x in zip(KINDS, (a, b), strict=True)}
         ranks[module], alphas[module] = len(b), alpha_for(lora, len(b), factors[0].scale)
-    for tensor in spans:
+    for tensor in parts:
         if tensor in trained or module_of(tensor) in whole:
-            tensors[whole_keys(tensor)[module_of(tensor) in targets]] = _whole(state, spans[tensor])
+            tensors[whole_keys(tensor)[module_of(tensor) in targets]] = _whole(state, parts[tensor])
     settings = Settings(
         lora,
         _by_ends(ranks, lora.rank),
@@ -225,8 +226,7 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
     """The family whose names an export has."""
     if named is not None:
         family = FAMILIES.get(named)
-        lacking = family is None or weight_shapes(model).keys() - family.parts(model, "").keys()
-        if family is None or lacking:
+        if family is None or weight_shapes(model).keys() - family.parts(model, "").keys():
             known = ", ".join(one.model_type for one in fitting(model))
             raise ConfigurationError(f"family={named!r} does not fit this model, only {known}")
         return family
@@ -235,8 +235,8 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
     first, _ = describe_model(model)
 
     def written(family: Family) -> set[str]:
-        spans = spans_of(family, model)
-        return {x for x, own in spans.items() if _is_adapted(spec, own) or _is_trained(spec, own)}
+        parts = tensors_of_model(family, model)
+        return {x for x, own in parts.items() if _is_adapted(spec, own) or _is_trained(spec, own)}
 
     if others := [family for family in fitting(model) if written(family) != written(first)]:
         raise ConfigurationError(
@@ -259,32 +259,32 @@ def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
     )
 
 
-def _pieces_in(spec: TrainSpec, span: Span) -> list[Piece]:
-    """The adapters that some of a span's columns have."""
-    leaf, _ = _leaves(spec)[span.place]
+def _pieces_in(spec: TrainSpec, part: Tensor) -> list[Piece]:
+    """The adapters that some of a part's columns have."""
+    leaf, _ = _leaves(spec)[part.place]
     if spec.lora is None or leaf.path not in spec.adapters:
         return []
-    pieces = spec.lora.pieces_of(leaf.name, leaf.shape[-1])
-    return [one for one in pieces if one.columns.start < span.stop and span.start < one.columns.stop]
+    pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
+    return [one for one in pieces if one.columns.start < own.stop and own.start < one.columns.stop]
 
 
-def _is_adapted(spec: TrainSpec, spans: Iterable[Span]) -> bool:
-    return any(_pieces_in(spec, span) for span in spans)
+def _is_adapted(spec: TrainSpec, parts: Iterable[Tensor]) -> bool:
+    return any(_pieces_in(spec, part) for part in parts)
 
 
-def _is_trained(spec: TrainSpec, spans: Iterable[Span]) -> bool:
-    return any(not _leaves(spec)[span.place][0].frozen for span in spans)
+def _is_trained(spec: TrainSpec, parts: Iterable[Tensor]) -> bool:
+    return any(not _leaves(spec)[part.place][0].frozen for part in parts)
 
 
-def _factors_within(spec: TrainSpec, span: Span, values: Arrays) -> list[Factor]:
-    """The adapters of a span, for the columns of its tensor's module."""
-    leaf, layer = _leaves(spec)[span.place]
+def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Factor]:
+    """The adapters of a part, for the columns of its tensor's module."""
+    leaf, layer = _leaves(spec)[part.place]
     factors = []
-    for piece in _pieces_in(spec, span):
+    for piece in _pieces_in(spec, part):
         a, b = (values[*leaf.path, name][() if layer is None else layer] for name in (A, B))
         columns = piece.columns
         factors.append(Factor(a[:, piece.ranks], b[: piece.rank, columns], columns.start, piece.scale))
-    return within(factors, span.start, span.stop, span.part.first_row)
+    return within(factors, part.columns, part.rows.start)
 
 
 def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
@@ -296,13 +296,13 @@ def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
     return dict(sorted(found.items()))
 
 
-def _whole(state: TrainState, spans: Sequence[Span]) -> Float32[np.ndarray, "..."]:
+def _whole(state: TrainState, parts: Sequence[Tensor]) -> Float32[np.ndarray, "..."]:
     """A tensor of the model, of the weights that it holds, decoded if they are frozen."""
     stored = from_tree(state.params) | from_tree(state.frozen)
     rows = []
-    for span in sorted(spans, key=lambda span: span.part.first_row):
-        leaf, layer = _leaves(state.spec)[span.place]
-        rows.append(span.of(gather_layer(state.spec, leaf, stored[leaf.path], layer)))
+    for part in sorted(parts, key=lambda part: part.rows.start):
+        leaf, layer = _leaves(state.spec)[part.place]
+        rows.append(part.of(gather_layer(state.spec, leaf, stored[leaf.path], layer)))
     return np.concatenate(rows)
 
 
@@ -326,7 +326,7 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
             )
         held = 0
         for piece in lora.pieces_of(leaf.name, leaf.shape[-1]):
-            own = within(factors, piece.columns.start, piece.columns.stop)
+            own = within(factors, piece.columns)
             held += sum(one.b.shape[1] for one in own)
             needed = side_by_side(own, leaf.shape[-1], 1.0)[0].shape[1] if own else 0
             if needed > piece.rank:
@@ -353,9 +353,9 @@ def _fill(spec: TrainSpec, leaf: ParamLayout, a: np.ndarray, b: np.ndarray, fact
     assert spec.lora is not None
     b[...] = 0
     for piece in spec.lora.pieces_of(leaf.name, leaf.shape[-1]):
-        start, stop = piece.columns.start, piece.columns.stop
-        if own := within(factors, start, stop):
-            first, second = side_by_side(own, stop - start, piece.scale)
+        if own := within(factors, piece.columns):
+            width = piece.columns.stop - piece.columns.start
+            first, second = side_by_side(own, width, piece.scale)
             a[:, piece.ranks.start :][:, : len(second)] = first
             b[: len(second), piece.columns] = second
 
@@ -366,8 +366,8 @@ def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Flo
     layers = []
     for layer in layers_of(leaf):
         values = np.array(gather_layer(state.spec, leaf, stored, layer))
-        for span, own, added in found.given.get(place_of(leaf, layer), []):
-            columns = values[..., span.start : span.stop]
+        for part, own, added in found.given.get(place_of(leaf, layer), []):
+            columns = values[..., part.columns]
             columns[...] = own + columns * added
         layers.append(values)
     return np.stack(layers) if leaf.stack else layers[0]

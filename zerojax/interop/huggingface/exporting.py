@@ -139,7 +139,7 @@ def export_model(
             if writer is None or name not in target.specs:
                 continue
             spec = target.specs[name]
-            first = tensor.part.first_row
+            first = tensor.rows.start
             if how is not None and name in quantized:
                 for part, array in how.encode(name, values, spec).items():
                     if not (first and part.endswith("_shape")):  # that of the tensor is there

@@ -1,7 +1,6 @@
 """Loads Hugging Face files straight into shards: of each leaf, only the local devices' parts are read."""
 
 import dataclasses
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -15,9 +14,9 @@ from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,
-    layer_tensors,
     layers_of,
     place_of,
+    tensors_at,
     tensors_of,
 )
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
@@ -204,23 +203,22 @@ def _flat_part(
     leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
     """Elements [start, stop) of one layer, flat and padded, cut from whole rows."""
-    width = leaf.shape[-1] if leaf.shape else 1
+    width = leaf.shape[-1]
     end = min(stop, leaf.size)
     first, last = start // width, -(-end // width)
     flat = np.zeros(stop - start, np.float32)
     if end <= start:
         return flat
     rows = np.empty((last - first, width), np.float32)
-    for tensor in layer_tensors(leaf, layer, parts):
+    for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
         if tensor.name not in files.specs:
             continue
-        columns = len(range(width)[tensor.part.columns])
-        values = _read_rows(tensor, slice(first, last), columns, files).astype(np.float32)
-        if not tensor.part.required and not np.array_equal(values, rows[:, tensor.part.columns]):
+        values = _read_rows(tensor, slice(first, last), files).astype(np.float32)
+        if not tensor.part.required and not np.array_equal(values, rows[:, tensor.columns]):
             raise ConfigurationError(
                 f"{tensor.name} differs from the token embedding, although the config ties them"
             )
-        _copy(values, rows[:, tensor.part.columns])
+        _copy(values, rows[:, tensor.columns])
     flat[: end - start] = rows.reshape(-1)[start - first * width : end - first * width]
     return flat
 
@@ -240,11 +238,10 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
         list(threads.map(rows, range(0, len(values), _TILE)))
 
 
-def _read_rows(tensor: Tensor, rows: slice, columns: int, files: Files) -> np.ndarray:
-    """Some rows of a leaf's matrix (a vector is one row) of ``columns`` columns, from one tensor."""
+def _read_rows(tensor: Tensor, rows: slice, files: Files) -> np.ndarray:
+    """Some rows of a leaf's matrix (a vector is one row), from one tensor."""
     if len(tensor.shape) < 2:
-        return files.read(tensor.name).reshape(1, math.prod(tensor.shape))
+        return files.read(tensor.name).reshape(1, -1)
     if tensor.part.transposed:
-        first = tensor.part.first_row
-        return files.read(tensor.name, slice(first, first + columns), rows).T
+        return files.read(tensor.name, tensor.rows, rows).T
     return files.read(tensor.name, rows, slice(None))

@@ -8,10 +8,14 @@ not. A transposed tensor may hold those of other leaves as well.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from zerojax.models import GPTConfig
 from zerojax.sharding.layout import ParamLayout
 
 Shape = tuple[int, ...]
+Place = tuple[str, int | None]
+"""The name of a weight in ``TensorParts``, and the index of its block, if it is in one."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,6 @@ class TensorPart:
     required: bool = True
     first_row: int = 0
     rows: int | None = None
-
-    @property
-    def columns(self) -> slice:
-        """The range of columns."""
-        return slice(self.start, self.stop)
-
-    def file_shape(self, leaf_shape: Shape) -> Shape:
-        """The tensor's shape in a file, for a leaf of the given shape (of one layer)."""
-        *rows, width = leaf_shape
-        shape = (*rows, self.rows or len(range(width)[self.columns]))
-        return shape[::-1] if self.transposed else shape
 
 
 TensorParts = dict[str, tuple[TensorPart, ...]]
@@ -139,21 +132,51 @@ def _embeddings(name: str, *, tied: bool) -> TensorParts:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, and its place in the model.
+    """A tensor of a file, and the columns that it holds of a weight.
 
     Attributes:
         name: in the file.
-        shape: in the file.
-        leaf: that it is a part of.
-        layer: index among the leaf's stacked layers, or None.
-        part: its columns of the leaf.
+        place: the weight.
+        weight: the weight's shape (of one layer).
+        part: its columns of the weight.
     """
 
     name: str
-    shape: Shape
-    leaf: ParamLayout
-    layer: int | None
+    place: Place
+    weight: Shape
     part: TensorPart
+
+    @property
+    def columns(self) -> slice:
+        """The columns of the weight."""
+        start, stop, _ = slice(self.part.start, self.part.stop).indices(self.weight[-1])
+        return slice(start, stop)
+
+    @property
+    def rows(self) -> slice:
+        """Where these columns are among the rows of a transposed tensor."""
+        first = self.part.first_row
+        return slice(first, first + self.columns.stop - self.columns.start)
+
+    @property
+    def outputs(self) -> int:
+        """The columns of all weights that the tensor holds."""
+        return self.part.rows or self.columns.stop - self.columns.start
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape in the file."""
+        shape = (*self.weight[:-1], self.outputs)
+        return shape[::-1] if self.part.transposed else shape
+
+    def of(self, weight: np.ndarray) -> np.ndarray:
+        """What the tensor holds of a weight, in its own layout."""
+        columns = weight[..., self.columns]
+        return columns.T if self.part.transposed else columns
+
+    def within(self, values: np.ndarray) -> np.ndarray:
+        """The columns of the weight, from all values of the tensor."""
+        return values[self.rows].T if self.part.transposed else values
 
 
 def layers_of(leaf: ParamLayout) -> Sequence[int | None]:
@@ -164,18 +187,18 @@ def layers_of(leaf: ParamLayout) -> Sequence[int | None]:
 def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor of a leaf, layer by layer."""
     for layer in layers_of(leaf):
-        yield from layer_tensors(leaf, layer, parts)
+        yield from tensors_at(place_of(leaf, layer), leaf.shape, parts)
 
 
-def layer_tensors(leaf: ParamLayout, layer: int | None, parts: TensorParts) -> Iterator[Tensor]:
-    """The tensors of one layer of a leaf; ``layer`` is None if the leaf is not stacked."""
-    name, number = place_of(leaf, layer)
-    for part in parts[name]:
-        yield Tensor(part.name.format(layer=number), part.file_shape(leaf.shape), leaf, layer, part)
+def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tensor]:
+    """The tensors of a weight of this shape (of one layer)."""
+    name, layer = place
+    for part in parts.get(name, ()):
+        yield Tensor(part.name.format(layer=layer), place, shape, part)
 
 
-def place_of(leaf: ParamLayout, layer: int | None) -> tuple[str, int | None]:
-    """The name of a leaf in ``TensorParts``, and the index of its block, if it is in one."""
+def place_of(leaf: ParamLayout, layer: int | None) -> Place:
+    """The place of a leaf, or of one layer of a leaf that is stacked."""
     first, *rest = leaf.path
     if first != "blocks":
         return leaf.name, layer

@@ -2,10 +2,10 @@
 
 PEFT holds A as ``[rank, inputs]`` and B as ``[outputs, rank]``, also for GPT-2, whose weights are (in, out),
 and each module has an adapter of its own. A module may be some columns of a weight of zerojax (query, key and
-value are one), or hold several weights (gate and up in Phi-3): ``spans_of`` says which, to read and to write.
-Both are the same in terms of ``Factor``: an A with a B for a range of columns. Factors of different A stand
-side by side in one adapter of the sum of their ranks, each with its own columns of B and zeros elsewhere,
-which is exact.
+value are one), or hold several weights (gate and up in Phi-3): ``tensors_of_model`` says which, to read and
+to write. Both are the same in terms of ``Factor``: an A with a B for a range of columns. Factors of different
+A stand side by side in one adapter of the sum of their ranks, each with its own columns of B and zeros
+elsewhere, which is exact.
 """
 
 import functools
@@ -25,7 +25,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.families import Family, fitting
 from zerojax.interop.huggingface.load import FLOATS
-from zerojax.interop.huggingface.mapping import Shape, TensorPart
+from zerojax.interop.huggingface.mapping import Place, Shape, Tensor, tensors_at
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import read_config_json
 from zerojax.matmul.lora import LoRA
@@ -67,41 +67,7 @@ _MERGE = "merge the adapter into its model with PEFT (merge_and_unload), and imp
 _MAX_REPETITIONS = 4
 """In a pattern of a module's name: with more, a hostile one could match for hours."""
 
-Place = tuple[str, int | None]
-"""The name of a weight in ``TensorParts``, and the index of its block, if it is in one."""
 _EMBEDDING: Place = ("embed/embedding", None)
-
-
-class Span(NamedTuple):
-    """The columns of a weight that a tensor holds.
-
-    Attributes:
-        place: the weight.
-        part: the tensor's.
-        start: the first column.
-        stop: the column after the last.
-    """
-
-    place: Place
-    part: TensorPart
-    start: int
-    stop: int
-
-    @property
-    def outputs(self) -> int:
-        """How many outputs the tensor's module has."""
-        return self.part.rows or self.stop - self.start
-
-    def of(self, weight: np.ndarray) -> np.ndarray:
-        """The part of a tensor, in its own layout, that holds these columns of a weight."""
-        columns = weight[..., self.start : self.stop]
-        return columns.T if self.part.transposed else columns
-
-    def within(self, tensor: np.ndarray) -> np.ndarray:
-        """The columns in the weight's layout; undoes ``of``."""
-        if not self.part.transposed:
-            return tensor
-        return tensor[self.part.first_row : self.part.first_row + self.stop - self.start].T
 
 
 @functools.lru_cache(maxsize=16)
@@ -117,19 +83,17 @@ def weight_shapes(model: GPTConfig) -> Mapping[str, Shape]:
     return found
 
 
-def spans_of(family: Family, model: GPTConfig) -> dict[str, list[Span]]:
+def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]]:
     """The weights that each tensor of a model holds, by its name in a family: several, if it is fused.
 
     Weights for which the family has no names are left out.
     """
     parts = family.parts(model, family.prefix)
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[Tensor]] = {}
     for name, shape in weight_shapes(model).items():
         for layer in range(model.layers) if name.startswith("block/") else (None,):
-            for part in parts.get(name, ()):
-                start, stop, _ = part.columns.indices(shape[-1])
-                span = Span((name, layer), part, start, stop)
-                found.setdefault(part.name.format(layer=layer), []).append(span)
+            for tensor in tensors_at((name, layer), shape, parts):
+                found.setdefault(tensor.name, []).append(tensor)
     return found
 
 
@@ -184,12 +148,12 @@ class Factor:
         return self.start + self.b.shape[1]
 
 
-def within(factors: Sequence[Factor], start: int, stop: int, to: int = 0) -> list[Factor]:
+def within(factors: Sequence[Factor], columns: slice, to: int = 0) -> list[Factor]:
     """What lies in a range of columns, the first of which becomes column ``to``."""
     return [
-        replace(one, b=one.b[:, first - one.start : last - one.start], start=first - start + to)
+        replace(one, b=one.b[:, first - one.start : last - one.start], start=first - columns.start + to)
         for one in factors
-        if (first := max(start, one.start)) < (last := min(stop, one.stop))
+        if (first := max(columns.start, one.start)) < (last := min(columns.stop, one.stop))
     ]
 
 
@@ -333,12 +297,12 @@ class Given(NamedTuple):
     """Values that the files have for columns of a weight that PEFT trains as a whole.
 
     Attributes:
-        span: the columns, and the tensor that they are from.
+        part: the columns, and the tensor that they are from.
         values: in the weight's layout.
         added: whether they are added to the weight, instead of replacing it.
     """
 
-    span: Span
+    part: Tensor
     values: Float32[np.ndarray, "..."]
     added: bool
 
@@ -371,17 +335,17 @@ class PeftAdapter:
             for kind in (*KINDS, *_EMBEDDING_KINDS)
             if key.endswith(f".{kind}")
         }
-        self._spans = self._spans_of_files(model)
+        self._tensors = self._tensors_of_files(model)
         # The token embedding, and the output projection that is the same matrix.
-        self._copies = [tensor for tensor, (span, *_) in self._spans.items() if span.place == _EMBEDDING]
-        for tensor, spans in self._spans.items():
+        self._copies = [tensor for tensor, (part, *_) in self._tensors.items() if part.place == _EMBEDDING]
+        for tensor, parts in self._tensors.items():
             for key in whole_keys(tensor):
                 if key in self._files.specs:
-                    self._take_whole(key, tensor, spans)
+                    self._take_whole(key, tensor, parts)
             if tensor.endswith(".weight") and module_of(tensor) in self._adapted:
-                in_block = all(span.place[0].startswith("block/") for span in spans)
+                in_block = all(part.place[0].startswith("block/") for part in parts)
                 take = self._take_factors if in_block else self._add_product
-                take(module_of(tensor), spans)
+                take(module_of(tensor), parts)
         self._check()
 
     @property
@@ -399,13 +363,13 @@ class PeftAdapter:
     def _pieces(self, name: str) -> Iterator[tuple[str, int, int, float]]:
         """The ``LoRA.pieces`` of a weight; none if its adapters are those of all."""
         layers = [factors for (own, _), factors in self.factors.items() if own == name]
-        every = (span for spans in self._spans.values() for span in spans)
-        ranges = sorted({(span.start, span.stop) for span in every if span.place[0] == name})
+        every = (part for parts in self._tensors.values() for part in parts)
+        ranges = sorted({(part.columns.start, part.columns.stop) for part in every if part.place[0] == name})
         if all(_are_one(factors, ranges[-1][1]) for factors in layers):
             ranges = [(0, ranges[-1][1])]
         lora, found = self.settings.lora, []
         for start, stop in ranges:
-            own = [part for factors in layers if (part := within(factors, start, stop))]
+            own = [part for factors in layers if (part := within(factors, slice(start, stop)))]
             scale = own[0][0].scale if own else lora.scale
             rank = max((side_by_side(part, stop - start, scale)[0].shape[1] for part in own), default=0)
             alpha = alpha_for(lora, rank, scale) if rank else lora.alpha
@@ -413,15 +377,15 @@ class PeftAdapter:
         if [piece[1:] for piece in found] != [(0, lora.rank, lora.alpha)]:
             yield from found
 
-    def _spans_of_files(self, model: GPTConfig) -> dict[str, list[Span]]:
+    def _tensors_of_files(self, model: GPTConfig) -> dict[str, list[Tensor]]:
         """The tensors of the first family with this model that has all modules of the files."""
         first: tuple[Family, str] | None = None
         for family in fitting(model):
-            spans = spans_of(family, model)
-            known = {key for tensor in spans for key in whole_keys(tensor)}
-            known |= {key_of(module_of(x), kind) for x in spans for kind in (*KINDS, *_EMBEDDING_KINDS)}
+            parts = tensors_of_model(family, model)
+            known = {key for tensor in parts for key in whole_keys(tensor)}
+            known |= {key_of(module_of(x), kind) for x in parts for kind in (*KINDS, *_EMBEDDING_KINDS)}
             if not (unknown := self._files.specs.keys() - known):
-                return spans
+                return parts
             first = first or (family, min(unknown))
         if first is None:
             raise ConfigurationError("no Hugging Face family fits this model")
@@ -430,7 +394,7 @@ class PeftAdapter:
             f"{first[0].architecture} of {model.layers} blocks: is the adapter for another model?"
         )
 
-    def _take_whole(self, key: str, tensor: str, spans: Sequence[Span]) -> None:
+    def _take_whole(self, key: str, tensor: str, parts: Sequence[Tensor]) -> None:
         """A tensor that replaces the weights that it holds."""
         copies = self._copies if tensor in self._copies else [tensor]
         named = any(self.settings.has(one, self._adapted) for one in copies)
@@ -438,41 +402,40 @@ class PeftAdapter:
             raise ConfigurationError(
                 f"{key} is in the files, and neither bias nor modules_to_save of {CONFIG} has it"
             )
-        for span in spans:
-            values = self._values(key, span.part.file_shape(self.shapes[span.place[0]]))
-            self.given.setdefault(span.place, []).append(Given(span, span.within(values), False))
+        for part in parts:
+            values = self._values(key, part.shape)
+            self.given.setdefault(part.place, []).append(Given(part, part.within(values), False))
 
-    def _take_factors(self, module: str, spans: Sequence[Span]) -> None:
+    def _take_factors(self, module: str, parts: Sequence[Tensor]) -> None:
         """A module's adapter, for the weights that the module holds."""
-        shape = self.shapes[spans[0].place[0]]
+        shape = self.shapes[parts[0].place[0]]
         if len(shape) != 2:
             raise ConfigurationError(
                 f"the files have an adapter for {module}, and no such module is a matrix"
             )
         rank, scale = self.settings.of(module)
-        a, b = self._pair(module, KINDS, (rank, shape[0]), (spans[0].outputs, rank))
-        for span in spans:
-            first = span.part.first_row
-            (own,) = within([Factor(a, b, 0, scale)], first, first + span.stop - span.start, span.start)
-            if len(spans) > 1:  # without the ranks that the module's other weights alone use
+        a, b = self._pair(module, KINDS, (rank, shape[0]), (parts[0].outputs, rank))
+        for part in parts:
+            (own,) = within([Factor(a, b, 0, scale)], part.rows, part.columns.start)
+            if len(parts) > 1:  # without the ranks that the module's other weights alone use
                 used = own.b.any(axis=1) | ~b.any(axis=1)
                 own = replace(own, a=own.a[:, used], b=own.b[used])
             if own.a.shape[1]:
-                self.factors.setdefault(span.place, []).append(own)
+                self.factors.setdefault(part.place, []).append(own)
 
-    def _add_product(self, module: str, spans: Sequence[Span]) -> None:
+    def _add_product(self, module: str, parts: Sequence[Tensor]) -> None:
         """An adapter of an embedding or a head, which is added to the weight."""
         rank, scale = self.settings.of(module)
-        for span in spans:
-            rows, width = span.part.file_shape(self.shapes[span.place[0]])
+        for part in parts:
+            rows, width = part.shape
             if key_of(module, KINDS[0]) in self._files.specs:
                 a, b = self._pair(module, KINDS, (rank, width), (rows, rank))
                 product = (a @ b).T
             else:
                 a, b = self._pair(module, _EMBEDDING_KINDS, (rank, rows), (width, rank))
                 product = a @ b
-            added = Given(span, product * np.float32(scale), True)
-            self.given.setdefault(span.place, []).append(added)
+            added = Given(part, product * np.float32(scale), True)
+            self.given.setdefault(part.place, []).append(added)
 
     def _check(self) -> None:
         """Refuse what the files lack, and weights of which they have two kinds of values."""
@@ -481,18 +444,18 @@ class PeftAdapter:
                 f"{self.folder / WEIGHTS} has no adapter for a matrix of a block, and a state needs one: "
                 f"{_MERGE}"
             )
-        whole = {module_of(x) for x in self._spans if {*whole_keys(x)} & self._files.specs.keys()}
+        whole = {module_of(x) for x in self._tensors if {*whole_keys(x)} & self._files.specs.keys()}
         for end in self.settings.saved:
             if not any(module.endswith(end) for module in whole | self._adapted):
                 raise ConfigurationError(f"the files lack {short(end)}, which modules_to_save has")
         for place, given in self.given.items():
             if place in self.factors:
                 raise ConfigurationError(
-                    f"the files have {given[0].span.part.name}, and an adapter of {place[0]!r}, which holds "
+                    f"the files have {given[0].part.name}, and an adapter of {place[0]!r}, which holds "
                     f"it: {_MERGE}"
                 )
         if len(self._copies) > 1 and (given := self.given.get(_EMBEDDING)):
-            first, second = ([one for one in given if one.span.part.name == name] for name in self._copies)
+            first, second = ([one for one in given if one.part.name == name] for name in self._copies)
             if len(first) != len(second) or not all(
                 one.added == two.added and np.array_equal(one.values, two.values)
                 for one, two in zip(first, second, strict=True)

@@ -68,7 +68,7 @@ class WeightFormat:
             ConfigurationError: naming it and the way out.
         """
         height, width = self.block_shape
-        inputs, outputs = tensor.leaf.shape[0], len(range(tensor.leaf.shape[1])[tensor.part.columns])
+        inputs, outputs = tensor.weight[0], len(range(tensor.weight[1])[tensor.columns])
         if outputs % height or inputs % width:
             extent = inputs if self.along == "input" else outputs
             raise ConfigurationError(

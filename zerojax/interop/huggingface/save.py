@@ -15,8 +15,9 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,
-    layer_tensors,
     layers_of,
+    place_of,
+    tensors_at,
     tensors_of,
 )
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
@@ -64,9 +65,8 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
             if factors:
                 assert spec.lora is not None
                 whole = merged(whole, factors[0], factors[1], spec.lora, leaf.name)
-            for tensor in layer_tensors(leaf, layer, parts):
-                values = whole[..., tensor.part.columns] if whole.ndim else whole
-                yield tensor, values.T if tensor.part.transposed else values
+            for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
+                yield tensor, tensor.of(whole)
 
 
 def gather_layer(
