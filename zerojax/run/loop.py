@@ -158,17 +158,15 @@ class TrainLoop(ABC):
                     break
                 requests = Requests()
 
-    def advance(self, batch: Any, more: Metrics | None = None) -> None:
-        """Take a step on a batch, evaluate if that is due, and log both.
+    def advance(self, batch: Any) -> None:
+        """Take a step on this process's part of a batch, evaluate if that is due, and log both."""
+        self.log_step(self.take_step(batch))
 
-        Args:
-            batch: of this process.
-            more: metrics to log with the step's own.
-        """
-        metrics = self.take_step(batch)
+    def log_step(self, metrics: Metrics) -> None:
+        """Count a step that was dispatched, evaluate if that is due, and log both."""
         self.step += 1
         due = self.is_due(self.schedule.evaluate_every)
-        self.log.step(self.step, {**metrics, **(more or {})}, self.evaluation if due else None)
+        self.log.step(self.step, metrics, self.evaluation if due else None)
         if self.checkpoints is not None:
             self.checkpoints.check()
 

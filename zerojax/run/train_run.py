@@ -2,7 +2,6 @@
 
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,31 +45,26 @@ class BatchRun(OpenRun):
         """Close the data."""
         self.batches.close()
 
-    def loop(self, signalled: StopRequest) -> None:
-        """Take a step on each batch."""
-        self.take_steps(self.batches, signalled)
-
     def position(self) -> dict[str, Any]:
         """The position of the batches."""
         return self.batches.get_state()
 
-    @abstractmethod
-    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """What a finished run records in run.json, and what it prints.
+    def last_evaluation(self) -> dict[str, float]:
+        """The values of the evaluation at the end.
 
-        Args:
-            last: the values of the last evaluation.
+        Raises:
+            DivergedError: the validation loss is not finite.
         """
-
-    def finish(self) -> None:
-        """Draw the loss curve, print and record the result."""
         last = self.log.last
         if "validation_loss" not in last:  # the run had already finished
             last = self.evaluate()
         if not math.isfinite(last["validation_loss"]):
             skipped = int(last.get("skipped_in_row", 0))
             raise DivergedError("the validation loss at the end is not finite", self.step - skipped - 1)
-        values, words = self.result(last)
+        return last
+
+    def report(self, values: Mapping[str, Any], words: str) -> None:
+        """Draw the loss curve, record values of a finished run in run.json, and print words."""
         if is_first():
             draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
             self.folder.update_summary(status="finished", step=self.step, skipped=self.log.skipped, **values)
@@ -153,6 +147,10 @@ class TrainRun(BatchRun):
             trainer.announce(f"{parameter_count(config.model):,} parameters, {data.describe()}", notes)
             return trainer
 
+    def loop(self, signalled: StopRequest) -> None:
+        """Take a step on each batch."""
+        self.take_steps(self.batches, signalled)
+
     def close_inputs(self) -> None:
         """Close the profile and the data."""
         self.profile.close()
@@ -181,11 +179,12 @@ class TrainRun(BatchRun):
                     self.samples.write(self.step, sample)
             self.sampled = self.step
 
-    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """See ``BatchRun.result``."""
+    def finish(self) -> None:
+        """Draw the loss curve, print and record the result."""
+        last = self.last_evaluation()
         loss = last["validation_loss"]
         measured = {"validation_loss": loss, "validation_loss_per_byte": loss / self.data.bytes_per_token}
         if "exact_match" in last:
             measured["exact_match"] = last["exact_match"]
         words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
-        return measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words
+        self.report(measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words)

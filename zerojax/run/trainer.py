@@ -226,9 +226,9 @@ class Trainer(TrainLoop):
             callback.on_train_begin(self)
         self.take_steps(self._source, signalled)
 
-    def advance(self, batch: Any, more: Metrics | None = None) -> None:
+    def advance(self, batch: Any) -> None:
         """Take a step, and tell the callbacks."""
-        super().advance(batch, more)
+        super().advance(batch)
         for callback in self._callbacks:
             callback.on_step_end(self)
 

@@ -1,7 +1,6 @@
 """The loop: it learns what is rewarded, resumes bit by bit, and leaves out what has no reward."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,11 @@ from micro_run import Stop, die_at, lines, merged, micro_config, post_train
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError, Stopped
+from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.reward.scorers import FunctionScorer
 from zerojax.posttrain.rollout.rollout import Rollout
-from zerojax.run.config import RewardFunction, RunConfig
+from zerojax.run.config import PosttrainSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 
 REWARD = """
@@ -74,6 +74,21 @@ def two_rollouts(place: Path) -> RunConfig:
 train = partial(post_train, GRPOTrainer)
 
 
+def scorer(place: Path, name: str, seconds: float) -> FunctionScorer:
+    """A scorer by another function than the run's."""
+    return FunctionScorer.of(
+        PosttrainSection(reward=f"{place / 'reward.py'}:{name}", reward_seconds=seconds, reward_workers=1)
+    )
+
+
+class Signalled(StopRequest):
+    """As after SIGTERM."""
+
+    @property
+    def received(self) -> bool:
+        return True
+
+
 def test_a_torn_run_resumes_bit_by_bit(
     place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,12 +124,12 @@ def test_a_stop_does_not_wait_for_the_rewards_of_a_rollout(
     whole = train(settings, tmp_path / "whole", finished)
     plain = GRPOTrainer.score
 
-    def score(trainer: GRPOTrainer, rollout: Rollout, asked: Callable[[], bool]) -> np.ndarray | None:
+    def score(trainer: GRPOTrainer, rollout: Rollout, signalled: StopRequest) -> np.ndarray:
         if trainer.rollouts == 0:
-            return plain(trainer, rollout, asked)
+            return plain(trainer, rollout, signalled)
         trainer.task.scorer.close()
-        trainer.task.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:hang")], 600.0, 2)
-        return plain(trainer, rollout, lambda: True)
+        trainer.task.scorer = scorer(place, "hang", 600.0)
+        return plain(trainer, rollout, Signalled())
 
     with monkeypatch.context() as patch:
         patch.setattr(GRPOTrainer, "score", score)
@@ -155,7 +170,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     with GRPOTrainer.open(two_rollouts(place), folder, init_from=finished.path) as trainer:
-        rollout = trainer.rollout()
+        rollout = trainer.rollout(StopRequest())
         assert len(rollout.texts) == 32
         assert [one.text for one in rollout.prompts[:4]] == [rollout.prompts[0].text] * 4
         for row, prompt in enumerate(rollout.prompts):
@@ -164,7 +179,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
             assert rollout.tokens[row, : len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         rewards = np.arange(32, dtype=np.float32)
         rewards[[3, 4, 5, 6, 7]] = np.nan
-        rows = trainer.rows(rollout, rewards)
+        rows = trainer.with_advantages(rollout, rewards)
         assert (rows["mask"].any(axis=1) == np.isfinite(rewards)).all()
         assert not rows["advantages"][3:8].any()
         scale = np.sqrt(2 / 3)
@@ -172,15 +187,15 @@ def test_a_completion_without_a_reward_counts_nowhere(
         np.testing.assert_allclose(rows["advantages"][:3], wanted, atol=1e-4)
         measured = trainer.measure(rollout, rewards, rows)
         assert measured["lost_rewards"] == 5 / 32
-        assert measured["reward"] == pytest.approx(np.nanmean(rewards))
+        assert float(measured["reward"]) == pytest.approx(np.nanmean(rewards))
         trainer.task.scorer.close()
-        trainer.task.scorer = FunctionScorer([RewardFunction(f"{place / 'reward.py'}:refuse")], 1.0, 1)
+        trainer.task.scorer = scorer(place, "refuse", 1.0)
         with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
-            trainer.score(rollout, lambda: False)
+            trainer.score(rollout, StopRequest())
         limits: list[tuple[str, float]] = []
         monkeypatch.setattr(trainer.watchdog, "phase", lambda *phase: limits.append(phase))
         with pytest.raises(RunError):
-            trainer.score(rollout, lambda: False)
+            trainer.score(rollout, StopRequest())
         assert limits == [("scoring rollout 1", 320.0)]  # 32 rewards of 10 s, one after another
 
 

@@ -18,7 +18,7 @@ from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.reward.process import LostReward, RewardProcess
 from zerojax.posttrain.reward.scorers import FunctionScorer
 from zerojax.posttrain.rollout.rollout import Rollout
-from zerojax.run.config import RewardFunction
+from zerojax.run.config import PosttrainSection, RewardFunction
 
 SOURCE = """
 import os, subprocess, sys, time
@@ -120,6 +120,12 @@ def rollout(texts: list[str], **row: object) -> Rollout:
     return Rollout(prompts, texts, none.astype(np.int32), none, none, none[:, 0] > 0)
 
 
+def scorer_of(function: str, seconds: float, workers: int) -> FunctionScorer:
+    return FunctionScorer.of(
+        PosttrainSection(reward=function, reward_seconds=seconds, reward_workers=workers)
+    )
+
+
 def score(process: RewardProcess, prompt: str, completion: str, row: dict[str, Any]) -> float:
     (reward,) = process.ask("score", prompt, completion, row)["rewards"]
     return reward
@@ -205,7 +211,7 @@ def test_what_is_no_function_is_refused(
     (tmp_path / "scores.py").write_text("def reward(prompt, completion): return 0")
     (tmp_path / "broken.py").write_text("def reward(")
     with pytest.raises(ConfigurationError, match=message):
-        FunctionScorer([RewardFunction(function)], 1.0, 2)
+        scorer_of(function, 1.0, 2)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -214,7 +220,7 @@ def test_rewards_are_in_the_order_of_the_completions(
 ) -> None:
     texts = [""] * 12
     texts[2], texts[5], texts[9] = "hang", "exit", "raise"
-    scorer = FunctionScorer([RewardFunction(function)], 1.0, workers)
+    scorer = scorer_of(function, 1.0, workers)
     for _ in range(2):  # the processes are those of the rollout before
         found, why = scorer.score(rollout(texts, answer="none"))
         lost = np.isin(texts, ("hang", "exit", "raise"))
@@ -226,14 +232,14 @@ def test_rewards_are_in_the_order_of_the_completions(
 
 
 def test_no_more_processes_start_than_score_at_once(function: str) -> None:
-    scorer = FunctionScorer([RewardFunction(function)], 30.0, 100_000)
+    scorer = scorer_of(function, 30.0, 100_000)
     pids = [scorer.score(rollout(["pid"]))[0].item() for _ in range(3)]
     assert len({*pids}) == 1
     scorer.close()
 
 
 def test_several_completions_are_scored_at_once(function: str) -> None:
-    scorer, texts = FunctionScorer([RewardFunction(function)], 30.0, 3), ["one", "two", "three"]
+    scorer, texts = scorer_of(function, 30.0, 3), ["one", "two", "three"]
     found, why = scorer.score(rollout(texts, meets=texts))
     assert (found.tolist(), why) == ([1, 1, 1], "")
     # The end of the run does not wait for rewards.
@@ -278,8 +284,8 @@ def test_secrets_of_the_environment_stay_outside(function: str, monkeypatch: pyt
 
 def test_several_rewards_are_added_up_by_their_weights(function: str) -> None:
     named = [function, function.replace("reward", "slowly")]
-    rewards = [RewardFunction(named[0], 0.5, "right"), RewardFunction(named[1], -2.0, "short")]
-    scorer = FunctionScorer(rewards, 9.0, 2)
+    rewards = RewardFunction(named[0], 0.5, "right"), RewardFunction(named[1], -2.0, "short")
+    scorer = FunctionScorer.of(PosttrainSection(rewards=rewards))
     found, _ = scorer.score(rollout(["", "ab", "raise"], answer="ab"))
     scorer.close()
     np.testing.assert_allclose(found, [0, 0.5 * 101 - 2 * 2, np.nan])
@@ -298,7 +304,7 @@ def test_several_rewards_are_added_up_by_their_weights(function: str) -> None:
 def test_what_can_score_nothing_is_refused_before_the_first_rollout(
     function: str, name: str, message: str
 ) -> None:
-    scorer = FunctionScorer([RewardFunction(function.replace("reward", name))], 9.0, 1)
+    scorer = scorer_of(function.replace("reward", name), 9.0, 1)
     with pytest.raises(ConfigurationError, match=message):
         scorer.check(rollout([""], question="?").prompts[0])
 
@@ -306,7 +312,7 @@ def test_what_can_score_nothing_is_refused_before_the_first_rollout(
 def test_a_reward_that_fails_on_an_empty_completion_is_tried_all_the_same(
     function: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scorer = FunctionScorer([RewardFunction(function.replace("reward", "fussy"))], 9.0, 1)
+    scorer = scorer_of(function.replace("reward", "fussy"), 9.0, 1)
     scorer.check(rollout([""]).prompts[0])
     assert "an empty completion has no reward: ZeroDivisionError" in capsys.readouterr().err
     assert scorer.score(rollout(["ab"]))[0] == 0.5

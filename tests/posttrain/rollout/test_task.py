@@ -15,6 +15,7 @@ from micro_run import Stop, die_at, lines, micro_config, post_train
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT
+from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.loss.policy import policy_loss
 from zerojax.posttrain.methods.grpo import GRPOTrainer
@@ -101,10 +102,9 @@ def plain_log_probs(graph: Any, weights: Any, tokens: Any) -> Any:
 def test_a_rollout_of_several_turns(place: Path, finished: RunFolder, tmp_path: Path) -> None:
     settings = config(place)
     with GRPOTrainer.open(settings, RunFolder(tmp_path), init_from=finished.path) as trainer:
-        rollout = trainer.rollout()
-        rewards = trainer.score(rollout, lambda: False)
-        assert rewards is not None
-        rows = trainer.rows(rollout, rewards)
+        rollout = trainer.rollout(StopRequest())
+        rewards = trainer.score(rollout, StopRequest())
+        rows = trainer.with_advantages(rollout, rewards)
         measured = trainer.measure(rollout, rewards, rows)
         graph, weights = nnx.split(nnx.eval_shape(lambda: GPT(settings.model, rngs=nnx.Rngs(0))))
         nnx.replace_by_pure_dict(weights, jax.tree.map(jnp.asarray, zerojax.gather_params(trainer.state)))
@@ -131,7 +131,7 @@ def test_a_rollout_of_several_turns(place: Path, finished: RunFolder, tmp_path: 
             assert rollout.earned[row][ends].tolist() == pytest.approx(earned)
             assert rewards[row] == pytest.approx(sum(earned))
             assert rollout.texts[row] == "".join(map(decode, parts[1:]))
-    assert measured["turns"] == np.mean(rollout.turns)
+    assert float(measured["turns"]) == pytest.approx(np.mean(rollout.turns))
     # All log-probabilities are those of a plain pass over whole rows.
     plain = np.asarray(plain_log_probs(graph, weights, rollout.tokens))
     np.testing.assert_allclose(rollout.log_probs, rollout.mask * plain, atol=1e-4)
@@ -158,7 +158,7 @@ def test_rows_end_where_they_are_full_and_after_the_most_turns(
 ) -> None:
     settings = config(place, "Long", max_turns=9)
     with GRPOTrainer.open(settings, RunFolder(tmp_path), init_from=finished.path) as trainer:
-        rollout = trainer.rollout()
+        rollout = trainer.rollout(StopRequest())
     lengths = (rollout.tokens != 0).sum(axis=1)
     assert rollout.turns is not None
     assert (rollout.turns < 9).all()

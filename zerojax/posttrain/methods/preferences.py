@@ -1,10 +1,13 @@
-"""A run on preferences: ``PreferenceTrainer.open`` prepares it, ``TrainLoop.take_steps`` trains."""
+"""DPO, IPO and reward models: steps on pairs of answers, of which one is preferred.
+
+The methods differ in their losses (``zerojax.posttrain.loss.preference``), and DPO and IPO have a reference.
+"""
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -103,15 +106,11 @@ class PreferenceTrainer(BatchRun):
             return trainer
 
     def loop(self, signalled: StopRequest) -> None:
-        """Evaluate the first weights; then as ``BatchRun.loop``."""
+        """Evaluate the first weights; then ask the reference about each batch, and take a step on it."""
         if self.step == 0:
             values = self.evaluate()
             self.note_first(values, self.describe(values))
-        super().loop(signalled)
-
-    def take_step(self, batch: Batch) -> Metrics:
-        """Dispatch a step on pairs; returns its metrics."""
-        return super().take_step(self.with_reference(batch))
+        self.take_steps(map(self.with_reference, self.batches), signalled)
 
     def with_reference(self, batch: Batch) -> Batch:
         """A batch with what the reference says about its answers."""
@@ -143,10 +142,10 @@ class PreferenceTrainer(BatchRun):
         means = mean_metrics(self.state, self.held_out)
         return right | {f"validation_{name}": means[name] for name in ("loss", "accuracy")}
 
-    def result(self, last: Mapping[str, float]) -> tuple[dict[str, Any], str]:
-        """See ``BatchRun.result``."""
-        names = ("validation_loss", "validation_accuracy", "exact_match")
-        return {name: last[name] for name in names if name in last}, self.describe(last)
+    def finish(self) -> None:
+        """Draw the loss curve, print and record the result."""
+        last, names = self.last_evaluation(), ("validation_loss", "validation_accuracy", "exact_match")
+        self.report({name: last[name] for name in names if name in last}, self.describe(last))
 
     def describe(self, values: Mapping[str, float]) -> str:
         """The values of an evaluation in words."""

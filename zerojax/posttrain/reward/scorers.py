@@ -23,7 +23,7 @@ from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RewardFunction, RunConfig, config_from_dict
+from zerojax.run.config import LoRASection, PosttrainSection, RewardFunction, RunConfig, config_from_dict
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
@@ -54,25 +54,29 @@ class Scorer(Protocol):
         ...
 
 
+@dataclass
 class FunctionScorer:
     """Scores by a user's functions.
 
-    Args:
+    Attributes:
         rewards: the functions; the score is the sum of what they return, by weight.
-        seconds: as for ``RewardPool``.
-        workers: likewise.
-        variables: likewise.
-
-    Raises:
-        ConfigurationError: there is no such function.
+        pool: their processes.
+        parts: what each of several returned.
     """
 
-    def __init__(
-        self, rewards: Sequence[RewardFunction], seconds: float, workers: int, variables: Sequence[str] = ()
-    ) -> None:
-        self.parts: Mapping[str, Float32[np.ndarray, " rows"]] = {}
-        self._rewards = rewards
-        self._pool = RewardPool([one.function for one in rewards], seconds, workers, variables)
+    rewards: Sequence[RewardFunction]
+    pool: RewardPool
+    parts: Mapping[str, Float32[np.ndarray, " rows"]] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, settings: PosttrainSection) -> Self:
+        """The scorer by the functions that the settings of a run name.
+
+        Raises:
+            ConfigurationError: there is no such function.
+        """
+        rewards = settings.functions
+        return cls(rewards, RewardPool.of(settings, [one.function for one in rewards], "rewards"))
 
     def check(self, prompt: Prompt) -> None:
         """Score an empty completion of a prompt, to find out whether the functions can score any.
@@ -80,26 +84,26 @@ class FunctionScorer:
         Raises:
             ConfigurationError: a function has other arguments, or returns no number.
         """
-        self._pool.check("score", prompt.text, "", prompt.row)
+        self.pool.check("score", prompt.text, "", prompt.row)
 
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
     ) -> tuple[Float32[np.ndarray, " rows"], str]:
         """See ``Scorer``."""
         texts = zip(rollout.prompts, rollout.texts, strict=True)
-        answers = self._pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
+        answers = self.pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
         lost = [str(one) for one in answers if isinstance(one, LostReward)]
-        none = [math.nan] * len(self._rewards)
+        none = [math.nan] * len(self.rewards)
         found = [none if isinstance(one, LostReward) else one["rewards"] for one in answers]
         each = np.asarray(found, np.float32)
-        names = [one.name for one in self._rewards]
+        names = [one.name for one in self.rewards]
         self.parts = dict(zip(names, each.T, strict=True)) if len(names) > 1 else {}
-        weights = np.asarray([one.weight for one in self._rewards], np.float32)
+        weights = np.asarray([one.weight for one in self.rewards], np.float32)
         return (weights * each).sum(axis=1), lost[-1] if lost else ""
 
     def close(self) -> None:
         """End the processes, also in the middle of a rollout."""
-        self._pool.close()
+        self.pool.close()
 
 
 @dataclass
@@ -192,9 +196,7 @@ def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -
     """
     settings = config.posttrain
     if not settings.reward_model:
-        return FunctionScorer(
-            settings.functions, settings.reward_seconds, settings.reward_workers, settings.reward_variables
-        )
+        return FunctionScorer.of(settings)
     check_tokenizer(settings.reward_model, "posttrain.reward_model", tokenizer)
     return ModelScorer.open(config, reader)
 

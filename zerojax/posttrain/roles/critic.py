@@ -1,25 +1,28 @@
 """PPO's critic: a train state of its own, saved in the policy's checkpoints."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
 
-import jax
+import numpy as np
+from jaxtyping import Float32
 
 from zerojax.errors import ConfigurationError
+from zerojax.models import parameter_count
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.loss.policy import value_loss, values_of
+from zerojax.posttrain.roles.predictions import predict_rows
 from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.rollout.rollout import Rows
-from zerojax.run.build import RunSetup
+from zerojax.posttrain.settings import abstract_columns
+from zerojax.run.build import RunSetup, Trained
 from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
 from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder, sharding_changes, spelled_out
-from zerojax.run.weights import WeightReader, first_weights, keep_base, needed_base, with_base
+from zerojax.run.weights import Start, WeightReader, first_weights, keep_base, needed_base, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, predict_step, train_step
 
@@ -43,6 +46,23 @@ class Critic:
     config: RunConfig
     state: TrainState
     base: str
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, folder: RunFolder, start: Start, reader: WeightReader
+    ) -> tuple[Self, list[str]]:
+        """The critic of a run that starts, and lines about it for the user.
+
+        Raises:
+            ConfigurationError: as ``begin`` and ``resume``.
+        """
+        if start.source is None:
+            critic, notes = cls.resume(config, folder, start.step, reader)
+        else:
+            critic, notes = cls.begin(config, folder, start.source, reader)
+        parameters, zero = parameter_count(critic.config.model), critic.state.spec.zero
+        about = f"critic: {parameters:,} parameters, {critic.config.zero.preset} of stage {zero.stage}"
+        return critic, [*notes, about]
 
     @classmethod
     def begin(
@@ -84,9 +104,15 @@ class Critic:
         notes = ["; ".join([f"resuming from step {step}", *changes]), *keep_base(folder, record.base)]
         return critic, [f"critic: {note}" for note in notes]
 
-    def reader(self) -> Callable[[Rows], jax.Array]:
-        """A function that gives the value of the state before each token of a completion."""
-        return partial(predict_step, for_several_passes(self.state), fn=values_of)
+    @property
+    def trained(self) -> Trained:
+        """What a step of the run trains beside the policy."""
+        return Trained(self.config.model, self.state, abstract_columns(self.config, COLUMNS))
+
+    def values(self, rows: Rows) -> Float32[np.ndarray, "rows time"]:
+        """The value of the text before each token of a completion, for this process's rows."""
+        state = for_several_passes(self.state)
+        return predict_rows(self.config, rows, partial(predict_step, state, fn=values_of))
 
     def take_step(self, rows: Rows) -> Metrics:
         """Dispatch a step; returns its metrics."""
