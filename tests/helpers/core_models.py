@@ -66,7 +66,8 @@ class Case:
         assert not abstract.model_state
         state = zerojax.put_params(abstract, given)
         init = jax.jit(
-            abstract.spec.tx.init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state)
+            abstract.spec.first_opt_state,
+            out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state),
         )
         zeros = {
             name: jax.tree.map(
