@@ -86,7 +86,7 @@ JAX_CLIENT = b'{"say": "jax"}\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\
 
 
 def frame(data):
-    return struct.pack(">BII", 1, 0, len(data)) + data
+    return struct.pack(">BI", 1, len(data)) + data
 
 
 DIED = "zerojax: rank {} has died: its connection is closed\n"

@@ -78,15 +78,15 @@ class Tap:
 def frames(data):
     """The messages in some bytes."""
     while data:
-        size = struct.unpack(">BII", data[:9])[2]
-        message = parse(data[9 : 9 + size])
+        size = struct.unpack(">BI", data[:5])[1]
+        message = parse(data[5 : 5 + size])
         assert message is not None
         yield message
-        data = data[9 + size :]
+        data = data[5 + size :]
 
 
 def receive_frame(stranger):
-    size = struct.unpack(">BII", stranger.recv(9, socket.MSG_WAITALL))[2]
+    size = struct.unpack(">BI", stranger.recv(5, socket.MSG_WAITALL))[1]
     message = parse(stranger.recv(size, socket.MSG_WAITALL))
     assert message is not None
     return message
@@ -152,7 +152,7 @@ def test_an_impostor_of_rank_0_is_noticed():
                 near.settimeout(1)
                 challenge = b'{"say": "challenge", "nonce": "' + b"ab" * 32 + b'"}'
                 welcome = b'{"say": "welcome", "proof": "' + b"ab" * 32 + b'"}'
-                near.sendall(b"".join(struct.pack(">BII", 1, 0, len(x)) + x for x in (challenge, welcome)))
+                near.sendall(b"".join(struct.pack(">BI", 1, len(x)) + x for x in (challenge, welcome)))
                 while data := near.recv(4096):
                     heard += data
             impostor.settimeout(1)
@@ -175,7 +175,7 @@ def test_refused_connections_are_counted_when_a_rank_is_missing():
 
 def _answer(nonce, proof):
     data = f'{{"say": "answer", "nonce": "{nonce}", "proof": "{proof}"}}'.encode()
-    return struct.pack(">BII", 1, 0, len(data)) + data
+    return struct.pack(">BI", 1, len(data)) + data
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (10**9, 2)])

@@ -18,7 +18,7 @@ from zerojax.multihost.peers import Place, handshake
 from zerojax.multihost.peers.client import Client
 from zerojax.multihost.peers.coordinator import Coordinator
 from zerojax.multihost.peers.listener import Listener
-from zerojax.multihost.peers.messages import LIMIT, Connection, Failure, Piece, parse, printable
+from zerojax.multihost.peers.messages import LIMIT, Connection, Failure, parse, printable
 
 pytestmark = pytest.mark.alone
 
@@ -55,8 +55,8 @@ def place(rank, size):
     return Place("127.0.0.1", 1, None, rank, size, TOKEN, Path("/nowhere"))
 
 
-def frame(data, kind=1, stream=0, size=None):
-    return struct.pack(">BII", kind, stream, len(data) if size is None else size) + data
+def frame(data, kind=1, size=None):
+    return struct.pack(">BI", kind, len(data) if size is None else size) + data
 
 
 def damaged_json(rng, message):
@@ -86,7 +86,7 @@ def damaged(rng, message):
         case 0:
             return rng.randbytes(rng.randrange(200))
         case 1:
-            return frame(data, kind=rng.choice([0, 2, 3, 255]), stream=rng.choice([0, 1, 2**32 - 1]))
+            return frame(data, kind=rng.choice([0, 2, 3, 255]))
         case 2:
             return frame(data, size=rng.choice([0, 1, len(data) + 1, LIMIT, LIMIT + 1, 2**32 - 1]))
         case 3:
@@ -122,12 +122,12 @@ def check_harmless(failure):
 def check_sent(data):
     """Every frame sent is valid, and every line in it is safe to print."""
     while data:
-        _, _, size = struct.unpack(">BII", data[:9])
-        message = parse(data[9 : 9 + size])
+        _, size = struct.unpack(">BI", data[:5])
+        message = parse(data[5 : 5 + size])
         assert message is not None
         if message["say"] == "end":
             check_harmless(Failure.of(message))
-        data = data[9 + size :]
+        data = data[5 + size :]
 
 
 def run(scenario):
@@ -269,7 +269,7 @@ def test_a_coordinator_that_sends_nonsense_to_a_client():
         writer.close()
 
         connection, (reader, writer) = await pair()
-        writer.write(b"".join(damaged(rng, m) for m in rng.choices(MESSAGES, k=4)) + frame(b"x", 2, 9))
+        writer.write(b"".join(damaged(rng, m) for m in rng.choices(MESSAGES, k=4)) + frame(b"x", 2))
         writer.write_eof()
         client._connected = connection
         client._begin()
@@ -289,17 +289,15 @@ def test_a_coordinator_that_sends_nonsense_to_a_client():
         check_harmless(failure)
 
 
-def test_pieces_of_unknown_streams():
-    """Rank 0 ignores streams that were never opened, and too many streams."""
-
+def test_pieces_before_the_job_starts_and_after_their_end_are_dropped():
     async def scenario():
-        coordinator = Coordinator(place(0, 1), {}, 60.0, 60.0)
+        coordinator = Coordinator(place(0, 2), {}, 60.0, 60.0)
         connection, (reader, writer) = await pair()
         far = Connection(reader, writer)
-        for stream in range(1000):
-            await far.send_piece(Piece(stream, b"x" if stream % 2 else b""))
+        for number in range(1000):
+            await far.send_piece(b"x" if number % 2 else b"")
         writer.write_eof()
-        await coordinator._serve(connection, {"say": "here", "rank": 0, "size": 1, "facts": {}})
+        await coordinator._serve(connection, {"say": "here", "rank": 0, "size": 2, "facts": {}})
         await connection.close()
         writer.close()
 

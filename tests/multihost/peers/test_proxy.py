@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from zerojax.multihost.peers.messages import Connection, Piece
+from zerojax.multihost.peers.messages import Connection
 from zerojax.multihost.peers.proxy import ClientProxy, ServiceProxy
 
 pytestmark = pytest.mark.alone
@@ -19,7 +19,7 @@ def between(tmp_path, scenario):
 
     async def deliver(connection, proxy):
         while (piece := await connection.receive()) is not None:
-            assert isinstance(piece, Piece)
+            assert isinstance(piece, bytes)
             proxy.deliver(piece)
 
     async def run():
@@ -51,25 +51,34 @@ async def is_open(reader):
 
 def test_bytes_travel_both_ways_and_wait_for_the_service_to_start(tmp_path):
     async def scenario(client, service):
-        ends = [await asyncio.open_unix_connection(client) for _ in range(2)]
-        for number, (_, writer) in enumerate(ends):
-            writer.write(bytes([number]) + BIG)
+        reader, writer = await asyncio.open_unix_connection(client)
+        writer.write(BIG)
+        ended = asyncio.Event()
 
         async def echo(reader, writer):
-            writer.write(await reader.readexactly(1 + len(BIG)))
+            writer.write(await reader.readexactly(len(BIG)))
             assert await reader.read(1) == b"", "the client has ended"
             writer.close()
-            ended.append(None)
+            ended.set()
 
-        ended = []
         await asyncio.sleep(0.2)
         server = await asyncio.start_unix_server(echo, service)
-        for number, (reader, writer) in enumerate(ends):
-            assert await reader.readexactly(1 + len(BIG)) == bytes([number]) + BIG
-            writer.close()
-        while len(ended) < 2:
-            await asyncio.sleep(0.01)
+        assert await reader.readexactly(len(BIG)) == BIG
+        writer.close()
+        await ended.wait()
         server.close()
+
+    between(tmp_path, scenario)
+
+
+def test_only_one_connection_is_taken(tmp_path):
+    async def scenario(client, service):
+        reader, writer = await asyncio.open_unix_connection(client)
+        other_reader, other_writer = await asyncio.open_unix_connection(client)
+        assert await is_open(reader)
+        assert not await is_open(other_reader)
+        for one in (writer, other_writer):
+            one.close()
 
     between(tmp_path, scenario)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from zerojax.multihost.peers.coordinator import describe_silence
 from zerojax.multihost.peers.handshake import VARIABLE, introduce
 from zerojax.multihost.peers.heartbeat import Heartbeat
-from zerojax.multihost.peers.messages import Connection, Failure, Message, Piece
+from zerojax.multihost.peers.messages import Connection, Failure, Message
 from zerojax.multihost.peers.place import Place
 from zerojax.multihost.peers.proxy import ClientProxy
 
@@ -140,7 +140,7 @@ class Client:
         while (received := await self._connection.receive()) is not None:
             self._heartbeat.hear(0)
             match received:
-                case Piece():
+                case bytes():
                     self._proxy.deliver(received)
                 case {"say": "end"} as message:
                     self._on_failure(self._failure(message))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zerojax.multihost.peers.heartbeat import Heartbeat
 from zerojax.multihost.peers.listener import Listener
-from zerojax.multihost.peers.messages import SHORT, Connection, Failure, Message, Piece, printable
+from zerojax.multihost.peers.messages import SHORT, Connection, Failure, Message, printable
 from zerojax.multihost.peers.place import Place
 from zerojax.multihost.peers.proxy import ServiceProxy
 
@@ -89,7 +89,7 @@ class Coordinator:
         while (received := await connection.receive()) is not None:
             if self._heartbeat is not None:
                 self._heartbeat.hear(rank)
-            if isinstance(received, Piece):
+            if isinstance(received, bytes):
                 if self._heartbeat is not None:
                     proxy.deliver(received)
             elif not self._handle(rank, received):

@@ -34,21 +34,15 @@ def reserve_files(size: int) -> None:
     opened = len(os.listdir("/dev/fd"))
     least = opened + _TRAINING + need
     wanted = max(soft + need, least)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        hard = _raise_hard_limit(hard, wanted)
-        wanted = min(wanted, hard)
-    if wanted < least:
-        raise ConfigurationError(
-            f"{size} processes need up to {need:,} open files in rank 0, besides the {opened} it has open "
-            f"and {_TRAINING} for training, and its hard limit is {hard:,} (ulimit -Hn): raise that"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _raise_hard_limit(hard: int, wanted: int) -> int:
-    """Raise the hard limit if the system permits it, as it does for root; return the limit in force."""
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, wanted))
-    except (OSError, ValueError):
-        return hard
-    return wanted
+        # Root may raise the hard limit as well.
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted, hard if hard == resource.RLIM_INFINITY else max(hard, wanted))
+        )
+    except (OSError, ValueError) as error:
+        if hard < least:
+            raise ConfigurationError(
+                f"{size} processes need up to {need:,} open files in rank 0, besides the {opened} it has "
+                f"open and {_TRAINING} for training, and its hard limit is {hard:,} (ulimit -Hn): raise that"
+            ) from error
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -17,20 +17,12 @@ SHORT, LONG = 200, 2000
 # Seconds for sending buffered data when a connection is closed.
 _LINGER = 1.0
 
-# Kind of frame, stream number, length of the payload in bytes.
-_HEADER = struct.Struct(">BII")
+# Kind of frame, length of the payload in bytes.
+_HEADER = struct.Struct(">BI")
 _MESSAGE, _PIECE = 1, 2
 
 Message = dict[str, Any]
 Kind = Literal["refused", "absent", "lost", "failed", "stuck"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes of one of JAX's connections; empty at its end."""
-
-    stream: int
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -75,34 +67,34 @@ class Connection:
 
         A broken connection is noticed by its reader, not here.
         """
-        self._write(_MESSAGE, 0, json.dumps({"say": say, **more}).encode())
+        self._write(_MESSAGE, json.dumps({"say": say, **more}).encode())
 
-    async def send_piece(self, piece: Piece) -> None:
-        """Send a piece of JAX's traffic; wait while the connection is full.
+    async def send_piece(self, piece: bytes) -> None:
+        """Send a piece of JAX's traffic, none at its end; wait while the connection is full.
 
         Raises:
             OSError: the connection is broken.
         """
-        self._write(_PIECE, piece.stream, piece.data)
+        self._write(_PIECE, piece)
         await self._writer.drain()
 
-    async def receive(self, limit: int = LIMIT) -> Message | Piece | None:
+    async def receive(self, limit: int = LIMIT) -> Message | bytes | None:
         """Receive the next frame.
 
         Args:
             limit: its greatest size in bytes.
 
         Returns:
-            None if the connection has ended or the frame is invalid.
+            A message, or a piece of JAX's traffic; None if the connection has ended or the frame is invalid.
         """
         try:
-            kind, stream, size = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            kind, size = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
             if kind not in (_MESSAGE, _PIECE) or size > limit:
                 return None
             data = await self._reader.readexactly(size)
         except (OSError, asyncio.IncompleteReadError):
             return None
-        return Piece(stream, data) if kind == _PIECE else parse(data)
+        return data if kind == _PIECE else parse(data)
 
     async def close(self) -> None:
         """Send what is buffered, then close; abort after a timeout, since the other end may have stopped."""
@@ -113,9 +105,9 @@ class Connection:
         except OSError:
             self._writer.transport.abort()
 
-    def _write(self, kind: int, stream: int, data: bytes) -> None:
+    def _write(self, kind: int, data: bytes) -> None:
         if not self._writer.is_closing():
-            self._writer.write(_HEADER.pack(kind, stream, len(data)) + data)
+            self._writer.write(_HEADER.pack(kind, len(data)) + data)
 
 
 def parse(data: bytes) -> Message | None:

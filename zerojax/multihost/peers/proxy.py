@@ -11,12 +11,9 @@ import asyncio
 import socket
 from contextlib import suppress
 
-from zerojax.multihost.peers.messages import Connection, Piece
+from zerojax.multihost.peers.messages import Connection
 
-_PIECE = 1 << 16
-
-# JAX's client opens one connection, and another if that breaks.
-_MAX_STREAMS = 8
+_PIECE_BYTES = 1 << 16
 
 # Seconds between attempts to reach JAX's service: it may not be up yet, or its queue may be full.
 _PAUSE = 0.05
@@ -27,8 +24,8 @@ class ClientProxy:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._writers: list[asyncio.StreamWriter] = []  # by stream number
         self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None  # to JAX's client, which connects once
 
     async def open(self, path: str) -> None:
         """Listen at a Unix socket.
@@ -39,24 +36,26 @@ class ClientProxy:
         self._server = await asyncio.start_unix_server(self._accept, path)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the connection to JAX's client."""
         if self._server is not None:
             self._server.close()
-        for writer in self._writers:
-            writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
-    def deliver(self, piece: Piece) -> None:
+    def deliver(self, piece: bytes) -> None:
         """Pass on bytes from the service; HTTP/2's flow control bounds how many can be buffered."""
-        if piece.stream < len(self._writers) and not self._writers[piece.stream].is_closing():
-            self._writers[piece.stream].write(piece.data)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(piece)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = len(self._writers)
-        self._writers.append(writer)
+        if self._writer is not None:
+            writer.close()
+            return
+        self._writer = writer
         # Python 3.12 logs an error if a handler is cancelled.
         with suppress(OSError, asyncio.CancelledError):
-            await _forward(reader, stream, self._connection)
-            await self._connection.send_piece(Piece(stream, b""))
+            await _forward(reader, self._connection)
+            await self._connection.send_piece(b"")
 
 
 class ServiceProxy:
@@ -72,38 +71,32 @@ class ServiceProxy:
     def __init__(self, path: str, connection: Connection) -> None:
         self._path = path
         self._connection = connection
-        self._streams: dict[int, asyncio.Queue[bytes]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pieces = asyncio.Queue[bytes]()
+        self._task: asyncio.Task[None] | None = None
 
-    def deliver(self, piece: Piece) -> None:
-        """Pass on bytes from a client; HTTP/2's flow control bounds how many can be buffered."""
-        queue = self._streams.get(piece.stream)
-        if queue is None:
-            if not piece.data or len(self._streams) == _MAX_STREAMS:
-                return
-            queue = self._streams[piece.stream] = asyncio.Queue()
-            task = asyncio.ensure_future(self._serve(piece.stream, queue))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        queue.put_nowait(piece.data)
+    def deliver(self, piece: bytes) -> None:
+        """Pass on bytes from a client, none at their end; HTTP/2's flow control bounds how many wait."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._serve())
+        if not self._task.done():
+            self._pieces.put_nowait(piece)
 
     def close(self) -> None:
-        """Close all connections."""
-        for task in self._tasks:
-            task.cancel()
+        """Close the connection to the service."""
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _serve(self, stream: int, pieces: asyncio.Queue[bytes]) -> None:
+    async def _serve(self) -> None:
         reader, writer = await self._connect()
-        back = asyncio.ensure_future(_forward(reader, stream, self._connection))
+        back = asyncio.ensure_future(_forward(reader, self._connection))
         try:
-            while data := await pieces.get():
+            while piece := await self._pieces.get():
                 with suppress(OSError):  # the service has ended, and rank 0 soon will
-                    writer.write(data)
+                    writer.write(piece)
                     await writer.drain()
         finally:
             back.cancel()
             writer.close()
-            del self._streams[stream]
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while True:
@@ -117,7 +110,7 @@ class ServiceProxy:
                 await asyncio.sleep(_PAUSE)
 
 
-async def _forward(reader: asyncio.StreamReader, stream: int, connection: Connection) -> None:
+async def _forward(reader: asyncio.StreamReader, connection: Connection) -> None:
     with suppress(OSError):
-        while data := await reader.read(_PIECE):
-            await connection.send_piece(Piece(stream, data))
+        while piece := await reader.read(_PIECE_BYTES):
+            await connection.send_piece(piece)
