@@ -59,6 +59,7 @@ class Flows:
             self._listening = socket.create_server((host, 0), family=family)
         except OSError as error:
             raise JobError(f"cannot listen at {host} ({error.strerror})") from error
+        self._listening.setblocking(False)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self.address = host, int(self._listening.getsockname()[1]), self._secret.hex()
 
@@ -96,17 +97,18 @@ class Flows:
         limit = time.monotonic() + _OPEN
         while len(admitted) < count:
             ready = selector.select(max(0.0, limit - time.monotonic()))
-            if not ready:
+            if not ready or time.monotonic() > limit:
                 raise JobError(
                     f"{count} TCP flows from the previous node to {self.address[0]} did not open within "
                     f"{_OPEN:g} s: does a firewall between the nodes admit all ports?"
                 )
             for key, _ in ready:
                 if key.fileobj is self._listening:
-                    flow = held.enter_context(self._listening.accept()[0])
-                    # Ready once the whole secret is there.
-                    flow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SECRET_BYTES)
-                    selector.register(flow, selectors.EVENT_READ, flow)
+                    with suppress(OSError):  # it has ended already
+                        flow = held.enter_context(self._listening.accept()[0])
+                        # Ready once the whole secret is there.
+                        flow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SECRET_BYTES)
+                        selector.register(flow, selectors.EVENT_READ, flow)
                 else:
                     selector.unregister(key.data)
                     if self._begins_with_secret(key.data):
