@@ -1,6 +1,7 @@
 """The plan's formulas against the count of the traced step: two accounts that share no arithmetic."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,27 +74,54 @@ def test_plan_and_report_agree_to_the_byte(name):
     check("stacked", config(**SETTINGS[name]), *MESHES[0])
 
 
-@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
-@pytest.mark.parametrize("name", list(SETTINGS)[:10])
-def test_they_agree_on_every_mesh(name, mesh):
-    check("stacked", config(**SETTINGS[name]), *mesh)
+def some(grid: Sequence[tuple[str, str]], usual: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Cases of a style or mesh, and settings; those that are not among the usual ones are marked slow."""
+    cases = [pytest.param(*case, marks=() if case in usual else pytest.mark.slow) for case in grid]
+    return pytest.mark.parametrize(("kind", "name"), cases)
 
 
-@pytest.mark.parametrize("style", ["listed", "linen"])
-@pytest.mark.parametrize(
-    "name", ["zero3", "zero++", "delta with accumulation", "delta in breadth", "stage 2"]
+NAMES = list(SETTINGS)[:10]
+ELSEWHERE = {str(mesh): mesh for mesh in MESHES[1:]}
+
+
+@some(
+    [(mesh, name) for mesh in ELSEWHERE for name in NAMES],
+    # Each setting once, on one of the meshes.
+    [(list(ELSEWHERE)[number % len(ELSEWHERE)], name) for number, name in enumerate(NAMES)],
 )
-def test_they_agree_for_lists_of_blocks_and_for_linen(style, name):
-    check(style, config(**SETTINGS[name]), 2, 4)
+def test_they_agree_on_every_mesh(kind, name):
+    check("stacked", config(**SETTINGS[name]), *ELSEWHERE[kind])
 
 
-@pytest.mark.parametrize(
-    ("style", "name"),
+@some(
+    [
+        (style, name)
+        for style in ("listed", "linen")
+        for name in ("zero3", "zero++", "delta with accumulation", "delta in breadth", "stage 2")
+    ],
+    [
+        ("listed", "zero3"),
+        ("listed", "delta in breadth"),
+        ("listed", "stage 2"),
+        ("linen", "zero++"),
+        ("linen", "delta with accumulation"),
+    ],
+)
+def test_they_agree_for_lists_of_blocks_and_for_linen(kind, name):
+    check(kind, config(**SETTINGS[name]), 2, 4)
+
+
+@some(
     [*(("stacked", name) for name in IN_FP8), ("listed", "delta"), ("linen", "zero3"), ("linen", "zero++")],
+    [
+        *(("stacked", name) for name in ("zero3 with accumulation", "qwZ in int4", "resync")),
+        ("listed", "delta"),
+        ("linen", "zero++"),
+    ],
 )
-def test_they_agree_where_matmuls_are_in_fp8(style, name):
+def test_they_agree_where_matmuls_are_in_fp8(kind, name):
     zero = config(**IN_FP8[name], matmul_dtype="fp8")
-    report = check(style, zero, 2, 4, width=32, hidden=48)
+    report = check(kind, zero, 2, 4, width=32, hidden=48)
     (scales,) = (c for c in report.collectives if c.phase == "scales")
     assert (scales.primitive, scales.dtype, scales.elements, scales.count) == ("pmax", "float32", 6, 1)
 
