@@ -26,10 +26,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "delta": {"preset": "delta"},
     "delta, all": {"preset": "delta", "accumulate": 2, "error_feedback": True, "delta_resync": 3},
 }
-# Enough: the other kinds take the same path.
-COVERED = ("stage 1", "zero3, accumulated", "zero++", "delta")
 ADAMW = optax.adamw(1e-2)  # one for all, which is checked once
 OTHERS = [(4, 2), (1, 8), (3, 2)]
+# Every kind of state, and every mesh once; the others take the same paths.
+USUAL = {"stage 0": OTHERS[:1], "zero++, stochastic": OTHERS[1:2], "delta, all": OTHERS[2:]}
+GRID = [(name, USUAL[name]) for name in USUAL] + [
+    pytest.param(name, OTHERS, marks=pytest.mark.slow) for name in CONFIGS
+]
 
 
 class Model(nnx.Module):
@@ -78,10 +81,8 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in CONFIGS]
-)
-def test_resume(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "others"), GRID)
+def test_resume(name: str, others: list[tuple[int, int]], tmp_path: Path) -> None:
     """Stop after 3 of 6 steps: on the same mesh nothing is lost; on others parameters and optimizer."""
     state, _ = steps(create(2, 4, **CONFIGS[name]), 1, 3)
     with Checkpoints(tmp_path) as checkpoints:
@@ -93,7 +94,7 @@ def test_resume(name: str, tmp_path: Path) -> None:
     assert losses == expected
     assert_same(to_canonical(again), to_canonical(whole))
 
-    for nodes, local in OTHERS:
+    for nodes, local in others:
         # A mesh of one node has no node hop, and so no error to feed back to it.
         zero = CONFIGS[name] | ({"error_feedback": False} if nodes == 1 else {})
         moved = to_canonical(restore(tmp_path / "3", create(nodes, local, abstract=True, **zero)))
@@ -101,7 +102,10 @@ def test_resume(name: str, tmp_path: Path) -> None:
             assert_same(moved[kind], kept[kind])
 
 
-@pytest.mark.parametrize(("name", "nodes", "local"), [("stage 1", 3, 2), ("delta, all", 4, 2)])
+@pytest.mark.parametrize(
+    ("name", "nodes", "local"),
+    [pytest.param("stage 1", 3, 2, marks=pytest.mark.slow), ("delta, all", 4, 2)],
+)
 def test_training_goes_on_elsewhere(name: str, nodes: int, local: int, tmp_path: Path) -> None:
     """From zero++ to another mesh, stage and wire format: the losses are those of the same weights."""
     state, _ = steps(create(2, 4, "zero++"), 1, 8)

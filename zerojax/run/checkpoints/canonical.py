@@ -23,7 +23,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
-from zerojax.sharding.param_tree import from_tree
+from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import copied, shardings_of
 from zerojax.train.spec import TrainSpec
@@ -151,37 +151,68 @@ def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
     return filled.replace(copies=make(filled.params))
 
 
-def _delta_copies(state: TrainState) -> dict[str, Weight]:
-    """Delta's copies, which are saved, by name; those of ``with_node_copy`` are not."""
-    if not state.spec.zero.weights_delta:
-        return {}
-    return {"/".join(("secondary", *path)): copy for path, copy in state.copies.items()}
+def _delta_copies(state: TrainState) -> list[Weight]:
+    """Delta's copies, which are saved; those of ``with_node_copy`` are not."""
+    return [*state.copies.values()] if state.spec.zero.weights_delta else []
 
 
 def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
     """Each non-empty array of a state by name, with its layout if it has one."""
-    leaves = {leaf.path: leaf for leaf in state.spec.leaves}
-    entries: dict[str, tuple[ParamLayout | None, Array]] = {
-        f"counters/{name}": (None, getattr(state, name)) for name in _COUNTERS
-    }
-    for path, x in from_tree(state.params).items():
-        entries["/".join(("params", *path))] = (leaves[path], x)
-    for name, copy in _delta_copies(state).items():
+    entries: dict[str, tuple[ParamLayout | None, Array]] = {}
+
+    def note(name: str, leaf: ParamLayout | None, x: Array) -> Array:
+        if x.size if leaf is None else leaf.count:
+            entries[name] = leaf, x
+        return x
+
+    _changed(state, note)
+    return entries
+
+
+def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
+    """A state of the arrays named as in ``_entries``; missing ones are zeros."""
+
+    def named(name: str, _: ParamLayout | None, x: Array) -> Array:
+        if name in stored:
+            return stored[name]
+        return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
+
+    return state.replace(**_changed(state, named), current_copies=False)
+
+
+def _changed(state: TrainState, change: Callable[[str, ParamLayout | None, Array], Array]) -> dict[str, Any]:
+    """The fields of a state with ``change(name, layout, x)`` in place of every array that is saved.
+
+    This gives the arrays of a checkpoint their names; the layout is None where there is none.
+    """
+
+    def plain(kind: str, values: dict[str, Array]) -> dict[str, Array]:
+        return {name: change(f"{kind}/{name}", None, x) for name, x in values.items()}
+
+    def nested(kind: str, tree: Tree, leaves: dict[tuple[str, ...], ParamLayout]) -> Tree:
+        given = from_tree(tree).items()
+        return to_tree({path: change("/".join((kind, *path)), leaves.get(path), x) for path, x in given})
+
+    def changed_copy(copy: Weight) -> Weight:
+        name = "/".join(("secondary", *copy.layout.path))
         if copy.scale is None:
-            entries[name] = (copy.layout, copy.values)
-        else:
-            entries |= {f"{name}/values": (copy.layout, copy.values), f"{name}/scale": (None, copy.scale)}
+            return copy.replace(change(name, copy.layout, copy.values))
+        values = change(f"{name}/values", copy.layout, copy.values)
+        return dataclasses.replace(copy, values=values, scale=change(f"{name}/scale", None, copy.scale))
+
+    # 0 in place of None, which is no leaf of a tree.
     layouts = by_moment(state.spec.leaves, state.opt_state, lambda leaf, _: leaf, lambda _: 0)
-    moments, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    for (path, x), layout in zip(moments, jax.tree.leaves(layouts), strict=True):
-        entries[_optimizer_name(path)] = (layout or None, x)
-    entries |= {f"other/{name}": (None, x) for name, x in state.model_state.items()}
-    for path, x in from_tree(state.residual).items():
-        entries["/".join(("residual", *path))] = (None, x)
-    entries |= {f"losses/{name}": (None, x) for name, x in state.losses.items()}
-    entries |= {f"base/{name}": (None, x) for name, x in state.base.items()}
     return {
-        name: (leaf, x) for name, (leaf, x) in entries.items() if (leaf.count if leaf is not None else x.size)
+        **{name: change(f"counters/{name}", None, getattr(state, name)) for name in _COUNTERS},
+        "params": nested("params", state.params, {leaf.path: leaf for leaf in state.spec.leaves}),
+        "opt_state": jax.tree_util.tree_map_with_path(
+            lambda path, x, layout: change(_optimizer_name(path), layout or None, x), state.opt_state, layouts
+        ),
+        "model_state": plain("other", state.model_state),
+        "copies": {copy.layout.path: changed_copy(copy) for copy in _delta_copies(state)},
+        "residual": nested("residual", state.residual, {}),
+        "losses": plain("losses", state.losses),
+        "base": plain("base", state.base),
     }
 
 
@@ -193,42 +224,8 @@ def _optimizer_name(path: Any) -> str:
     return _name(OPTIMIZER, path)
 
 
-def _name(field: str, path: Any) -> str:
-    return f"{field}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
-
-
-def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
-    """A state of the arrays named as in ``_entries``; missing ones are zeros."""
-
-    def named(name: str, x: Any) -> Array:
-        if name in stored:
-            return stored[name]
-        return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
-
-    def fill(field: str, tree: Any) -> Any:
-        def pick(path: Any, x: Any) -> Array:
-            return named(_optimizer_name(path) if field == OPTIMIZER else _name(field, path), x)
-
-        return jax.tree_util.tree_map_with_path(pick, tree)
-
-    def fill_copy(name: str, copy: Weight) -> Weight:
-        if copy.scale is None:
-            return copy.replace(named(name, copy.values))
-        values, scale = named(f"{name}/values", copy.values), named(f"{name}/scale", copy.scale)
-        return dataclasses.replace(copy, values=values, scale=scale)
-
-    copies = {copy.layout.path: fill_copy(name, copy) for name, copy in _delta_copies(state).items()}
-    return state.replace(
-        **{name: stored[f"counters/{name}"] for name in _COUNTERS},
-        params=fill("params", state.params),
-        opt_state=fill(OPTIMIZER, state.opt_state),
-        model_state=fill("other", state.model_state),
-        copies=copies,
-        current_copies=False,
-        residual=fill("residual", state.residual),
-        losses=fill("losses", state.losses),
-        base=fill("base", state.base),
-    )
+def _name(kind: str, path: Any) -> str:
+    return f"{kind}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
 
 
 def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
