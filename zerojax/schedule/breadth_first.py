@@ -14,39 +14,44 @@ rules of their own: units run one micro-batch after another (``map_microbatches`
 import contextlib
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, PyTree
 
 from zerojax.schedule.partition import inexact, partition, with_float0
+from zerojax.schedule.transforms import Pullback, pullback
 
 AXIS = "micro_batch"
+Flags = PyTree[Bool]
+"""For every array of a pytree, whether it has a leading axis of micro-batches."""
+Rule = Callable[..., tuple[PyTree[Array], Flags]]
+"""A batching rule of ``jax.custom_batching.custom_vmap``, but with flags for all arrays."""
+_Residuals = tuple[PyTree[Array], tuple[PyTree[Array], ...], Pullback]
+"""The weights, the other arguments, and the rest of what each micro-batch keeps, stacked."""
 _mapping = ContextVar("mapping", default=False)
 
 
-def over_micro_batches(function: Callable[..., Any], *, out_axes: Any) -> Callable[..., Any]:
+def over_micro_batches[**P, T](
+    function: Callable[P, T], *, out_axes: int | tuple[int | None, ...] | None
+) -> Callable[P, T]:
     """``jax.vmap`` over micro-batches, the leading axis of every argument."""
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: P.args, **kwargs: P.kwargs) -> T:
         # The axis name is part of jit's cache key: a trace in depth must not be used here.
         with _set(True):
-            return jax.vmap(function, out_axes=out_axes, axis_name=AXIS)(*args)
+            return jax.vmap(function, out_axes=out_axes, axis_name=AXIS)(*args, **kwargs)
 
     return mapped
 
 
-def with_batching_rule(
-    rule: Callable[..., tuple[Any, Any]], function: Callable[..., Any]
-) -> Callable[..., Any]:
+def with_batching_rule[T: PyTree[Array]](rule: Rule, function: Callable[..., T]) -> Callable[..., T]:
     """``function``, which is batched by ``rule`` within ``over_micro_batches``.
 
     Args:
-        rule: called as ``rule(size, mapped, *args)``, where ``mapped`` has a bool for every array in
-            ``args``: whether it has a leading axis of ``size`` micro-batches. Returns the result and the
-            bools for it.
+        rule: called as ``rule(size, mapped, *args)`` with the flags of ``args`` and the number of
+            micro-batches. Returns the result and its flags.
         function: of pytrees of arrays; it closes over nothing that is traced.
     """
     # Only there: a custom_vmap function that nothing maps has no gradient.
@@ -58,12 +63,12 @@ def with_batching_rule(
     return lambda *args: call(lax.axis_index(AXIS), *args)
 
 
-def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Callable[..., Any]:
+def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Flags, ...]) -> Callable[..., T]:
     """A function that runs ``body`` on one micro-batch after another.
 
     Args:
         body: called as ``body(weights, *args)``; it closes over nothing that is traced.
-        mapped: for every array in ``args``, whether it has a leading axis of micro-batches.
+        mapped: the flags of ``args``.
 
     Returns:
         A function of the same arguments, whose results all have that axis. Gradients of arrays without it,
@@ -72,32 +77,34 @@ def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Calla
     """
     flags = jax.tree.leaves(mapped)
 
-    def alone(*args: Any) -> Any:
+    def alone(*args: PyTree[Array]) -> T:
         with _set(False):
             return body(*args)
 
     @jax.custom_vjp
-    def run(weights: Any, *args: Any) -> Any:
+    def run(weights: PyTree[Array], *args: PyTree[Array]) -> T:
         each, common, join = partition(args, flags)
         return lax.map(lambda own: alone(weights, *join(own, common)), each)
 
-    def forward(weights: Any, *args: Any) -> tuple[Any, Any]:
+    def forward(weights: PyTree[Array], *args: PyTree[Array]) -> tuple[T, _Residuals]:
         each, common, join = partition(args, flags)
 
-        def one(own: list[Array]) -> tuple[Any, Any]:
-            vjp: Any
-            out, vjp = jax.vjp(alone, weights, *join(own, common))
+        def one(own: list[Array]) -> tuple[T, Pullback]:
+            out, vjp = pullback(alone, weights, *join(own, common))
+            # The loop stacks what differs between micro-batches: not the weights, nor arguments once more.
             return out, vjp.replace(args_res=[None] * (1 + len(args)))
 
         out, vjps = lax.map(one, each)
         return out, (weights, args, vjps)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: _Residuals, cotangents: T) -> tuple[PyTree[Array], ...]:
         weights, args, vjps = residuals
         each, common, join = partition(args, flags)
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cotangents)
 
-        def one(sums: Any, given: Any) -> tuple[Any, list[Array]]:
+        def one(
+            sums: PyTree[Array], given: tuple[list[Array], Pullback, list[Array]]
+        ) -> tuple[PyTree[Array], list[Array]]:
             # Each iteration begins when the one before it is done. The two of a double-buffered loop, free
             # to run side by side, took 2% more memory in zero3 with nothing recomputed.
             sums, (own, vjp, cotangent) = lax.optimization_barrier((sums, given))
@@ -106,7 +113,7 @@ def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Calla
             of_own, of_common, _ = partition(tuple(of_args), flags)
             return jax.tree.map(jnp.add, sums, (inexact(of_weights), inexact(of_common))), inexact(of_own)
 
-        def floats(values: Any) -> list[Array]:
+        def floats(values: PyTree[Array]) -> list[Array]:
             return partition(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))[0]
 
         summed = (floats(weights), floats(common))
@@ -121,13 +128,13 @@ def map_microbatches(body: Callable[..., Any], mapped: tuple[Any, ...]) -> Calla
     return run
 
 
-def broadcast_unbatched(size: int, mapped: Any, values: Any) -> Any:
+def broadcast_unbatched[T: PyTree[Array]](size: int, mapped: Flags, values: T) -> T:
     """Repeat the values that are not ``mapped`` along a new leading axis of ``size`` micro-batches."""
     return jax.tree.map(lambda own, x: x if own else jnp.broadcast_to(x, (size, *x.shape)), mapped, values)
 
 
-def all_batched(values: Any, mapped: bool) -> Any:
-    """The bools of a batching rule for values that all have the axis, or all lack it."""
+def all_batched(values: PyTree[Array], mapped: bool) -> Flags:
+    """The flags of values that all have the axis, or all lack it."""
     return jax.tree.map(lambda _: mapped, values)
 
 

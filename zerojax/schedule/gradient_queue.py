@@ -7,12 +7,13 @@ are summed. None of these waits for another. Otherwise layer i + 1's gradients t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.comm.reduction import GradientReduction, Payload, Values
+from zerojax.schedule.stacked import Index
 from zerojax.sharding.wire_format import Seed
 
 InFlight = tuple[Payload | None, ...]
@@ -23,7 +24,7 @@ class Arrived(NamedTuple):
     """One layer's gradients, which have crossed every hop and are yet to be summed, and its index."""
 
     payload: Payload
-    layer: Any
+    layer: Index
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class GradientQueue:
         reduction = self.reduction
         return len(reduction.axes) if reduction.strategy.reduces_between_nodes(reduction.world) else 0
 
-    def enqueue(self, grads: Values, index: Any, behind: InFlight | None = None) -> InFlight:
+    def enqueue(self, grads: Values, index: Index, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
         encoded = self.reduction.encode(grads, self.seeds[index])
         return (encoded, *((None,) * self.hops if behind is None else behind))
 
-    def advance(self, in_flight: InFlight, first: Any) -> tuple[InFlight, Arrived | None]:
+    def advance(self, in_flight: InFlight, first: Index) -> tuple[InFlight, Arrived | None]:
         """Move every layer's gradients one stage on.
 
         Args:
@@ -96,5 +97,5 @@ class GradientQueue:
                 yield arrived
             in_flight = (None, *sent)
 
-    def _send(self, payload: Payload, index: Any, hop: int) -> Payload:
+    def _send(self, payload: Payload, index: Index, hop: int) -> Payload:
         return self.reduction.send(payload, self.seeds[index], hop)

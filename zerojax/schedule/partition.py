@@ -6,16 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
-
-Combine = Callable[[Sequence[Any], Sequence[Any]], Any]
+from jaxtyping import Array, PyTree
 
 
-def partition(
-    tree: Any,
+def partition[T: PyTree](
+    tree: T,
     chosen: Sequence[bool] | Callable[[Any], bool],
     is_leaf: Callable[[Any], bool] | None = None,
-) -> tuple[list[Any], list[Any], Combine]:
+) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], T]]:
     """Split the leaves of a pytree in two.
 
     Args:
@@ -30,7 +28,7 @@ def partition(
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else list(chosen)
 
-    def combine(first: Sequence[Any], second: Sequence[Any]) -> Any:
+    def combine(first: Sequence[Any], second: Sequence[Any]) -> T:
         parts = iter(first), iter(second)
         return jax.tree.unflatten(structure, [next(parts[0] if flag else parts[1]) for flag in flags])
 
@@ -38,7 +36,7 @@ def partition(
     return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag], combine
 
 
-def split_arrays(arguments: Any) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:
+def split_arrays[T: PyTree](arguments: T) -> tuple[list[Array], Callable[[Sequence[Array]], T]]:
     """The arrays among ``arguments``, and a function that puts other arrays in their place.
 
     Args:
@@ -48,12 +46,12 @@ def split_arrays(arguments: Any) -> tuple[list[Array], Callable[[Sequence[Array]
     return arrays, lambda others: combine(others, rest)
 
 
-def inexact(cotangents: Any) -> list[Array]:
+def inexact(cotangents: PyTree[Array]) -> list[Array]:
     """The cotangents of floating-point values: those of integers are float0, which no loop can carry."""
     return partition(cotangents, lambda x: x.dtype != jax.dtypes.float0)[0]
 
 
-def with_float0(cotangents: Sequence[Array], primals: Any) -> Any:
+def with_float0[T: PyTree[Array]](cotangents: Sequence[Array], primals: T) -> T:
     """Undo ``inexact``: a cotangent for each of ``primals``, which may be ShapeDtypeStructs."""
     _, integers, combine = partition(primals, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return combine(cotangents, [np.zeros(x.shape, jax.dtypes.float0) for x in integers])

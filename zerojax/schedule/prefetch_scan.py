@@ -20,16 +20,17 @@ same layers run one after another (``_one_by_one``), with each layer's hops in l
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import Values
 from zerojax.schedule.breadth_first import (
+    Flags,
     all_batched,
     broadcast_unbatched,
     map_microbatches,
@@ -38,11 +39,13 @@ from zerojax.schedule.breadth_first import (
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, with_float0
 from zerojax.schedule.sharded import Sharded, taken
-from zerojax.schedule.stacked import empty_layers, layer_at, put_layer
+from zerojax.schedule.stacked import Index, empty_layers, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored, SumStorage
-from zerojax.schedule.transforms import TracedOnce, with_derivatives_of
+from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
 from zerojax.schedule.unit import (
+    Arrays,
     Body,
+    Whole,
     as_layer,
     call_gathered,
     gradients_of,
@@ -61,7 +64,7 @@ from zerojax.weights.weight import Weight, Weights
 
 
 class _ScanArgs(NamedTuple):
-    """The traced arguments of the scan.
+    """The traced arguments of the scan, their cotangents, or their flags in breadth.
 
     Attributes:
         weights: stacked, each at its own level.
@@ -77,14 +80,32 @@ class _ScanArgs(NamedTuple):
     sinks: Values
     seeds: Seed
     copies: Payloads | None
-    x: Any
-    state: Any
-    shared: Any
+    x: Arrays
+    state: Arrays
+    shared: Arrays
+
+
+class _Results(NamedTuple):
+    """What the scan returns.
+
+    Attributes:
+        x: the last layer's activations.
+        state: each layer's new state, stacked.
+        copies: those of ``_ScanArgs``, updated.
+    """
+
+    x: Arrays
+    state: Arrays
+    copies: Payloads | None
 
 
 def scan_units(
-    body: Body, weights: Sequence[Sharded], x: Any, state: Any, shared: Any
-) -> tuple[Any, Any, dict[Path, Weight]]:
+    body: Callable[[Sequence[Whole], Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
+    weights: Sequence[Sharded],
+    x: Arrays,
+    state: Arrays,
+    shared: Arrays,
+) -> tuple[Arrays, Arrays, dict[Path, Weight]]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
     Args:
@@ -102,26 +123,27 @@ def scan_units(
     strategy = parts.strategy
     run_on = on_operands(body, weights)
 
-    def one(whole: Weights, x: Any, own: Any, shared: Any) -> tuple[Any, Any]:
+    def one(whole: Weights, x: Arrays, own: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
         seeds, state = own
         x, state = run_on(whole, seeds, x, state, shared)
         return x, (seeds, state)
 
-    body = as_layer(one, strategy)
+    layer = as_layer(one, strategy)
 
-    def in_breadth(size: int, mapped: tuple[_ScanArgs], args: _ScanArgs) -> tuple[Any, Any]:
+    def in_breadth(size: int, mapped: tuple[_ScanArgs], args: _ScanArgs) -> tuple[_Results, Flags]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
-        (flags,) = mapped
-        refuse_mapped((flags.weights, flags.sinks, flags.seeds, flags.copies))
-        x, state = broadcast_unbatched(size, (flags.x, flags.state), (args.x, args.state))
+        (given,) = mapped
+        refuse_mapped((given.weights, given.sinks, given.seeds, given.copies))
+        x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        turns = map_microbatches(body, (all_batched(x, True), all_batched(state, True), flags.shared))
-        out: Any = _scan(strategy, _Layer(turns), args._replace(x=x, state=state))
+        turns = map_microbatches(layer, (all_batched(x, True), all_batched(state, True), given.shared))
+        out = cast(_Results, _scan(strategy, _Layer(turns), args._replace(x=x, state=state)))
         x, state, copies = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        return (x, state, copies), (*all_batched((x, state), True), all_batched(copies, False))
+        flags = _Results(all_batched(x, True), all_batched(state, True), all_batched(copies, False))
+        return _Results(x, state, copies), flags
 
-    run = with_batching_rule(in_breadth, functools.partial(_scan, strategy, _Layer(body)))
+    run = with_batching_rule(in_breadth, functools.partial(_scan, strategy, _Layer(layer)))
     state = (parts.seeds, state)
     args = _ScanArgs(parts.weights, parts.sinks, parts.seed, parts.copies, x, state, shared)
     x, (_, state), copies = run(args)
@@ -146,23 +168,32 @@ class _Layer:
     """
 
     def __init__(self, body: Body) -> None:
-        def keeping(whole: Weights, x: Any, state: Any, shared: Any) -> tuple[Any, Any, Any]:
-            vjp: Any
-            (x, after), vjp = jax.vjp(body, whole, x, state, shared)
+        def alone(
+            whole: Weights, x: Arrays, state: Arrays, shared: Arrays
+        ) -> tuple[Arrays, Arrays, Pullback | None]:
+            return *body(whole, x, state, shared), None
+
+        def keeping(
+            whole: Weights, x: Arrays, state: Arrays, shared: Arrays
+        ) -> tuple[Arrays, Arrays, Pullback | None]:
+            (x, after), vjp = pullback(body, whole, x, state, shared)
             _, own_x, own_state, _ = vjp.args_res
             return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
 
         self.body = body
-        self.run = TracedOnce(lambda *args: (*body(*args), None))
+        self.run = TracedOnce(alone)
         self.run_keeping = TracedOnce(keeping)
 
 
+_Run = TracedOnce[Weights, Arrays, Arrays, Arrays, tuple[Arrays, Arrays, Pullback | None]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any, Payloads | None]:
-    return _forward(strategy, layer.run, args)[:3]
+def _scan(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> _Results:
+    return _forward(strategy, layer.run, args).results
 
 
-def _one_by_one(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Any, Any]:
+def _one_by_one(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Arrays, Arrays]:
     """The scan's activations and state, computed layer after layer with a gather each: for derivatives.
 
     ``args.copies`` are up to date already, where there are any.
@@ -170,10 +201,10 @@ def _one_by_one(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> t
     weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
     weights = lax.stop_gradient(weights)  # gradients go to the sinks, and kernels that encode have none
 
-    def body(whole: Weights, inputs: Any) -> tuple[Any, Any]:
+    def body(whole: Weights, inputs: Arrays) -> Arrays:
         return layer.body(whole, *inputs)
 
-    def one(x: Any, own: Any) -> tuple[Any, Any]:
+    def one(x: Arrays, own: Arrays) -> Arrays:
         weights, sink, seed, state = own
         return call_gathered(strategy, body, weights, sink, seed, (x, state, args.shared))
 
@@ -192,22 +223,38 @@ class _ForwardCarry(NamedTuple):
         stacks: the earlier layers' new state, residuals and ``kept``, stacked.
     """
 
-    x: Any
+    x: Arrays
     fetching: Fetching
     kept: Weights
     whole: Weights
-    stacks: tuple[Any, Any, Weights]
+    stacks: tuple[Arrays, Pullback | None, Weights]
 
 
-def _forward(
-    strategy: ShardingStrategy, run: TracedOnce, args: _ScanArgs
-) -> tuple[Any, Any, Payloads | None, Any, Any]:
-    """Run every layer in order, gathering each while those before it compute.
+class _Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass, besides the scan's arguments.
 
-    Returns:
-        The activations, the stacked state, the copies; of all layers but the last, stacked, the residuals and
-        the weights that were kept; and the residuals and the weights of the last.
+    Attributes:
+        residuals: of all layers but the last, stacked.
+        gathered: the secondary partitions from which it gathers again, of all layers but the last, stacked.
+        last_residual: the last layer's.
+        last_whole: the last layer's weights.
     """
+
+    residuals: Pullback | None
+    gathered: Weights
+    last_residual: Pullback | None
+    last_whole: Weights
+
+
+class _Forward(NamedTuple):
+    """What the forward pass returns, and what it keeps."""
+
+    results: _Results
+    kept: _Kept
+
+
+def _forward(strategy: ShardingStrategy, run: _Run, args: _ScanArgs) -> _Forward:
+    """Run every layer in order, gathering each while those before it compute."""
     weights, _, _, copies, x, state, shared = args
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=last, step=1, own_stream=strategy.own_stream)
@@ -218,7 +265,7 @@ def _forward(
         given = zip(weights, kept_for_backward(strategy, weights, secondary), strict=True)
         return tuple(kept for own, kept in given if kept is not own)
 
-    def layer(carry: _ForwardCarry, index: Any, *, crossing: bool) -> _ForwardCarry:
+    def layer(carry: _ForwardCarry, index: Index, *, crossing: bool) -> _ForwardCarry:
         fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
         whole = to_full(secondary, strategy.weight_dtype)
         x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
@@ -227,10 +274,10 @@ def _forward(
 
     fetching, secondary = prefetcher.start(0, copies)
     whole = to_full(secondary, strategy.weight_dtype)
-    _, *one = run.shapes(whole, x, layer_at(state, 0), shared)
+    _, after, residual = run.shapes(whole, x, layer_at(state, 0), shared)
     # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
     kept = kept_of(secondary)
-    carry = _ForwardCarry(x, fetching, kept, whole, empty_layers((*one, kept), last))
+    carry = _ForwardCarry(x, fetching, kept, whole, empty_layers((after, residual, kept), last))
     looped = max(last - 1, 0) if prefetcher.crosses else last
     if looped:
         carry, _ = lax.scan(
@@ -241,40 +288,43 @@ def _forward(
     copies, (states, residuals, kept) = carry.fetching.copies, carry.stacks
     x, after, residual = run(carry.whole, carry.x, layer_at(state, last), shared)
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    return x, states, copies, (residuals, kept), (residual, carry.whole)
+    return _Forward(_Results(x, states, copies), _Kept(residuals, kept, residual, carry.whole))
 
 
 def _scan_fwd(
     strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs
-) -> tuple[tuple[Any, Any, Payloads | None], Any]:
-    def plain(result: Any, args: _ScanArgs) -> Any:
-        _, _, fresh, *kept = result
-        return *_one_by_one(strategy, layer, args._replace(copies=fresh)), fresh, *kept
+) -> tuple[_Results, tuple[_ScanArgs, _Kept]]:
+    def plain(result: _Forward, args: _ScanArgs) -> _Forward:
+        fresh = result.results.copies
+        x, state = _one_by_one(strategy, layer, args._replace(copies=fresh))
+        return _Forward(_Results(x, state, fresh), result.kept)
 
     function = functools.partial(_forward, strategy, layer.run_keeping)
-    x, states, fresh, *kept = with_derivatives_of(plain, function)(args)
-    return (x, states, fresh), (args._replace(copies=fresh), kept)
+    results, kept = with_derivatives_of(plain, function)(args)
+    return results, (args._replace(copies=results.copies), kept)
 
 
-def _scan_bwd(strategy: ShardingStrategy, layer: _Layer, residuals: Any, cotangents: Any) -> tuple[_ScanArgs]:
+def _scan_bwd(
+    strategy: ShardingStrategy, layer: _Layer, residuals: tuple[_ScanArgs, _Kept], cotangents: _Results
+) -> tuple[_ScanArgs]:
     args, kept = residuals
-    *given, _ = cotangents
+    given = (cotangents.x, cotangents.state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
 
-    def plain(result: Any, kept: Any, given: list[Array], args: _ScanArgs) -> Any:
+    def plain(result: Arrays, kept: _Kept, given: list[Array], args: _ScanArgs) -> Arrays:
         del result, kept
 
-        def run(sinks: Values, x: Any, state: Any, shared: Any) -> Any:
+        def run(sinks: Values, x: Arrays, state: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
             return _one_by_one(strategy, layer, args._replace(sinks=sinks, x=x, state=state, shared=shared))
 
-        vjp = jax.vjp(run, args.sinks, args.x, args.state, args.shared)[1]
-        sums, of_x, of_state, of_shared = vjp(tuple(with_float0(given, shapes)))
+        _, vjp = pullback(run, args.sinks, args.x, args.state, args.shared)
+        sums, of_x, of_state, of_shared = vjp(with_float0(given, shapes))
         return sums, of_x, inexact(of_state), inexact(of_shared)
 
     function = functools.partial(_backward, strategy, shapes)
     sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args)
     of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
-    none: Any = None
+    none: PyTree[Array] = None  # of weights, seeds and copies, which have no cotangents
     return (_ScanArgs(none, sums, none, none, of_x, of_state, of_shared),)
 
 
@@ -291,9 +341,9 @@ class _BackwardCarry(NamedTuple):
         stored: the residuals of this layer and those before it, and the sums that have arrived.
     """
 
-    cotangent: Any
-    of_state: list[Any]
-    of_shared: list[Any]
+    cotangent: Arrays
+    of_state: list[Array]
+    of_shared: list[Array]
     fetching: Fetching
     whole: Weights
     in_flight: InFlight
@@ -301,14 +351,18 @@ class _BackwardCarry(NamedTuple):
 
 
 def _backward(
-    strategy: ShardingStrategy, shapes: Any, kept: Any, given: list[Array], args: _ScanArgs
-) -> tuple[Values, Any, list[Any], list[Any]]:
+    strategy: ShardingStrategy,
+    shapes: tuple[Arrays, Arrays],
+    kept: _Kept,
+    given: list[Array],
+    args: _ScanArgs,
+) -> tuple[Values, Arrays, list[Array], list[Array]]:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients beside it.
 
     Args:
         strategy: how the weights travel.
         shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
-        kept: the residuals and weights that it returned.
+        kept: by ``_forward``.
         given: those cotangents, less those of integers.
         args: of the scan.
 
@@ -317,7 +371,8 @@ def _backward(
         ``state`` and in ``shared``.
     """
     seeds, shared = args.seeds, args.shared
-    (stacked, gathered), (last_residual, last_whole) = kept
+    stacked, gathered, last_residual, last_whole = kept
+    assert last_residual is not None
     weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
     # Secondary partitions that the forward pass kept stand in for weights at lower levels.
     stand_in = iter(gathered)
@@ -331,13 +386,15 @@ def _backward(
     prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
     queue = GradientQueue(reduction_of(strategy, weights), seeds, last)
 
-    def run(residual: Any, whole: Weights, cotangent: Any, index: Any) -> tuple[Values, Any, Any, Any]:
+    def run(
+        residual: Pullback, whole: Weights, cotangent: Arrays, index: Index
+    ) -> tuple[Values, Arrays, list[Array], list[Array]]:
         _, x, state, _ = residual.args_res
         vjp = residual.replace(args_res=[whole, x, state, shared])
         of_whole, before, of_state, of_shared = vjp((cotangent, with_float0(layer_at(after, index), like)))
         return gradients_of(of_whole), before, inexact(of_state), inexact(of_shared)
 
-    def compute(carry: _BackwardCarry, index: Any) -> _BackwardCarry:
+    def compute(carry: _BackwardCarry, index: Index) -> _BackwardCarry:
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
         sent, arrived = queue.advance(carry.in_flight, index + 1)
         stored = carry.stored
@@ -355,7 +412,7 @@ def _backward(
             stored=stored,
         )
 
-    def layer(carry: _BackwardCarry, index: Any, *, crossing: bool) -> _BackwardCarry:
+    def layer(carry: _BackwardCarry, index: Index, *, crossing: bool) -> _BackwardCarry:
         fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
         whole = to_full(secondary, strategy.weight_dtype)
         return compute(carry, index)._replace(fetching=fetching, whole=whole)

@@ -1,9 +1,9 @@
 """Rematerialisation policies: what a unit's backward pass recomputes and what it keeps."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 
 from zerojax.matmul.fp8 import SCALE
 from zerojax.matmul.lora import SUM
@@ -27,7 +27,7 @@ _EXPENSIVE = frozenset(
 _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 
 
-def rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]:
     """Wrap ``body`` so that its vjp keeps the policy's results, and the weights but no copies of them."""
     policies = {
         "full": _is_scale,
@@ -38,16 +38,16 @@ def rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
 
 
-def _is_scale(_: Any, *__: Any, **params: Any) -> bool:
+def _is_scale(_: Primitive, *__: object, **params: object) -> bool:
     """Scalars that would cost a pass over activations."""
     return params.get("name") == SCALE
 
 
-def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_attention(primitive: Primitive, *_: object, **params: object) -> bool:
     return params.get("name") in ("attention", SCALE) or "dot_product_attention" in primitive.name
 
 
-def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_expensive(primitive: Primitive, *_: object, **params: object) -> bool:
     if primitive.name in _EXPENSIVE or params.get("name") == SUM or _is_attention(primitive, **params):
         return True
     return any(part in primitive.name for part in _KERNELS)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import TypeGuard
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -149,12 +149,12 @@ def translated_errors() -> Generator[None]:
         raise
 
 
-def is_sharded(value: Any) -> bool:
+def is_sharded(value: object) -> TypeGuard[Sharded]:
     """Whether a value is a unit's parameter as its unit receives it."""
     return isinstance(value, Sharded)
 
 
-def is_gathered(weight: Any) -> bool:
+def is_gathered(weight: object) -> bool:
     """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
     return is_sharded(weight) and weight.weight.level != "full"
 

@@ -8,14 +8,15 @@ gradients, as without rematerialisation, gradients take no memory of their own.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Num, UInt
+from jaxtyping import Array, Float32, Num, PyTree, UInt
 
 from zerojax.comm.reduction import Values
+from zerojax.schedule.stacked import Index
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.
@@ -47,7 +48,7 @@ class Stored(NamedTuple):
         extra: the sums that do not fit there, fp32 ``[layers - 1, n]``.
     """
 
-    residuals: Any
+    residuals: PyTree[Array]
     extra: Float32[Array, "layers n"]
 
 
@@ -61,7 +62,7 @@ class SumStorage:
     (``Stored``).
     """
 
-    def __init__(self, residuals: Any, sinks: Values) -> None:
+    def __init__(self, residuals: PyTree[Array], sinks: Values) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
         Args:
@@ -87,11 +88,11 @@ class SumStorage:
             self._pieces.append(pieces)
         self._extra = used[extra]
 
-    def start(self, residuals: Any) -> Stored:
+    def start(self, residuals: PyTree[Array]) -> Stored:
         """What to carry before there are any sums."""
         return Stored(residuals, lax.empty((self._layers - 1, self._extra), jnp.float32))
 
-    def write(self, stored: Stored, sums: Values, layer: Any) -> Stored:
+    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
         """Write the sums of one layer, any but layer 0, over the residuals of the layer before it."""
         arrays, structure = jax.tree.flatten(stored)
         for x, pieces in zip(sums, self._pieces, strict=True):

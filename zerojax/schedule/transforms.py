@@ -1,46 +1,77 @@
 """Transformations of functions: traced once, or differentiated in another way."""
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, cast
 
 import jax
 from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, PyTree
 
 
-class TracedOnce:
+class Pullback(Protocol):
+    """What ``jax.vjp`` returns: a pytree of residuals that maps cotangents back.
+
+    ``args_res`` are those of its residuals that are the function's own arguments. They can be taken out, and
+    put back before the call: then what a loop stacks or keeps for the backward pass is the rest alone.
+    """
+
+    @property
+    def args_res(self) -> list[PyTree[Array]]:
+        """One for each argument."""
+        ...
+
+    def replace(self, *, args_res: Sequence[PyTree[Array]]) -> Self:
+        """The same with other arguments; None takes one out."""
+        ...
+
+    def __call__(self, cotangents: PyTree[Array], /) -> tuple[PyTree[Array], ...]:
+        """The cotangents of the arguments."""
+        ...
+
+
+def pullback[T](function: Callable[..., T], *primals: PyTree[Array]) -> tuple[T, Pullback]:
+    """``jax.vjp``, typed."""
+    out, vjp = jax.vjp(function, *primals)
+    return out, cast(Pullback, vjp)
+
+
+class TracedOnce[*Args, T: PyTree[Array]]:
     """A pure function that is traced once, for the first arguments it gets."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Callable[[*Args], T]) -> None:
         self._function = function
-        self._traced: tuple[Any, Any] | None = None
+        self._traced: tuple[Callable[..., list[Array]], T] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: *Args) -> T:
         """Run what was traced."""
         self.shapes(*args)
         assert self._traced is not None
         call, shapes = self._traced
         return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
 
-    def shapes(self, *args: Any) -> Any:
-        """The shapes and dtypes that the function returns."""
+    def shapes(self, *args: *Args) -> T:
+        """ShapeDtypeStructs in place of the arrays that the function returns."""
         if self._traced is None:
             closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
             self._traced = jaxpr_as_fun(closed), shapes
         return self._traced[1]
 
 
-def with_derivatives_of(plain: Any, function: Any) -> Any:
+def with_derivatives_of[T: PyTree[Array]](
+    plain: Callable[..., T], function: Callable[..., T]
+) -> Callable[..., T]:
     """``function``, with the derivatives of ``plain(result, *args)``, which computes the same differently."""
 
     @jax.custom_vjp
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree[Array]) -> T:
         return function(*args)
 
-    def forward(*args: Any) -> tuple[Any, Any]:
+    def forward(*args: PyTree[Array]) -> tuple[T, tuple[tuple[PyTree[Array], ...], T]]:
         result = run(*args)  # not `function`: it may be differentiated again
         return result, (args, result)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: tuple[tuple[PyTree[Array], ...], T], cotangents: T) -> tuple[PyTree[Array], ...]:
         args, result = residuals
         return jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
 

@@ -12,22 +12,23 @@ import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA, LowRankOperand
 from zerojax.matmul.operand import LayerOperand
-from zerojax.matmul.replay import at_matmuls
-from zerojax.schedule.breadth_first import all_batched, map_microbatches, with_batching_rule
+from zerojax.matmul.replay import Operand, at_matmuls
+from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.sharded import Sharded, taken
+from zerojax.schedule.transforms import Pullback, pullback
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
@@ -36,7 +37,12 @@ from zerojax.sharding.wire_format import Seed, mix
 from zerojax.weights.gather import Payloads, to_full, to_secondary
 from zerojax.weights.weight import Weights
 
-Body = Callable[..., Any]
+Arrays = PyTree[Array]
+"""Activations, a module's other state, what it returns."""
+Whole = Array | Operand
+"""A whole weight as a module gets it: an array, or what only products read."""
+Body = Callable[..., Arrays]
+"""A pure function of a unit's whole weights and of pytrees of arrays."""
 
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 
@@ -64,7 +70,9 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     return tuple(by_path[w.leaf.path] for w in weights)
 
 
-def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
+def call_unit[T: PyTree](
+    body: Callable[[Sequence[Whole], Arrays], T], weights: Sequence[Sharded], inputs: Arrays
+) -> T:
     """Run ``body(weights, inputs)`` on gathered weights.
 
     Args:
@@ -77,9 +85,9 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
         The result of ``body``, in which strings and Python's numbers stay what they are. Cotangents of
         ``inputs`` are ordinary, those of the weights go to their sinks.
     """
-    joins: list[Callable[[Sequence[Array]], Any]] = []
+    joins: list[Callable[[Sequence[Array]], T]] = []
 
-    def arrays_of(weights: Any, inputs: Any) -> Sequence[Array]:
+    def arrays_of(weights: Sequence[Whole], inputs: Arrays) -> Sequence[Array]:
         arrays, join = split_arrays(body(weights, inputs))
         joins.append(join)
         return arrays
@@ -89,7 +97,7 @@ def call_unit(body: Body, weights: Sequence[Sharded], inputs: Any) -> Any:
     layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), parts.strategy)
     inputs = (parts.seeds, inputs)
 
-    def in_breadth(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
+    def in_breadth(size: int, mapped: Sequence[Flags], *args: Arrays) -> tuple[Arrays, Flags]:
         """Run one micro-batch after another."""
         del size
         *weights_mapped, inputs_mapped = mapped
@@ -119,18 +127,17 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
     in_place = weights[0].strategy.in_place
 
-    def with_seeds(whole: Weights, seeds: Seed, *args: Any) -> Any:
-        by_path = {w.layout.path: w.operand() for w in whole}
+    def with_seeds(whole: Weights, seeds: Seed, *args: Arrays) -> Arrays:
+        by_path = {w.layout.path: w for w in whole}
 
-        def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Any:
-            value = by_path[leaf.path]
-            if in_place and leaf.stack:
-                value = LayerOperand(value)
+        def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Whole:
+            weight = by_path[leaf.path]
+            value = LayerOperand(weight.values) if in_place and leaf.stack else weight.operand()
             if leaf.frozen:
                 value = lax.stop_gradient(value)
             if lora is None:
                 return value
-            a, b = (by_path[path] for path in adapter)
+            a, b = (by_path[path].values for path in adapter)
             seed = mix(seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
             return LowRankOperand.of(value, a, b, seed, lora, leaf.name)
 
@@ -144,11 +151,11 @@ def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
     return jax.named_scope("layer")(rematerialised(body, strategy.remat))
 
 
-def refuse_mapped(weights: Any) -> None:
+def refuse_mapped(weights: Flags) -> None:
     """Refuse to map a unit over its own weights in breadth.
 
     Args:
-        weights: whether they are mapped: a pytree of bools.
+        weights: their flags.
 
     Raises:
         ConfigurationError: one is.
@@ -231,7 +238,9 @@ def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Values, see
     return to_full(secondary, strategy.weight_dtype)
 
 
-def _to_whole_fwd(strategy: ShardingStrategy, secondary: Weights, sinks: Values, seed: Seed) -> Any:
+def _to_whole_fwd(
+    strategy: ShardingStrategy, secondary: Weights, sinks: Values, seed: Seed
+) -> tuple[Weights, Seed]:
     return _to_whole(strategy, secondary, sinks, seed), seed
 
 
@@ -245,7 +254,7 @@ def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> V
     return reduction_of(strategy, cotangents).to_sink(gradients, seed)
 
 
-def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -> Any:
+def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -> tuple[None, Values, None]:
     return None, _delivered(strategy, cotangents, seed), None
 
 
@@ -254,8 +263,8 @@ _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def call_gathered(
-    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Any
-) -> Any:
+    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Arrays
+) -> Arrays:
     """``call_unit`` for weights that ``take_apart`` has taken apart."""
     del sinks, seed
     weights = taken(weights)
@@ -265,20 +274,37 @@ def call_gathered(
     return body(to_full(to_secondary(weights), strategy.weight_dtype), inputs)
 
 
+class _Residuals(NamedTuple):
+    """What a unit keeps for its backward pass.
+
+    Attributes:
+        kept: the weights from which it gathers again.
+        sinks: of the trained ones.
+        vjp: the module's, without whole weights.
+        seed: as for ``call_gathered``.
+    """
+
+    kept: Weights
+    sinks: Values
+    vjp: Pullback
+    seed: Seed
+
+
 def _call_fwd(
-    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Any
-) -> Any:
+    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Arrays
+) -> tuple[Arrays, _Residuals]:
     held, inputs = lax.optimization_barrier((taken(weights), inputs))
     secondary = to_secondary(lax.stop_gradient(held))
-    vjp: Any
-    out, vjp = jax.vjp(body, _to_whole(strategy, secondary, sinks, seed), inputs)
+    out, vjp = pullback(body, _to_whole(strategy, secondary, sinks, seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
     kept = kept_for_backward(strategy, weights, secondary)
-    return out, (kept, sinks, vjp.replace(args_res=[None, *others]), seed)
+    return out, _Residuals(kept, sinks, vjp.replace(args_res=[None, *others]), seed)
 
 
-def _call_bwd(strategy: ShardingStrategy, body: Body, residuals: Any, cotangent: Any) -> Any:
+def _call_bwd(
+    strategy: ShardingStrategy, body: Body, residuals: _Residuals, cotangent: Arrays
+) -> tuple[None, Values, None, Arrays]:
     del body
     kept, sinks, vjp, seed = residuals
     kept, seed = taken((kept, seed))

@@ -7,11 +7,11 @@ fetches layers in reverse order.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from zerojax.schedule.stacked import layer_at, put_layer
+from zerojax.schedule.stacked import Index, layer_at, put_layer
 from zerojax.weights.gather import Payloads, cross_nodes, crosses_nodes, decode, encode, to_secondary
 from zerojax.weights.weight import Weights
 
@@ -67,7 +67,7 @@ class WeightPrefetcher:
             payloads = self._encode(copies, self._ahead(first, 2))
         return Fetching(copies, payloads, arrived), secondary
 
-    def advance(self, fetching: Fetching, index: Any, *, crossing: bool) -> tuple[Fetching, Weights]:
+    def advance(self, fetching: Fetching, index: Index, *, crossing: bool) -> tuple[Fetching, Weights]:
         """Move every layer's weights one stage on.
 
         Args:
@@ -86,21 +86,21 @@ class WeightPrefetcher:
             payloads = self._encode(copies, self._ahead(index, 3))
         return Fetching(copies, payloads, arrived), secondary
 
-    def _ahead(self, index: Any, layers: int) -> Any:
+    def _ahead(self, index: Index, layers: int) -> Index:
         """The index of the layer that comes ``layers`` later, at most the last."""
         ahead = index + layers * self.step
         if isinstance(index, int):
             return min(ahead, self.end) if self.step > 0 else max(ahead, self.end)
         return (jnp.minimum if self.step > 0 else jnp.maximum)(ahead, self.end)
 
-    def _encode(self, copies: Payloads | None, index: Any) -> Payloads:
+    def _encode(self, copies: Payloads | None, index: Index) -> Payloads:
         return encode(layer_at(self.weights, index), layer_at(copies, index))
 
     def _cross(self, payloads: Payloads, copies: Payloads | None) -> Payloads:
         return cross_nodes(payloads, delta=copies is not None, own_stream=self.own_stream)
 
     def _receive(
-        self, copies: Payloads | None, arrived: Payloads, index: Any
+        self, copies: Payloads | None, arrived: Payloads, index: Index
     ) -> tuple[Payloads | None, Weights]:
         """The copies, with this layer's updated, and this layer's secondary partitions."""
         weights = layer_at(self.weights, index)

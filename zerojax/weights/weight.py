@@ -119,7 +119,7 @@ class Weight:
         rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
         return self.replace(unflatten(codec.decode(rows, leaf.shard, dtype).reshape(-1), leaf), "full")
 
-    def operand(self) -> Any:
+    def operand(self) -> Array | Fp8Operand:
         """What a model gets for the whole weight: the array or, of codes, what only products read."""
         if self.gradient is None:
             return self.values
