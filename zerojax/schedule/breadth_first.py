@@ -33,9 +33,7 @@ _Residuals = tuple[PyTree[Array], tuple[PyTree[Array], ...], Pullback]
 _mapping = ContextVar("mapping", default=False)
 
 
-def over_micro_batches[**P, T](
-    function: Callable[P, T], *, out_axes: int | tuple[int | None, ...] | None
-) -> Callable[P, T]:
+def over_micro_batches[**P, T](function: Callable[P, T], *, out_axes: PyTree[int | None]) -> Callable[P, T]:
     """``jax.vmap`` over micro-batches, the leading axis of every argument."""
 
     def mapped(*args: P.args, **kwargs: P.kwargs) -> T:

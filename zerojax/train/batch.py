@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import partition
 from zerojax.train.spec import TrainSpec
 
+Batch = PyTree
+"""Of arrays whose leading axis is the batch, scalars, Python's numbers and ``Replicated``."""
 NUMBER = (bool, int, float, complex)
 """Python's numbers, which have no dtype of their own."""
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -33,13 +37,13 @@ class Replicated:
         value: an array of any shape, or a pytree of arrays.
     """
 
-    value: Any
+    value: PyTree[Array]
 
 
-def map_batch(rows: Callable[[Any], Any], whole: Callable[[Any], Any], batch: Any) -> Any:
+def map_batch[T](rows: Callable[[Any], T], whole: Callable[[Any], T], batch: Batch) -> PyTree[T]:
     """Map the arrays of a batch that are spread by rows, and those that every device gets whole."""
 
-    def one(x: Any) -> Any:
+    def one(x: Any) -> PyTree[T]:
         if isinstance(x, Replicated):
             return jax.tree.map(whole, x)
         return rows(x) if np.shape(x) else whole(x)
@@ -47,23 +51,23 @@ def map_batch(rows: Callable[[Any], Any], whole: Callable[[Any], Any], batch: An
     return jax.tree.map(one, batch, is_leaf=_is_replicated)
 
 
-def split_rows(batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def split_rows(batch: Batch) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
     """The arrays of a batch that are spread by rows, and the function from other rows to a batch."""
     rows, whole, combine = partition(batch, _have_rows(batch))
     return rows, lambda others: combine(others, whole)
 
 
-def unmarked(batch: Any) -> Any:
+def unmarked(batch: Batch) -> PyTree:
     """A batch as a loss function gets it: without ``Replicated``."""
     return jax.tree.map(lambda x: x.value if _is_replicated(x) else x, batch, is_leaf=_is_replicated)
 
 
-def batch_specs(spec: TrainSpec, batch: Any) -> Any:
+def batch_specs(spec: TrainSpec, batch: Batch) -> PyTree[PartitionSpec]:
     """The PartitionSpec of each array of a batch."""
     return map_batch(lambda _: spec.batch_spec, lambda _: PartitionSpec(), batch)
 
 
-def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
+def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct]:
     """The global batch's shapes, dtypes and shardings, as one process sees it."""
     _check_batch(batch, spec.world.size, spec.zero.accumulate)
 
@@ -75,7 +79,7 @@ def abstract_batch(spec: TrainSpec, batch: Any) -> Any:
     return jax.tree.map(abstract, batch, batch_specs(spec, batch))
 
 
-def place(spec: TrainSpec, batch: Any, accumulate: int) -> Any:
+def place(spec: TrainSpec, batch: Batch, accumulate: int) -> Batch:
     """Spread a host batch over the devices, and replicate its scalars and ``Replicated`` arrays.
 
     Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
@@ -103,7 +107,7 @@ def local_rows(x: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
-def _check_batch(batch: Any, devices: int, accumulate: int, processes: int = 1) -> None:
+def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1) -> None:
     """Refuse what is no batch: arrays that have equally many rows.
 
     Args:
@@ -124,7 +128,7 @@ def _check_batch(batch: Any, devices: int, accumulate: int, processes: int = 1) 
             "the batch has only scalars and Replicated arrays, which every device gets: no array has a "
             "leading axis to spread."
         )
-    each: dict[float, Any] = {}
+    each: dict[float, tuple[KeyPath, Array]] = {}
     for path, x in spread:
         parts = devices // (processes if _is_of_host(x) else 1)
         if x.shape[0] == 0 or x.shape[0] % (parts * accumulate):
@@ -167,21 +171,21 @@ def _check_array(name: str, x: Any) -> None:
         )
 
 
-def _have_rows(batch: Any) -> list[bool]:
+def _have_rows(batch: Batch) -> list[bool]:
     """For each array of a batch, whether it is spread by rows."""
     return jax.tree.leaves(map_batch(lambda _: True, lambda _: False, batch))
 
 
-def _is_of_host(x: Any) -> bool:
+def _is_of_host(x: object) -> bool:
     """Whether an array is one process's own."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def _is_replicated(x: Any) -> bool:
+def _is_replicated(x: object) -> TypeGuard[Replicated]:
     return isinstance(x, Replicated)
 
 
-def _is_list_of_numbers(x: Any) -> bool:
+def _is_list_of_numbers(x: object) -> bool:
     """Whether a pytree is a list as JSON has it, perhaps nested: of numbers or strings alone."""
     return (
         isinstance(x, list)
@@ -190,5 +194,5 @@ def _is_list_of_numbers(x: Any) -> bool:
     )
 
 
-def _name(path: Any) -> str:
+def _name(path: KeyPath) -> str:
     return f"batch{jax.tree_util.keystr(path)}"

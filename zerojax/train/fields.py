@@ -1,18 +1,34 @@
 """The arrays of a train state: their shapes, dtypes and shardings."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int32, PyTree, UInt32
 
+from zerojax.adapters import ModelState
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.train.spec import TrainSpec
 from zerojax.weights.weight import Weight
+
+
+class Shards(NamedTuple):
+    """The fields of a state that a pass reads; see ``TrainState``.
+
+    Inside ``shard_map`` one device's part of each array; outside, the global arrays, or their PartitionSpecs.
+    """
+
+    step: Int32[Array, ""]
+    seed: UInt32[Array, ""]
+    params: PyTree[Array]
+    model_state: ModelState
+    copies: dict[Path, Weight]
+    residual: PyTree[Array]
+    frozen: PyTree[Weight]
 
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
@@ -51,9 +67,11 @@ def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weig
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in (*spec.leaves, *apart)}
 
 
-def state_specs(spec: TrainSpec) -> dict[str, PyTree]:
-    """The PartitionSpec of every array of a state, by field."""
-    return specs_of(abstract_fields(spec))
+def shard_specs(spec: TrainSpec, copies: Iterable[Path]) -> Shards:
+    """The PartitionSpec of every array that a pass reads, of a state that has ``copies`` of these paths."""
+    fields, every = abstract_fields(spec), abstract_copies(spec, frozen=True)
+    fields["copies"] = {path: every[path] for path in copies}
+    return specs_of(Shards(**{name: fields[name] for name in Shards._fields}))
 
 
 def specs_of(tree: PyTree) -> PyTree:

@@ -14,9 +14,8 @@ from zerojax.sharding.layout import OWNED
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.blocks import flat_blocks
-from zerojax.train.copies import ByPath, masters_of, updated_copies, with_scales
-from zerojax.train.fields import state_specs
-from zerojax.train.node_copy import copy_specs
+from zerojax.train.copies import masters_of, updated_copies, with_scales
+from zerojax.train.fields import Shards, shard_specs
 from zerojax.train.state import TrainState, check_there
 from zerojax.weights.weight import Weight
 
@@ -67,24 +66,17 @@ def _dispatched(state: TrainState) -> dict[str, Fp8Loss]:
 
 def _losses(state: TrainState) -> dict[str, Fp8Loss]:
     spec = state.spec
-    specs = state_specs(spec) | {"copies": copy_specs(spec, state.copies)}
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
 
-    def local(params: Any, copies: ByPath, step: Array) -> dict[str, Fp8Loss]:
-        masters = masters_of(spec, flat_blocks(from_tree(params), spec.leaves))
-        masters, copies = with_scales(spec, masters, copies)
+    def local(shards: Shards) -> dict[str, Fp8Loss]:
+        masters = masters_of(spec, flat_blocks(from_tree(shards.params), spec.leaves))
+        masters, copies = with_scales(spec, masters, shards.copies)
         if copies and not state.current_copies:
-            copies = updated_copies(spec, masters, copies, step)
+            copies = updated_copies(spec, masters, copies, shards.step)
         return {leaf.name: _loss(masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
 
-    given = ("params", "copies", "step")
-    run = on_mesh(
-        local,
-        spec.mesh,
-        in_specs=tuple(specs[name] for name in given),
-        out_specs=PartitionSpec(),
-    )
-    return run(*(getattr(state, name) for name in given))
+    own = (shard_specs(spec, state.copies),)
+    return on_mesh(local, spec.mesh, in_specs=own, out_specs=PartitionSpec())(state.shards)
 
 
 def _loss(master: Weight, copy: Weight | None) -> Fp8Loss:

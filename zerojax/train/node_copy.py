@@ -7,22 +7,19 @@ stored once per node, with the very values that each pass would compute with.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.blocks import flat_blocks
 from zerojax.train.copies import ByPath, masters_of, secondary_partitions
-from zerojax.train.fields import abstract_copies, specs_of, state_specs
+from zerojax.train.fields import Shards, abstract_copies, shard_specs, specs_of
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
-
-_READ = ("params", "copies", "step", "frozen")
-"""The fields of a state from which its copy is made."""
 
 
 def with_node_copy(state: TrainState) -> TrainState:
@@ -70,7 +67,9 @@ def copies_in_node(state: TrainState) -> ByPath:
     return spec.once("node copy", copies)(state)
 
 
-def per_node(spec: TrainSpec, local: Callable[[ByPath], Any], wanted: Any) -> Callable[[TrainState], Any]:
+def per_node[T: PyTree](
+    spec: TrainSpec, local: Callable[[ByPath], T], wanted: T
+) -> Callable[[TrainState], T]:
     """The compiled function from a state to what ``local`` makes of the weights in a node.
 
     Args:
@@ -79,26 +78,19 @@ def per_node(spec: TrainSpec, local: Callable[[ByPath], Any], wanted: Any) -> Ca
         wanted: their global shapes and shardings.
     """
 
-    def of_fields(given: dict[str, Any], current: bool) -> Any:
-        def on_device(shards: dict[str, Any]) -> Any:
-            frozen, copies = from_tree(shards["frozen"]), shards["copies"]
+    def of_shards(every: Shards, current: bool) -> T:
+        def on_device(shards: Shards) -> T:
+            frozen, copies = from_tree(shards.frozen), shards.copies
             if current:
                 return local(frozen | copies)
-            masters = masters_of(spec, flat_blocks(from_tree(shards["params"]), spec.leaves))
-            return local(secondary_partitions(spec, masters, frozen, copies, shards["step"]))
+            masters = masters_of(spec, flat_blocks(from_tree(shards.params), spec.leaves))
+            return local(secondary_partitions(spec, masters, frozen, copies, shards.step))
 
-        specs = state_specs(spec) | {"copies": copy_specs(spec, given["copies"])}
-        own = ({name: specs[name] for name in given},)
-        return on_mesh(on_device, spec.mesh, in_specs=own, out_specs=specs_of(wanted))(given)
+        own = (shard_specs(spec, every.copies),)
+        return on_mesh(on_device, spec.mesh, in_specs=own, out_specs=specs_of(wanted))(every)
 
-    program = jax.jit(of_fields, static_argnums=1, compiler_options=compiler_options(spec.mesh))
-    return lambda state: program({name: getattr(state, name) for name in _READ}, state.current_copies)
-
-
-def copy_specs(spec: TrainSpec, copies: ByPath) -> Any:
-    """The PartitionSpecs of a state's copies, of which it may have none."""
-    every = abstract_copies(spec, frozen=True)
-    return specs_of({path: every[path] for path in copies})
+    program = jax.jit(of_shards, static_argnums=1, compiler_options=compiler_options(spec.mesh))
+    return lambda state: program(state.shards, state.current_copies)
 
 
 def node_copy_bytes(spec: TrainSpec) -> int:

@@ -15,6 +15,7 @@ from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.blocks import Blocks, by_group, flat_blocks
 from zerojax.train.copies import ByPath, masters_of, updated_copies, with_scales
+from zerojax.train.fields import Shards
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights.gather import to_full, to_secondary
 from zerojax.weights.weight import Weight, Weights
@@ -37,28 +38,28 @@ class PassWeights(NamedTuple):
 
 
 def pass_weights(
-    spec: TrainSpec, shards: Mapping[str, Any], *, current: bool, updating: Sequence[ParamGroup] = ()
+    spec: TrainSpec, shards: Shards, *, current: bool, updating: Sequence[ParamGroup] = ()
 ) -> PassWeights:
     """The weights of a state, with which a pass begins.
 
     Args:
         spec: the train spec.
-        shards: this device's part of a state, by field.
+        shards: this device's.
         current: whether the state's copies have the values of its master weights.
         updating: the units that update delta's copies themselves, if those are not current.
     """
-    params = flat_blocks(from_tree(shards["params"]), spec.leaves)
-    masters, copies = masters_of(spec, params), shards["copies"]
+    params = flat_blocks(from_tree(shards.params), spec.leaves)
+    masters, copies = masters_of(spec, params), shards.copies
     later: frozenset[Path] = frozenset()
     if not current:
         masters, copies = with_scales(spec, masters, copies)
         if copies:
             later = frozenset(leaf.path for group in updating for leaf in group.leaves)
-            copies = updated_copies(spec, masters, copies, shards["step"], later=later)
+            copies = updated_copies(spec, masters, copies, shards.step, later=later)
     begun = {path: copy for path, copy in copies.items() if path not in later}
     if not begun:
         begun = _whole(spec, params, masters) if spec.strategy.source == "full" else {}
-    return PassWeights(masters | from_tree(shards["frozen"]) | begun, masters, copies, later)
+    return PassWeights(masters | from_tree(shards.frozen) | begun, masters, copies, later)
 
 
 def _whole(spec: TrainSpec, params: Blocks, masters: ByPath) -> ByPath:

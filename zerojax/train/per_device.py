@@ -15,13 +15,13 @@ result is the mean over all tokens, however they are spread.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.weight_sum import master_weights
@@ -35,7 +35,7 @@ from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.batch import map_batch, split_rows, unmarked
+from zerojax.train.batch import Batch, map_batch, split_rows, unmarked
 from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
 from zerojax.train.branches import Branches
 from zerojax.train.copies import ByPath
@@ -43,10 +43,31 @@ from zerojax.train.pass_weights import PassWeights, Placed, place_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_reads
 
-Sums = dict[str, Any]
-"""Sums over tokens: of the "loss", of every scalar in "aux", and the number of tokens, "count"."""
-Forward = Callable[..., tuple[Array, Sums, ModelState, ByPath]]
-Run = Callable[[Any, Any, Array], Any]
+
+class Sums(NamedTuple):
+    """Sums over tokens: of the loss and of every scalar in the loss function's aux; and how many they are."""
+
+    loss: Float32[Array, "*micro"]
+    tokens: Float32[Array, "*micro"]
+    aux: dict[str, Num[Array, "*micro"]]
+
+
+class Outcome(NamedTuple):
+    """What forward passes lead to, besides gradients.
+
+    Attributes:
+        sums: of the batch.
+        model_state: of the model, after them; of one pass that which it changed.
+        copies: in every node; of one pass those that units updated.
+    """
+
+    sums: Sums
+    model_state: ModelState
+    copies: ByPath
+
+
+Forward = Callable[[TrainSpec, Placed, ModelState, Batch, Seed], tuple[Array, Outcome]]
+type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
 TOKENS = "tokens"
 
@@ -55,9 +76,9 @@ def accumulate(
     spec: TrainSpec,
     weights_for: Callable[[Sequence[ParamGroup]], PassWeights],
     model_state: ModelState,
-    batch: Any,
+    batch: Batch,
     seed: Seed,
-) -> tuple[Blocks, ModelState, Sums, ByPath]:
+) -> tuple[Blocks, Outcome]:
     """Run forward and backward over this device's micro-batches.
 
     Args:
@@ -69,8 +90,8 @@ def accumulate(
         seed: of this step.
 
     Returns:
-        Gradient sums at the strategy's sink level; the state after the passes; the sums over the world; and
-        the copies in every node, of which delta's are up to date but for those of units that were not called.
+        Gradient sums at the strategy's sink level; and the outcome, with sums over the world. Delta's copies
+        are up to date but for those of units that were not called.
     """
     zero = spec.zero
     sinks = spec.by_path(spec.strategy.zero_sink)
@@ -91,54 +112,56 @@ def accumulate(
             raise
         weights = checked(())
 
-    def run(
-        forward: Forward, model_state: ModelState, batch: Any, seed: Seed
-    ) -> tuple[Blocks, ModelState, Sums, ByPath]:
-        def loss(sinks: Blocks) -> tuple[Array, Any]:
-            total, *rest = forward(spec, place_weights(spec, weights, sinks, seed), model_state, batch, seed)
-            return total, rest
+    def run(forward: Forward, model_state: ModelState, batch: Batch, seed: Seed) -> tuple[Outcome, Blocks]:
+        def loss(sinks: Blocks) -> tuple[Array, Outcome]:
+            return forward(spec, place_weights(spec, weights, sinks, seed), model_state, batch, seed)
 
-        (_, (sums, after, updated)), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
-        return grads, after, sums, updated
+        (_, outcome), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
+        return outcome, grads
 
     updated: ByPath = {}
     if zero.passes == 1:
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
-        grads, changed, sums, updated = run(forward, model_state, batch, mix(seed, 0))
+        (sums, changed, updated), grads = run(forward, model_state, batch, mix(seed, 0))
     else:
 
-        def body(carry: Any, xs: Any) -> tuple[Any, None]:
+        def body(
+            carry: tuple[tuple[Blocks, Sums], ModelState], xs: tuple[list[Array], Array]
+        ) -> tuple[tuple[tuple[Blocks, Sums], ModelState], None]:
             total, changed = carry
             rows, index = xs
-            grads, changed, sums, _ = run(_forward, model_state | changed, at(rows), mix(seed, index))
-            return (jax.tree.map(jnp.add, total, (grads, sums)), changed), None
+            outcome, grads = run(_forward, model_state | changed, at(rows), mix(seed, index))
+            return (jax.tree.map(jnp.add, total, (grads, outcome.sums)), outcome.model_state), None
 
-        _, changed, shapes, _ = jax.eval_shape(functools.partial(run, _forward), model_state, first, seed)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes))
-        before = {name: model_state[name] for name in changed}
+        shapes, _ = jax.eval_shape(functools.partial(run, _forward), model_state, first, seed)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes.sums))
+        before = {name: model_state[name] for name in shapes.model_state}
         ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
-    return grads, model_state | _shared(changed), _over_world(sums), weights.copies | updated
+    model_state = model_state | _shared(changed)
+    return grads, Outcome(_over_world(sums), model_state, weights.copies | updated)
 
 
-def evaluate(spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Any, seed: Seed) -> Sums:
+def evaluate(
+    spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Batch, seed: Seed
+) -> Sums:
     """Run forward only; returns the sums over the world as ``accumulate`` does."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _check(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False)
-    _, sums, _, _ = _forward(spec, placed, model_state, batch, seed, train=False)
-    return _over_world(sums)
+    _, outcome = _forward(spec, placed, model_state, batch, seed, train=False)
+    return _over_world(outcome.sums)
 
 
-def predict(
+def predict[T: PyTree[Array]](
     spec: TrainSpec,
     weights: PassWeights,
     model_state: ModelState,
-    batch: Any,
+    batch: Batch,
     seed: Seed,
-    fn: Callable[[Any, Any], Any],
+    fn: Callable[[Any, Batch], T],
     *,
     adapters: bool,
-) -> Any:
+) -> T:
     """What ``fn(model, batch)`` returns for this device's rows: arrays whose leading axis is those rows.
 
     Raises:
@@ -146,7 +169,7 @@ def predict(
     """
     sinks = spec.by_path(spec.strategy.zero_sink)
 
-    def call(model: Any, batch: Any, key: Array) -> Any:
+    def call(model: Any, batch: Batch, key: Array) -> T:
         del key
         return fn(model, batch)
 
@@ -200,9 +223,10 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
 
 def means(sums: Sums) -> tuple[dict[str, Array], Array]:
     """Means over all tokens from sums over the world, and the number of tokens."""
-    count, aux = sums["count"], sums["aux"]
-    metrics = {name: total / count for name, total in aux.items()} | {"loss": sums["loss"] / count}
-    return metrics | ({TOKENS: count} if TOKENS in aux else {}), count
+    metrics = {name: total / sums.tokens for name, total in sums.aux.items()} | {
+        "loss": sums.loss / sums.tokens
+    }
+    return metrics | ({TOKENS: sums.tokens} if TOKENS in sums.aux else {}), sums.tokens
 
 
 def _check(
@@ -210,16 +234,16 @@ def _check(
     weights: PassWeights,
     sinks: Blocks,
     model_state: ModelState,
-    batch: Any,
+    batch: Batch,
     seed: Seed,
-    run: Run,
+    run: Run[Any],
     *,
     train: bool = True,
 ) -> None:
     """Trace a function of the model, to refuse it if it reads weights of units outside their calls, assigns
     to weights, or calls units on some devices only; adds nothing to the program."""
 
-    def traced(placed: dict[Path, Any], model_state: ModelState, batch: Any) -> Any:
+    def traced(placed: dict[Path, Any], model_state: ModelState, batch: Batch) -> PyTree[Array]:
         masters = place_weights(spec, weights, sinks, seed).masters
         bound, result = _call(spec, Placed(placed, masters), model_state, batch, seed, run, train=train)
         return bound.model_state(), result, bound.replaced() if train else {}
@@ -245,20 +269,20 @@ def _check(
         state = after  # the next micro-batch begins with it
 
 
-def _loss_of(spec: TrainSpec) -> Run:
+def _loss_of(spec: TrainSpec) -> Run[tuple[Array, dict[str, Array]]]:
     return functools.partial(call_loss, spec.loss_fn)
 
 
-def _call(
+def _call[T](
     spec: TrainSpec,
     placed: Placed,
     model_state: ModelState,
-    batch: Any,
+    batch: Batch,
     seed: Seed,
-    run: Run,
+    run: Run[T],
     *,
     train: bool,
-) -> tuple[Bound, Any]:
+) -> tuple[Bound, T]:
     """Run a function of the model on one micro-batch; returns the model after it, and its result."""
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
@@ -268,23 +292,21 @@ def _call(
 
 
 def _forward(
-    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed, *, train: bool = True
-) -> tuple[Array, Sums, ModelState, ByPath]:
-    """The loss of one micro-batch, times its tokens; the sums of it and aux; the state that it changed;
-    updated copies.
-    """
+    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed, *, train: bool = True
+) -> tuple[Array, Outcome]:
+    """The loss of one micro-batch, times its tokens; and the outcome of its pass."""
     bound, (value, aux) = _call(spec, placed, model_state, batch, seed, _loss_of(spec), train=train)
     # The loss alone is differentiated, even if the number of tokens is computed from the weights.
     count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))
     total = value * count
-    sums = {"loss": total, "count": count, "aux": {name: x * count for name, x in aux.items()}}
+    sums = Sums(total, count, {name: x * count for name, x in aux.items()})
     given = {path for weight in placed.weights.values() for path in _with_copies(weight)}
     updated = {path: copy for path, copy in bound.updated().items() if path in given}
     changed = {name: x for name, x in bound.model_state().items() if x is not model_state[name]}
-    return total, jax.tree.map(lax.stop_gradient, sums), changed, updated
+    return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, updated)
 
 
-def _with_copies(weight: Any) -> list[Path]:
+def _with_copies(weight: Sharded | Array) -> list[Path]:
     """The paths of a weight and its adapter, of those that bring copies for a unit to update."""
     if not isinstance(weight, Sharded):
         return []
@@ -293,24 +315,25 @@ def _with_copies(weight: Any) -> list[Path]:
 
 
 def _forward_in_breadth(
-    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Any, seed: Seed
-) -> tuple[Array, Sums, ModelState, ByPath]:
+    spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
+) -> tuple[Array, Outcome]:
     """``_forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
 
     rows, at = _micro_batches(batch, spec.zero.accumulate)
 
     def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, ByPath]:
-        return _forward(spec, placed, model_state, at(rows), mix(seed, index))
+        total, (sums, changed, updated) = _forward(spec, placed, model_state, at(rows), mix(seed, index))
+        return total, sums, changed, updated
 
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
     totals, sums, changed, updated = run(rows, jnp.arange(spec.zero.accumulate))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
     mean = jax.vmap(lambda x: _mean(x, "micro"), axis_name="micro", out_axes=None)
     changed = {name: mean(x) if _is_inexact(x) else x[0] for name, x in changed.items()}
-    return total, sums, changed, updated
+    return total, Outcome(sums, changed, updated)
 
 
-def _micro_batches(batch: Any, count: int) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+def _micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[list[Array]], Batch]]:
     """A batch's rows in ``count`` parts along a new leading axis, and the function from a part to a batch."""
     rows, join = split_rows(batch)
     return [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in rows], join

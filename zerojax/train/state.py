@@ -20,7 +20,7 @@ from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
 from zerojax.train.copies import ByPath, copies_of
-from zerojax.train.fields import abstract_fields, copied, shardings_of
+from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec, build
@@ -92,6 +92,11 @@ class TrainState:
             copies, current = _copies(self.spec, self.params), False
         object.__setattr__(self, "copies", copies)
         object.__setattr__(self, "current_copies", current)
+
+    @property
+    def shards(self) -> Shards:
+        """What a pass reads."""
+        return Shards(**{name: getattr(self, name) for name in Shards._fields})
 
     def __repr__(self) -> str:
         """A summary of a few lines."""

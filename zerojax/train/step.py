@@ -7,36 +7,38 @@ norm over the whole tree is right by construction.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from zerojax.adapters import LossFn
+from zerojax.adapters import LossFn, ModelState
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
-from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.sharding.wire_format import mix
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train import per_device
-from zerojax.train.batch import abstract_batch, batch_specs, place
+from zerojax.train.batch import Batch, abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.fields import abstract_fields, shardings_of, state_specs
-from zerojax.train.node_copy import copy_specs
+from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
 from zerojax.train.pass_weights import PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState, check_there
+from zerojax.weights.weight import Weight
 
 Metrics = dict[str, Array]
+_Read = dict[str, PyTree[Array]]
+"""Fields of a state that a step reads and does not change, by name."""
 _REPLICATED = PartitionSpec()
 
 
-def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
     A step whose loss or gradient is not finite is skipped, and so is one whose loss is a spike, if the state
@@ -79,7 +81,7 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     return following.replace(frozen=state.frozen), metrics
 
 
-def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> Metrics:
+def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) -> Metrics:
     """Evaluate the loss function on a batch; returns the loss and its aux as means over the world.
 
     Args:
@@ -102,9 +104,9 @@ def eval_step(state: TrainState, batch: Any, loss_fn: LossFn | None = None) -> M
     return one_at_a_time(spec.mesh, _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn))
 
 
-def predict_step(
-    state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], *, adapters: bool = True
-) -> Any:
+def predict_step[T: PyTree[Array]](
+    state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], *, adapters: bool = True
+) -> T:
     """What a function of the model returns for each row of a batch: log-probabilities, scores, embeddings.
 
     Args:
@@ -144,7 +146,7 @@ def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
         raise ConfigurationError("adapters=False: the state has no adapters to leave out.")
 
 
-def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
+def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     """The mean gradients that ``train_step`` would pass to the optimizer; the state is not donated.
 
     Arguments and errors as ``train_step``.
@@ -156,7 +158,7 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     step = spec.once(
         "gradients",
         lambda: jax.jit(
-            lambda state, read, batch: _gradients(spec, state.replace(**read), batch)[0]["params"],
+            lambda state, read, batch: _gradients(spec, state.replace(**read), batch)[0].gradients,
             compiler_options=_compiler_options(spec),
         ),
     )
@@ -165,7 +167,7 @@ def gradients(state: TrainState, batch: Any) -> dict[str, Any]:
     return one_at_a_time(spec.mesh, step(*_apart(state), placed))
 
 
-def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+def lower_train_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
     """The lowered step, for ahead-of-time compiles and audits.
 
     Args:
@@ -175,18 +177,18 @@ def lower_train_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
     return _compiled(state.spec).lower(*_apart(state), abstract_batch(state.spec, batch))
 
 
-def lower_eval_step(state: TrainState, batch: Any) -> jax.stages.Lowered:
+def lower_eval_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
     """The lowered evaluation; arguments as ``lower_train_step``."""
     spec = state.spec
     return _compiled_eval(spec).lower(state, abstract_batch(spec, batch), spec.loss_fn)
 
 
-def trace_train_step(state: TrainState, batch: Any) -> jax.stages.Traced:
+def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
     """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
     return _compiled(state.spec).trace(*_apart(state), abstract_batch(state.spec, batch))
 
 
-def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+def _apart(state: TrainState) -> tuple[TrainState, _Read]:
     """What a step changes, and is donated to it; and what it only reads."""
     if state.spec.zero.weights_delta:
         return state.replace(frozen={}), {"frozen": state.frozen}
@@ -207,18 +209,18 @@ def _warn_without_fp8(device: Any) -> None:
         )
 
 
-def _compiler_options(spec: TrainSpec) -> dict[str, Any]:
+def _compiler_options(spec: TrainSpec) -> dict[str, bool | int | str]:
     return compiler_options(spec.mesh, separate_products=spec.zero.matmul_dtype == "fp8")
 
 
-def _compiled(spec: TrainSpec) -> Any:
+def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
     if spec.tx is None:
         raise ConfigurationError(
             "the state has no optimizer, so it is for inference alone: to train it, create it with an optax "
             "transform (tx)."
         )
 
-    def make() -> Any:
+    def make() -> jax.stages.Wrapped:
         if spec.zero.matmul_dtype == "fp8":
             _warn_without_fp8(spec.mesh.devices.flat[0])
         fields = abstract_fields(spec)
@@ -234,18 +236,18 @@ def _compiled(spec: TrainSpec) -> Any:
     return spec.once("train", make)
 
 
-def _compiled_eval(spec: TrainSpec) -> Any:
+def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
     return spec.once(
         "eval",
         lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=_compiler_options(spec)),
     )
 
 
-def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainState, Metrics]:
+def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
     spec = state.spec
     assert spec.tx is not None  # ``_compiled`` refuses that
     after, metrics = _gradients(spec, state.replace(**read), batch)
-    grads = after["params"]
+    grads = after.gradients
     grad_norm = optax.tree.norm(grads)
     ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
     if spec.spikes is not None:
@@ -263,10 +265,10 @@ def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainSt
         skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
         params=keep(params, state.params),
         opt_state=keep(opt_state, state.opt_state),
-        model_state=keep(after["model_state"], state.model_state),
-        copies=after["copies"],
+        model_state=keep(after.model_state, state.model_state),
+        copies=after.copies,
         current_copies=False,
-        residual=keep(after["residual"], state.residual),
+        residual=keep(after.residual, state.residual),
         losses=losses,
     )
     metrics |= {
@@ -277,17 +279,26 @@ def _train(state: TrainState, read: dict[str, Any], batch: Any) -> tuple[TrainSt
     return following, metrics
 
 
-def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str, Any], Metrics]:
-    """Mean gradients at their owners under "params", with the other fields that changed; and the metrics."""
+class _Changed(NamedTuple):
+    """What a step's passes make of a state: mean gradients at their owners, and the fields that changed."""
 
-    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
-        seed, residual = _seed(shards), from_tree(shards["residual"])
+    gradients: PyTree[Array]
+    model_state: ModelState
+    copies: dict[Path, Weight]
+    residual: PyTree[Array]
+
+
+def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Changed, Metrics]:
+    """What the passes of a step make of a state, and the step's metrics."""
+
+    def local(shards: Shards, batch: Batch) -> tuple[_Changed, Metrics]:
+        seed, residual = _seed(shards), from_tree(shards.residual)
 
         def weights_for(updating: Sequence[ParamGroup]) -> PassWeights:
             return pass_weights(spec, shards, current=state.current_copies, updating=updating)
 
-        grads, model_state, sums, copies = per_device.accumulate(
-            spec, weights_for, shards["model_state"], batch, seed
+        grads, (sums, model_state, copies) = per_device.accumulate(
+            spec, weights_for, shards.model_state, batch, seed
         )
         copies = copies if spec.zero.weights_delta else {}
         flat = flat_blocks(residual, spec.leaves) if residual else {}
@@ -295,69 +306,45 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Any) -> tuple[dict[str
         metrics, count = per_device.means(sums)
         grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        fields = {"params": to_tree(grads), "residual": to_tree(residual)}
-        return {"model_state": model_state, "copies": copies, **fields}, metrics
+        return _Changed(to_tree(grads), model_state, copies, to_tree(residual)), metrics
 
-    changed = ("params", "copies", "residual", "model_state")
-    return _on_devices(local, state, batch, out=changed)
+    own = shard_specs(spec, abstract_copies(spec) if spec.zero.weights_delta else ())
+    changed = _Changed(own.params, own.model_state, own.copies, own.residual)
+    return _on_devices(local, state, batch, (changed, _REPLICATED))
 
 
-def _evaluate(state: TrainState, batch: Any, loss_fn: LossFn) -> Metrics:
+def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
     spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
 
-    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Metrics]:
+    def local(shards: Shards, batch: Batch) -> Metrics:
         weights = pass_weights(spec, shards, current=state.current_copies)
-        sums = per_device.evaluate(spec, weights, shards["model_state"], batch, _seed(shards))
-        return {}, per_device.means(sums)[0]
+        sums = per_device.evaluate(spec, weights, shards.model_state, batch, _seed(shards))
+        return per_device.means(sums)[0]
 
-    return _on_devices(local, state, batch, out=())[1]
+    return _on_devices(local, state, batch, _REPLICATED)
 
 
-def _predict(state: TrainState, batch: Any, fn: Callable[[Any, Any], Any], adapters: bool) -> Any:
+def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], adapters: bool) -> T:
     spec = state.spec
 
-    def local(shards: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+    def local(shards: Shards, batch: Batch) -> T:
         weights = pass_weights(spec, shards, current=state.current_copies)
-        return {}, per_device.predict(
-            spec, weights, shards["model_state"], batch, _seed(shards), fn, adapters=adapters
+        return per_device.predict(
+            spec, weights, shards.model_state, batch, _seed(shards), fn, adapters=adapters
         )
 
-    return _on_devices(local, state, batch, out=(), rest=spec.batch_spec)[1]
+    return _on_devices(local, state, batch, spec.batch_spec)
 
 
-def _seed(shards: dict[str, Any]) -> Any:
+def _seed(shards: Shards) -> Seed:
     """The seed of a step's random bits."""
-    return mix(shards["seed"], shards["step"])
+    return mix(shards.seed, shards.step)
 
 
-def _on_devices(
-    local: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Any]],
-    state: TrainState,
-    batch: Any,
-    *,
-    out: Sequence[str],
-    rest: PartitionSpec = _REPLICATED,
-) -> tuple[dict[str, Any], Any]:
-    """Run ``local`` on each device's part of a state and of a batch.
-
-    Args:
-        local: takes a state's fields by name, without the optimizer's, and a batch; returns the fields of
-            ``out``, and the rest: metrics, for example.
-        state: the state.
-        batch: a global batch.
-        out: the fields that ``local`` returns.
-        rest: how the other arrays that it returns are spread over the devices.
-    """
+def _on_devices[T](
+    local: Callable[[Shards, Batch], T], state: TrainState, batch: Batch, out_specs: PyTree[PartitionSpec]
+) -> T:
+    """Run ``local`` on each device's part of a state and of a global batch."""
     spec = state.spec
-    specs = state_specs(spec) | {"copies": copy_specs(spec, state.copies)}
-    given = ("params", "copies", "residual", "model_state", "step", "seed", "frozen")
-    run = on_mesh(
-        local,
-        spec.mesh,
-        in_specs=(
-            {name: specs[name] for name in given},
-            batch_specs(spec, batch),
-        ),
-        out_specs=({name: state_specs(spec)[name] for name in out}, rest),
-    )
-    return run({name: getattr(state, name) for name in given}, batch)
+    in_specs = (shard_specs(spec, state.copies), batch_specs(spec, batch))
+    return on_mesh(local, spec.mesh, in_specs=in_specs, out_specs=out_specs)(state.shards, batch)
