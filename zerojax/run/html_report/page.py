@@ -31,7 +31,9 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["size"] = size
     skipped = [line["step"] for line in run.steps if line.get("skipped")]
+    sent = run.summary.get("communication")
     return environment.get_template("page.html").render(
         run=run,
         style=_asset("page.css"),
@@ -40,7 +42,7 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         chart=_main_chart(run, skipped),
         charts=_charts(run, skipped),
         skipped=skipped,
-        hops=_hops(run),
+        sent=sent if isinstance(sent, dict) and sent.get("phases") else None,
         sessions=[_session(number, one, run.written) for number, one in enumerate(run.sessions, 1)],
         environment=_environment(run),
         made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
@@ -152,33 +154,6 @@ def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **optio
     inside = [step for step in restarts if 0 < step <= last]
     chart = Chart(title, unit, [s for s in series if s.steps], last, restarts=inside, **options)
     return chart if chart.known.size else None
-
-
-def _hops(run: RunData) -> dict[str, Any] | None:
-    """Bytes of a step by phase and hop, with the length of each bar in percent."""
-    sent = run.summary.get("communication")
-    if not isinstance(sent, dict) or not sent.get("phases"):
-        return None
-    most = max(max(own["local_bytes"], own["node_bytes"]) for own in sent["phases"].values()) or 1.0
-    rows = [
-        {
-            "phase": phase,
-            "bars": [
-                (hop, size(own[name]), 100 * own[name] / most)
-                for hop, name in (("within the node", "local_bytes"), ("between nodes", "node_bytes"))
-            ],
-        }
-        for phase, own in sent["phases"].items()
-    ]
-    total = {"local": size(sent["local_bytes"]), "node": size(sent["node_bytes"])}
-    remark = "One node: nothing crosses the network."
-    if sent["nodes"] > 1:
-        remark = (
-            f"Between nodes, per node and step: {size(sent['between_nodes'])}, which is "
-            f"{sent['between_nodes'] / sent['model_bytes']:.3g} M (M: the model in bf16, "
-            f"{size(sent['model_bytes'])}). ZeRO-3 in bf16 would send {size(sent['zero3_bytes'])}."
-        )
-    return {"rows": rows, "total": total, "remark": remark}
 
 
 def _session(number: int, session: dict[str, Any], written: float | None) -> dict[str, str]:
