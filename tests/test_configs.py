@@ -36,7 +36,6 @@ def test_a_config_is_of_the_size_that_its_name_says(name):
     config = load_config(FOLDER / f"{name}.toml")
     assert parameter_count(config.model) == pytest.approx(SIZES[name], rel=0.005)
     assert flops_per_token(config.model, config.train.sequence_length) > 0
-    config.to_zero()
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -50,8 +49,8 @@ def test_a_config_says_what_it_reaches(name):
 
 def test_fine_tuning_trains_all_weights_or_adapters_beside_frozen_ones():
     found = {name: load_config(FOLDER / f"{name}.toml") for name in ("full", "lora", "qlora")}
-    rank = {name: config.lora.rank for name, config in found.items()}
-    assert rank == {"full": 0, "lora": 16, "qlora": 16}
+    rank = {name: config.lora and config.lora.rank for name, config in found.items()}
+    assert rank == {"full": None, "lora": 16, "qlora": 16}
     frozen = {
         name: (config.to_zero().frozen, config.to_zero().frozen_weights) for name, config in found.items()
     }

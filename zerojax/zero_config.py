@@ -7,7 +7,7 @@ cannot work or have no effect, before anything is compiled.
 import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -29,9 +29,11 @@ NF4 = "nf4"
 NF4_BLOCK = 64
 FROZEN_FORMATS = (*FORMATS, NF4)
 
-WireFormat = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2", "float32", "bfloat16"]
+FloorFormat = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2", "float32", "bfloat16"]
 """The formats of ``pallas_kernels.FORMATS``, and other names of the first two."""
-FrozenFormat = WireFormat | Literal["nf4"]
+WireFormat = Literal["compute", FloorFormat]
+"""The same, and "compute" for None."""
+FrozenFormat = Literal[WireFormat, "nf4"]
 ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
 AccumulateOrder = Literal["depth", "breadth"]
 FrozenSpread = Literal["node", "world"]
@@ -53,23 +55,23 @@ class PerHop[T](NamedTuple):
 class ZeroConfig:
     """How a model is sharded over the mesh and what crosses each axis.
 
-    Examples:
-        >>> zero = zerojax.ZeroConfig.preset("delta", accumulate=4, accumulate_order="breadth")
-        >>> zero.weights, zero.weights_delta
-        ('int4', True)
-
-    Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; None is the format of
-    ``compute_dtype``, which sends exactly what the model computes with. "float32", ``jnp.bfloat16`` and
+    Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2". "compute", or None, is the format
+    of ``compute_dtype``, which sends exactly what the model computes with. "float32", ``jnp.bfloat16`` and
     the like are other names of the first two.
 
+    Each field but ``units`` and ``accumulate`` is also a key of [zero] in a config.
+
     Attributes:
+        base: the preset that gives what is not set: "zero3" is exact, "zero++" sends a quarter of its bytes,
+            "delta" a sixth; "zero++-paper" is ZeRO++ as published, with int4 gradients within nodes, too,
+            which trains less exactly. ``ZeroConfig.preset`` notes it here, for configs and messages.
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
             parameters (ZeRO, Rajbhandari et al.).
         units: module classes whose weights are gathered just before use and dropped after
             (``zerojax.Stack`` needs no mention); one class, or a list, is kept as a tuple. Without any, the
             whole model is one unit.
-        compute_dtype: bfloat16 or float32, as a name ("bfloat16", "bf16") or a dtype (``jnp.bfloat16``); kept
-            as the long name. The dtype of the gathered weights: master weights and optimizer state are
+        compute_dtype: the dtype of the gathered weights: bfloat16 or float32, as a name ("bfloat16", "bf16")
+            or a dtype (``jnp.bfloat16``); kept as the long name. Master weights and optimizer state are
             always fp32.
         remat: what a unit's backward pass recomputes: "full" everything, "attention" all but the
             attention's output, "none" only what fuses into its readers (element-wise operations, row
@@ -108,19 +110,26 @@ class ZeroConfig:
             two-dimensional ones of units whose sizes are multiples of 16. The last pattern that matches
             decides; one that begins with "!" leaves the weight out.
         frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They
-            have no master weight, optimizer state or gradient. Needs stage 3.
+            have no master weight, optimizer state or gradient. Needs stage 3. In a config with adapters
+            ([lora]), all weights by default.
         frozen_weights: the format in which frozen weights are stored and gathered over ``local``: a wire
-            format or "nf4" (QLoRA; blocks of 64); None is the compute format. ``precise`` holds for them too.
+            format or "nf4" (QLoRA; blocks of 64). ``precise`` holds for them too.
         frozen_spread: over which devices a frozen weight is stored once: those of each "node", so that it
             never crosses nodes, or those of the "world", to save memory: it is then gathered over ``node`` as
             well, in the forward and in the backward pass.
+
+    Examples:
+        >>> zero = zerojax.ZeroConfig.preset("delta", accumulate=4, accumulate_order="breadth")
+        >>> zero.weights, zero.weights_delta
+        ('int4', True)
     """
 
+    base: Preset = field(default="zero3", compare=False, repr=False, metadata={"key": "preset"})
     stage: Literal[0, 1, 2, 3] = 3
-    units: tuple[type, ...] = ()
+    units: tuple[type, ...] = field(default=(), metadata={"key": None})  # from the model
     compute_dtype: ComputeDtype = "bfloat16"
     remat: Remat = "full"
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata={"key": None})  # train.accumulate
     accumulate_order: AccumulateOrder = "depth"
     weights: WireFormat | None = None
     weights_delta: bool = False
@@ -135,7 +144,7 @@ class ZeroConfig:
     rotation: Literal[0, 32] = 0
     error_feedback: bool = False
     chunks: int = 1
-    precise: tuple[tuple[str, WireFormat], ...] = (("*embed*", "int8"),)
+    precise: tuple[tuple[str, FloorFormat], ...] = (("*embed*", "int8"),)
     matmul_dtype: MatmulDtype = "compute"
     fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
@@ -150,12 +159,12 @@ class ZeroConfig:
         """
         self._take_names()
         check_numbers(self, "ZeroConfig.{}".format)
-        for field, allowed in _CHOICES.items():
-            if (value := getattr(self, field)) not in allowed:
-                raise ConfigurationError(f"ZeroConfig.{field}={value!r} is not one of {allowed}.")
-        for field in ("accumulate", "chunks"):
-            if getattr(self, field) < 1:
-                raise ConfigurationError(f"ZeroConfig.{field}={getattr(self, field)} must be at least 1.")
+        for name, allowed in _CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigurationError(f"ZeroConfig.{name}={value!r} is not one of {allowed}.")
+        for name in ("accumulate", "chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"ZeroConfig.{name}={getattr(self, name)} must be at least 1.")
         if self.chunks > _MAX_CHUNKS:
             raise ConfigurationError(f"ZeroConfig.chunks={self.chunks} must be at most {_MAX_CHUNKS}.")
         size = self.block_size
@@ -187,7 +196,7 @@ class ZeroConfig:
         """
         if name not in PRESETS:
             raise ConfigurationError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}.")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**PRESETS[name], "base": name, **overrides})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with ``changes``, checked again."""
@@ -275,16 +284,16 @@ class ZeroConfig:
             "compute_dtype": dtype_name(
                 self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
             ),
-            "weights": _format_name(self.weights),
-            "local_weights": _format_name(self.local_weights),
-            "grads": tuple(map(_format_name, self.grads)),
+            "weights": _sent(self.weights),
+            "local_weights": _sent(self.local_weights),
+            "grads": tuple(map(_sent, self.grads)),
             "precise": _floors(self.precise),
             "fp8": as_patterns("ZeroConfig.fp8", self.fp8),
             "frozen": as_patterns("ZeroConfig.frozen", self.frozen),
-            "frozen_weights": _format_name(self.frozen_weights),
+            "frozen_weights": _sent(self.frozen_weights),
         }
-        for field, value in names.items():
-            object.__setattr__(self, field, value)  # frozen for everybody else
+        for name, value in names.items():
+            object.__setattr__(self, name, value)  # frozen for everybody else
 
     def _check_formats(self) -> None:
         if len(self.grads) != 2:
@@ -293,8 +302,8 @@ class ZeroConfig:
             )
         named = {"weights": self.weights, "local_weights": self.local_weights}
         named |= {"grads[0] (local)": self.grads[0], "grads[1] (node)": self.grads[1]}
-        for field, fmt in named.items():
-            _check_format(field, fmt)
+        for name, fmt in named.items():
+            _check_format(name, fmt)
         if self.grads_hops == 1 and len(set(self.grad_formats)) > 1:
             raise ConfigurationError(
                 "ZeroConfig.grads_hops=1 sends gradients once, over both axes together: give the same "
@@ -418,6 +427,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rotation": (0, 32),
     "matmul_dtype": get_args(MatmulDtype),
     "frozen_spread": get_args(FrozenSpread),
+    "base": get_args(Preset),
 }
 
 PRESETS: dict[Preset, dict[str, Any]] = {
@@ -467,6 +477,11 @@ def _format_name(given: Any) -> Any:
     with suppress(ConfigurationError):
         return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
     return given
+
+
+def _sent(given: Any) -> Any:
+    """As ``_format_name``, of a format that may be the one of ``compute_dtype``: None."""
+    return None if given == "compute" else _format_name(given)
 
 
 def _bits(fmt: str) -> int:

@@ -29,11 +29,12 @@ from zerojax.cli.trained import open_trained
 from zerojax.interop.huggingface import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.config import MeshSection
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.gathering import gather_model
+from zerojax.zero_config import ZeroConfig
 
 LOGITS_BOUND = 1e-4
 LOSS_BOUND = 1e-3
@@ -111,7 +112,7 @@ def compare_fine_tuned(model: Path, work: Path, reference: Reference, dtype: str
     out = work / f"tuned-{dtype}-exported"
     run("export", folder.path, out)
     config = folder.read_config()
-    config = replace(config, zero=ZeroSection(compute_dtype=dtype))
+    config = replace(config, zero=ZeroConfig(compute_dtype=np.dtype(dtype)))
     batches, validation = make_batches(config, prepare_data(config, folder))
     batches.close()
     full = float(mean_loss(open_trained(folder, config, config.mesh).state, validation))

@@ -27,7 +27,7 @@ from zerojax.analysis.plan import Plan, plan_state, predict_memory
 from zerojax.analysis.plan.outlook import COMPARED
 from zerojax.analysis.plan.work import decoder_work, flash_attention
 from zerojax.models import GPT, lm_loss
-from zerojax.run.config import RunConfig, find_config, load_config
+from zerojax.run.config import RunConfig, find_config, load_config, with_settings
 from zerojax.run.optimizers import make_optimizer
 from zerojax.zero_config import PRESETS, Remat
 
@@ -108,10 +108,10 @@ def check(case: Case) -> Check:
 
 
 def _state(case: Case, config: RunConfig) -> zerojax.TrainState:
-    flash = flash_attention(config.model, config.zero.compute_dtype or "bfloat16")
+    flash = flash_attention(config.model, str(config.zero.compute_dtype))
     model = dataclasses.replace(config.model, attention="cudnn" if flash else "xla")
     changes = {"preset": case.preset, "remat": case.remat, "matmul_dtype": case.matmuls}
-    section = dataclasses.replace(config.zero, **changes)
+    zero = with_settings(config, {"zero": changes}).zero
     return zerojax.TrainState.abstract(
         lambda rngs: GPT(model, rngs=rngs),
         make_optimizer(config.optimizer, config.train.steps),
@@ -119,7 +119,7 @@ def _state(case: Case, config: RunConfig) -> zerojax.TrainState:
         mesh=zerojax.make_mesh(
             case.nodes, case.local, devices=aot.topology(case.nodes, case.local, gpu="h100")
         ),
-        zero=section.to_zero(accumulate=case.accumulate, accumulate_order=case.order),
+        zero=zero.replace(accumulate=case.accumulate, accumulate_order=case.order),
     )
 
 

@@ -37,7 +37,7 @@ from zerojax.cli import on_config
 from zerojax.cli.cluster import joined_cluster
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import RunSetup, is_first
-from zerojax.run.config import DataSection, RunConfig
+from zerojax.run.config import DataSection, RunConfig, with_settings
 from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.prepare import prepare
 
@@ -76,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-fp8": {**DELTA, "rounding": "stochastic", "matmul_dtype": "fp8"},
     "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
 }
-"""By name, the fields of ``ZeroSection`` that they set, those that a preset may later change included."""
+"""By name, the keys of [zero] that they set, those that a preset may later change included."""
 
 HALVES = {
     "zero++-first-half": ("zero++-256", "weights-int8"),
@@ -118,14 +118,14 @@ def main() -> None:
     """Read the command line and do what it asks for."""
     begun = time.monotonic()
     try:
-        options = on_config.parse(Options, "convergence", sys.argv[1:])
-        with joined_cluster(options.settings.mesh, options.settings.cluster):
-            run(options, begun)
+        options, config = on_config.parse(Options, "convergence", sys.argv[1:])
+        with joined_cluster(config.mesh, config.cluster):
+            run(options, config, begun)
     except ZeroError as error:
         raise SystemExit(cli.report(error)[0]) from error
 
 
-def run(options: Options, begun: float) -> None:
+def run(options: Options, config: RunConfig, begun: float) -> None:
     """Train what is missing, print the table, draw the picture.
 
     Raises:
@@ -133,13 +133,13 @@ def run(options: Options, begun: float) -> None:
             with, a file of other runs.
     """
     if options.init_from:
-        options = replace(options, settings=with_tokenizer_of(options.init_from, options.settings))
+        config = with_tokenizer_of(options.init_from, config)
     for half in (half for name in options.variants for half in halves(name)):
-        with_variant(options.settings, half)
-    results = RunsFile(options.json, options.settings)
+        with_variant(config, half)
+    results = RunsFile(options.json, config)
     missing = [(name, seed) for seed in options.seeds for name in options.variants]
     missing = [run for run in missing if run not in results.done]
-    broken = train_all(missing, results, options, begun) if missing else {}
+    broken = train_all(missing, results, options, config, begun) if missing else {}
     runs, quantity = results.content["runs"], "validation loss"
     if options.init_from:
         runs, quantity = in_perplexity(runs), "perplexity"
@@ -152,14 +152,13 @@ def run(options: Options, begun: float) -> None:
 
 
 def train_all(
-    missing: list[tuple[str, int]], results: RunsFile, options: Options, begun: float
+    missing: list[tuple[str, int]], results: RunsFile, options: Options, config: RunConfig, begun: float
 ) -> dict[str, BaseException]:
     """Prepare the text while the variants compile, then train one run after another while there is time.
 
     Returns:
         Which variants do not compile, and why; the others are trained.
     """
-    config = options.settings
     if options.text:
         config = replace(config, data=replace(config.data, source=str(options.folder / "text.jsonl")))
     RunSetup.of(config).check()
@@ -213,7 +212,7 @@ def with_variant(config: RunConfig, name: str) -> RunConfig:
     """
     if name not in VARIANTS:
         raise ZeroError(f"no variant {name!r}: there are {', '.join([*VARIANTS, *HALVES])}")
-    return replace(config, zero=replace(config.zero, **VARIANTS[name]))
+    return with_settings(config, {"zero": VARIANTS[name]})
 
 
 def with_tokenizer_of(run: Path, config: RunConfig) -> RunConfig:

@@ -37,7 +37,7 @@ import zerojax
 from zerojax.cli.trained import TrainedRun, open_trained
 from zerojax.comm.reduction import GradientReduction
 from zerojax.models import parameter_count
-from zerojax.run.config import MeshSection, ZeroSection
+from zerojax.run.config import MeshSection
 from zerojax.run.data.batches import TrainBatches, make_rows
 from zerojax.run.data.dataset import Dataset, open_dataset
 from zerojax.run.run_dir import RunFolder
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/gradient_errors"))
     options = parser.parse_args()
     folder = RunFolder(options.run)
-    config = replace(folder.read_config(), zero=ZeroSection(compute_dtype="float32"))
+    config = replace(folder.read_config(), zero=ZeroConfig(compute_dtype="float32"))
     trained = open_trained(folder, config, MeshSection(nodes=1, local=1))
     units = device_gradients(trained, open_dataset(config.data, folder.data), options.sequences)
     lines = [

@@ -33,11 +33,11 @@ def test_a_run_brings_its_shape_and_tokenizer(finished, tmp_path):
     theirs = finished.read_config()
     arguments = ["gpt-tiny", "--init-from", str(finished.path), "--run-dir", str(tmp_path / "run")]
     length = ["--train.sequence-length", str(theirs.train.sequence_length)]
-    options, _ = read_run(Options, "train", [*arguments, *length])
-    assert options.settings.model == replace(theirs.model, attention=GPTConfig.attention)
-    assert options.settings.data.tokenizer == theirs.data.tokenizer
-    changed, _ = read_run(Options, "train", [*arguments, *length, "--model.dropout", "0.25"])
-    assert changed.settings.model == replace(options.settings.model, dropout=0.25)
+    _, settings, _ = read_run(Options, "train", [*arguments, *length])
+    assert settings.model == replace(theirs.model, attention=GPTConfig.attention)
+    assert settings.data.tokenizer == theirs.data.tokenizer
+    _, changed, _ = read_run(Options, "train", [*arguments, *length, "--model.dropout", "0.25"])
+    assert changed.model == replace(settings.model, dropout=0.25)
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(finished, tmp_path, capsys):

@@ -16,7 +16,7 @@ TINY = ["gpt-tiny", "--mesh.nodes", "2", "--mesh.local", "4", "--model.loss-chun
 
 
 def opened(*options: str) -> tuple[RunConfig, TrainSpec]:
-    config = parse(Options, "plan", [*TINY, *options]).settings
+    _, config = parse(Options, "plan", [*TINY, *options])
     return config, abstract_run(config)[0].spec
 
 
@@ -68,7 +68,7 @@ def test_the_count_of_the_traced_step_agrees():
     """Also where the formulas omit traffic: Muon's matrices cross between nodes, too."""
 
     def counted(*options: str) -> tuple[RunConfig, TrainState, CommReport]:
-        config = parse(Options, "comm", [*TINY, "--optimizer.name", "muon", *options]).settings
+        _, config = parse(Options, "comm", [*TINY, "--optimizer.name", "muon", *options])
         state, batch = abstract_run(config)
         return config, state, comm_report(state, batch)
 

@@ -9,8 +9,9 @@ from hf_models import FIXTURES, run_config
 from zerojax.cli.trained import as_stored
 from zerojax.interop.huggingface import ModelFolder
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig, ZeroSection
+from zerojax.run.config import RunConfig, with_settings
 from zerojax.sharding.layout import ParamLayout
+from zerojax.zero_config import ZeroConfig
 
 
 def layouts(config: RunConfig) -> tuple[ParamLayout, ...]:
@@ -28,7 +29,7 @@ def layouts(config: RunConfig) -> tuple[ParamLayout, ...]:
 )
 def test_frozen_weights_keep_their_format_without_wire_formats(zero: dict[str, Any]):
     config = run_config(ModelFolder.open(FIXTURES / "gpt2").model)
-    config = replace(config, zero=ZeroSection(**zero), lora=LoRASection(rank=2))
+    config = with_settings(replace(config, zero=ZeroConfig()), {"zero": zero, "lora": {"rank": 2}})
     stored = as_stored(config)
-    assert stored.zero.preset == "zero3"
+    assert stored.zero.base == "zero3"
     assert layouts(stored) == layouts(config)

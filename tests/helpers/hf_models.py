@@ -9,16 +9,24 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from zerojax.interop.huggingface import ModelFolder, import_model
+from zerojax.interop.huggingface import ModelFolder, import_model, run_settings
 from zerojax.interop.huggingface.source import model_section
 from zerojax.models import GPTConfig
 from zerojax.run.build import abstract_model
-from zerojax.run.config import LogSection, MeshSection, OptimizerSection, RunConfig, TrainSection, ZeroSection
+from zerojax.run.config import (
+    LogSection,
+    MeshSection,
+    OptimizerSection,
+    RunConfig,
+    TrainSection,
+    config_to_dict,
+    with_settings,
+)
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.state import TrainState, begin_with
-from zerojax.zero_config import Preset
+from zerojax.zero_config import Preset, ZeroConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "huggingface"
 NAMES = ("gpt2", "opt", "llama2", "llama3")
@@ -30,7 +38,7 @@ def run_config(model: GPTConfig, preset: Preset = "zero++") -> RunConfig:
         model=model_section(model, GPTConfig()),
         train=TrainSection(steps=4, batch_size=8, sequence_length=16, eval_every=2, eval_batches=2),
         optimizer=OptimizerSection(warmup_steps=2),
-        zero=ZeroSection(preset=preset, compute_dtype="float32"),
+        zero=ZeroConfig.preset(preset, compute_dtype="float32"),
         mesh=MeshSection(nodes=2, local=4),
         log=LogSection(trackers=()),
     )
@@ -53,6 +61,11 @@ def begin_run(model: Path, folder: RunFolder) -> None:
     config = run_config(source.model)
     data = replace(config.data, tokenizer=str(folder.tokenizer.absolute()))
     import_model(source, replace(config, data=data), folder)
+
+
+def with_model(model: Path, config: RunConfig, folder: RunFolder) -> RunConfig:
+    """The settings of a run that begins with a model's weights."""
+    return with_settings(config, run_settings(ModelFolder.open(model), config_to_dict(config), folder))
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.generation import Completions, Sampling, continue_text
 from zerojax.run import exact_match as exact_match_module
 from zerojax.run import html_report
-from zerojax.run.config import MeshSection, RunConfig, ZeroSection, load_config
+from zerojax.run.config import MeshSection, RunConfig, load_config
 from zerojax.run.data.answers import held_out_items
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
 from zerojax.run.data.dataset import open_dataset
@@ -29,6 +29,7 @@ from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.exact_match import ExactMatch
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
+from zerojax.zero_config import ZeroConfig
 
 ANSWERS = {"a": "xy", "b": "zz"}
 
@@ -200,7 +201,7 @@ def test_chat_on_conversations_uses_the_template(
     shutil.copytree(answering.path, folder.path, ignore=shutil.ignore_patterns("data"))
     config = load_config(answering.config)
     chat = replace(config.data, kind="chat", chat_template="chatml")
-    config = replace(config, data=chat, model=replace(config.model, max_seq_len=256), zero=ZeroSection())
+    config = replace(config, data=chat, model=replace(config.model, max_seq_len=256), zero=ZeroConfig())
     folder.write_config(config)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
     capfd.readouterr()

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hf_models import FIXTURES
+from hf_models import FIXTURES, with_model
 from micro_run import micro_config
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import ModelFolder, ModelReader, load_weights, run_settings
+from zerojax.interop.huggingface import ModelReader, load_weights
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.run.config import LoRASection, RunConfig, config_to_dict
+from zerojax.run.config import RunConfig, config_to_dict, with_settings
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS, first_weights, start_run, with_base
 
@@ -65,13 +65,13 @@ def test_a_saved_head_is_kept_and_no_other_difference_is_allowed(
 
 @pytest.mark.slow
 def test_beside_adapters_the_head_is_trained(text: Path, finished: RunFolder, tmp_path: Path) -> None:
-    config = replace(scoring(text), lora=LoRASection(rank=2))
+    config = with_settings(scoring(text), {"lora": {"rank": 2}})
     folder, setup = RunFolder(tmp_path), RunSetup.of(config)
     start = start_run(setup, folder, None, finished.path)
     assert {leaf.path[-1] for leaf in start.state.spec.leaves} == {"lora_a", "lora_b", "embedding"}
     again = with_base(setup.abstract_state(), folder, start.base, config, CHECKPOINTS)
     jax.tree.map(np.testing.assert_array_equal, again.frozen, start.state.frozen)
-    frozen = replace(config, zero=replace(config.zero, frozen=("*",)))
+    frozen = replace(config, zero=config.zero.replace(frozen=("*",)))
     with pytest.raises(ConfigurationError, match="includes the head, which is new: add '!head/\\*'"):
         start_run(RunSetup.of(frozen), folder, None, finished.path)
 
@@ -80,10 +80,10 @@ def test_beside_adapters_the_head_is_trained(text: Path, finished: RunFolder, tm
 @pytest.mark.parametrize("name", ["llama2", "llama3"])  # of which one has a head of its own
 def test_hugging_face_models(name: str, text: Path, tmp_path: Path) -> None:
     model, folder = FIXTURES / name, RunFolder(tmp_path)
-    config = run_settings(ModelFolder.open(model), scoring(text), folder)
+    config = with_model(model, scoring(text), folder)
     assert (config.model.outputs, config.model.tied) == (1, False)
     start = start_run(RunSetup.of(config), folder, None, model, ModelReader())
     assert "model.outputs = 1: the head is new, drawn by train.seed" in start.notes
-    whole = run_settings(ModelFolder.open(model), micro_config(text, mesh=MESH), folder)
+    whole = with_model(model, micro_config(text, mesh=MESH), folder)
     wanted = load_weights(RunSetup.of(whole).initial_state(), model)
     same_but_the_head(zerojax.gather_params(start.state), zerojax.gather_params(wanted))

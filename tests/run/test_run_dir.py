@@ -9,9 +9,10 @@ import pytest
 
 from zerojax.errors import ZeroError
 from zerojax.run.checkpoints import Checkpoints
-from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
+from zerojax.run.config import config_from_dict, saved_config, spelled_out
+from zerojax.run.config.keys import Tables
 from zerojax.run.inputs import prepare_data
-from zerojax.run.run_dir import RunFolder, check_same_run, spelled_out
+from zerojax.run.run_dir import RunFolder, check_same_run
 from zerojax.zero_config import PRESETS, Preset
 
 
@@ -46,7 +47,7 @@ def test_prepared_data_are_read_from_a_folder_that_cannot_be_written_to(
     assert prepare_data(finished.read_config(), finished).parts
 
 
-ZERO_PP = {"zero.grads: ['int4', 'int4'] -> ['int8', 'int4']", "zero.rotation: None -> 32"}
+ZERO_PP = {"zero.grads: ['int4', 'int4'] -> ['int8', 'int4']", "zero.rotation: 0 -> 32"}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_a_checkpoint_that_names_a_preset_only_is_of_what_the_name_stood_for(
     tmp_path: Path, saved: dict[str, Any], now: dict[str, Any], changes: set[str]
 ) -> None:
     """Checkpoints once stored what was set, and "zero++" was the published form."""
-    before, after = (config_from_dict({"zero": zero}) for zero in (saved, now))
+    before, after = saved_config({"zero": saved}), config_from_dict({"zero": now})
     found = check_same_run(before, after, RunFolder(tmp_path))
     assert {line if line in changes else line.partition(":")[0] for line in found} == changes
 
@@ -72,9 +73,11 @@ def test_a_checkpoint_that_names_a_preset_only_is_of_what_the_name_stood_for(
 def test_a_checkpoint_keeps_what_its_preset_stood_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: Preset
 ) -> None:
-    config = RunConfig(zero=ZeroSection(preset, grads=("int8", "int8"), rotation=0))
-    saved = config_from_dict(config_to_dict(spelled_out(config)))
-    assert saved.to_zero() == config.to_zero()
-    assert check_same_run(saved, config, RunFolder(tmp_path)) == []
-    monkeypatch.setitem(PRESETS, preset, {**PRESETS[preset], "stage": 2, "rotation": 32})
-    assert check_same_run(saved, config, RunFolder(tmp_path)) == ["zero.stage: 3 -> 2"]
+    now: Tables = {"zero": {"preset": preset, "grads": ["int8", "int8"], "rounding": "nearest"}}
+    config = config_from_dict(now)
+    record = spelled_out(config)
+    assert saved_config(record) == config
+    assert check_same_run(saved_config(record), config, RunFolder(tmp_path)) == []
+    monkeypatch.setitem(PRESETS, preset, {**PRESETS[preset], "block_size": 512, "rounding": "stochastic"})
+    found = check_same_run(saved_config(record), config_from_dict(now), RunFolder(tmp_path))
+    assert found == [f"zero.block_size: {config.zero.block_size} -> 512"]

@@ -104,7 +104,7 @@ def test_units_are_classes():
 
 
 def test_the_formats_of_types_are_those_of_values():
-    assert set(get_args(WireFormat)) == {*FORMATS, *COMPUTE_FORMAT}
+    assert set(get_args(WireFormat)) == {"compute", *FORMATS, *COMPUTE_FORMAT}
     with refused("'int7' is not one of"):
         ZeroConfig(weights="int7")  # pyright: ignore[reportArgumentType]  (an editor flags it)
 

@@ -67,7 +67,6 @@ def test_config_toml(tmp_path: Path):
         config = load_config(path)
         path.write_text(dump_config(config))
         assert load_config(path) == config
-        config.to_zero()
 
     assert MixtureSource(**mixture[0]) == load_from(values, tmp_path).data.mixture[0]
     fuzz(lambda _: damage.of_file(values, toml_text), tmp_path / "run.toml", read)

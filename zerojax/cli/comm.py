@@ -24,10 +24,10 @@ class Options(on_config.Options):
 
 def run(arguments: list[str]) -> None:
     """Trace the step and print its collectives."""
-    options = on_config.parse(Options, "comm", arguments)
-    state, batch = abstract_run(options.settings)
+    options, settings = on_config.parse(Options, "comm", arguments)
+    state, batch = abstract_run(settings)
     report = comm_report(state, batch)
-    savings = Savings(options.settings, state.spec, report)
+    savings = Savings(settings, state.spec, report)
     if options.json:
         print(json.dumps({**report.to_dict(), "savings": savings.to_dict()}, indent=2))
     else:

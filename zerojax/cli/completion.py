@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Positional
+from tyro.conf import FlagCreatePairsOff, Positional
 
 from zerojax.cli import COMMANDS
 from zerojax.errors import ConfigurationError
@@ -60,11 +60,15 @@ def _options(kind: type[Any], prefix: str = "") -> Iterator[str]:
     """The options of a command, as tyro names the fields of its dataclass."""
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         own, *marks = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        if dataclasses.is_dataclass(own):
+        made = next(
+            (mark.constructor_factory for mark in marks if hasattr(mark, "constructor_factory")), None
+        )
+        own = own if made is None else made()
+        if dataclasses.is_dataclass(own) or typing.is_typeddict(own):
             nested = any(getattr(mark, "name", None) == "" for mark in marks)
             yield from _options(typing.cast(type[Any], own), prefix if nested else f"{prefix}{name}.")
         elif not any(mark in typing.get_args(Positional[Path])[1:] for mark in marks):
             option = name.replace("_", "-")
             yield f"--{prefix}{option}".replace("_", "-")
-            if own is bool:
+            if own is bool and FlagCreatePairsOff not in marks:
                 yield f"--{prefix}no-{option}".replace("_", "-")

@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 
-import tyro
-
 from zerojax.cli.cluster import joined_cluster
-from zerojax.cli.options import RunPath, read_options
-from zerojax.cli.trained import mesh_of_run, open_trained
+from zerojax.cli.options import MeshOptions, RunPath, read_options
+from zerojax.cli.trained import open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import check_batch, is_first
-from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.config import RunConfig, with_settings
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.exact_match import ExactMatch, describe_matches
 from zerojax.run.inputs import make_batches, prepare_data
@@ -30,15 +28,14 @@ class Options:
     run: RunPath
     ema: bool = False
     exact_match: int | None = None
-    mesh: MeshSection = field(default_factory=MeshSection)
+    mesh: MeshOptions = field(default_factory=dict)
 
 
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint, evaluate it, and print the loss."""
-    default = Options(run=tyro.MISSING, mesh=mesh_of_run(arguments))
-    options = read_options(Options, "eval", arguments, default)
+    options = read_options(Options, "eval", arguments)
     folder = RunFolder(options.run)
-    config = folder.read_config()
+    config = with_settings(folder.read_config(), {"mesh": options.mesh})
     config.model.check_language_model("zerojax eval")
     if config.posttrain.method != "none":
         raise ConfigurationError(
@@ -48,13 +45,13 @@ def run(arguments: list[str]) -> None:
         )
     if options.exact_match is not None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
-    with joined_cluster(options.mesh, config.cluster):
-        check_batch(config.train, options.mesh.to_mesh())
+    with joined_cluster(config.mesh, config.cluster):
+        check_batch(config.train, config.mesh.to_mesh())
         _evaluate(folder, config, options)
 
 
 def _evaluate(folder: RunFolder, config: RunConfig, options: Options) -> None:
-    trained = open_trained(folder, config, options.mesh, ema=options.ema)
+    trained = open_trained(folder, config, config.mesh, ema=options.ema)
     data = prepare_data(trained.config, folder)
     batches, validation = make_batches(trained.config, data)
     batches.close()

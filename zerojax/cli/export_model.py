@@ -8,8 +8,8 @@ from typing import Annotated
 import tyro
 
 from zerojax.cli.cluster import joined_cluster
-from zerojax.cli.options import RunPath, read_options
-from zerojax.cli.trained import TrainedRun, as_stored, mesh_of_run, open_trained
+from zerojax.cli.options import MeshOptions, RunPath, read_options
+from zerojax.cli.trained import TrainedRun, as_stored, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     EXPORT_DTYPES,
@@ -24,7 +24,7 @@ from zerojax.interop.huggingface import (
     quantized_state,
 )
 from zerojax.run.build import check_batch, is_first
-from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.config import RunConfig, with_settings
 from zerojax.run.data.dataset import perplexity
 from zerojax.run.evaluation import mean_loss, mean_metrics
 from zerojax.run.inputs import make_batches, prepare_data
@@ -69,7 +69,7 @@ class Options:
     shard_gb: float = 5.0
     adapter: bool = False
     ema: bool = False
-    mesh: MeshSection = field(default_factory=MeshSection)
+    mesh: MeshOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse an unknown dtype, a file size of zero, and options without effect.
@@ -91,25 +91,24 @@ class Options:
 
 def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint and write it, quantized if asked to."""
-    default = Options(run=tyro.MISSING, out=tyro.MISSING, mesh=mesh_of_run(arguments))
-    options = read_options(Options, "export", arguments, default)
+    options = read_options(Options, "export", arguments)
     folder = RunFolder(options.run)
     # The weights as they are stored are written and measured, whatever the wire formats of training.
-    config = as_stored(folder.read_config())
+    config = as_stored(with_settings(folder.read_config(), {"mesh": options.mesh}))
     config.model.check_language_model("zerojax export")
     how = None
     if options.weights is not None:
-        block = options.block_size or config.to_zero().block_size
+        block = options.block_size or config.zero.block_size
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
-    with joined_cluster(options.mesh, config.cluster):
+    with joined_cluster(config.mesh, config.cluster):
         if how is not None:  # whose perplexity is measured
-            check_batch(config.train, options.mesh.to_mesh())
+            check_batch(config.train, config.mesh.to_mesh())
         _export(options, folder, config, how)
 
 
 def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightFormat | None) -> None:
-    trained = open_trained(folder, config, options.mesh, ema=options.ema)
+    trained = open_trained(folder, config, config.mesh, ema=options.ema)
     if options.adapter:
         _export_adapter(options, folder, trained)
         return

@@ -2,19 +2,24 @@
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from zerojax.errors import ConfigurationError
+from zerojax.run.config import MeshSection
+from zerojax.run.config.keys import documentation, keys_of, row_of, section_of
 from zerojax.validation.bounds import all_at_once, check_numbers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from zerojax.run.config.keys import Section
 
 RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 """The folder of a run, as the first word of a command line."""
@@ -43,8 +48,34 @@ def _read_boolean(word: str) -> bool:
     return _BOOLEANS[word.lower()]
 
 
+def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType({})) -> type:
+    """The type, for tyro, of the options of a section: a dict of those that a command line gives.
+
+    Args:
+        section: a section, or ``RunConfig``; lists of tables need a file.
+        shown: the values by key that --help shows as defaults.
+    """
+    options: dict[str, Any] = {}
+    for key in keys_of(section):
+        default = shown.get(key.name)
+        if (inner := section_of(key.kind)) is not None:
+            options[key.name] = option_table(inner, default or {})
+        elif row_of(key.kind) is None:
+            kind = key.kind | None if key.optional else key.kind
+            hint = f"(default: {_in_words(default)})" if shown else ""
+            options[key.name] = Annotated[kind, tyro.conf.arg(help=key.meaning, help_behavior_hint=hint)]
+    make: Any = TypedDict  # type checkers know no keys that are computed
+    made = make(section.__name__, options, total=False)
+    made.__doc__, _ = documentation(section)
+    return made
+
+
+MeshOptions = Annotated[Mapping[str, Any], tyro.conf.arg(constructor=option_table(MeshSection))]
+"""The options of --mesh that are given: those that are not come from a run."""
+
+
 def read_options[Options: "DataclassInstance"](
-    options: type[Options], command: str, arguments: Sequence[str], default: Options | None = None
+    options: type[Options], command: str, arguments: Sequence[str], *, helps: bool = True
 ) -> Options:
     """Read a command line.
 
@@ -52,7 +83,7 @@ def read_options[Options: "DataclassInstance"](
         options: the class of the command's options, documented for --help.
         command: name of the command.
         arguments: of the command line.
-        default: values that the command line overrides; by default those of the class.
+        helps: whether --help prints the help and exits; otherwise the class has an option of that name.
 
     Raises:
         ConfigurationError: an invalid value of a setting.
@@ -61,10 +92,7 @@ def read_options[Options: "DataclassInstance"](
     program, errors = f"zerojax {command}", io.StringIO()
     try:
         with redirect_stderr(errors), all_at_once():
-            if default is None:
-                read = tyro.cli(options, args=arguments, prog=program, registry=_REGISTRY)
-            else:
-                read = tyro.cli(options, default=default, args=arguments, prog=program, registry=_REGISTRY)
+            read = tyro.cli(options, args=arguments, prog=program, registry=_REGISTRY, add_help=helps)
     except SystemExit as end:
         if (refusal := _cause(end)) is not None:
             raise refusal from None
@@ -72,6 +100,13 @@ def read_options[Options: "DataclassInstance"](
         raise
     check_numbers(read, lambda field: f"--{field.replace('_', '-')}")
     return read
+
+
+def _in_words(value: Any) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, list):
+        return " ".join(map(_in_words, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _cause(end: BaseException) -> ConfigurationError | None:

@@ -18,7 +18,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.posttrain.roles.memory import RoleMemory
 from zerojax.posttrain.settings import PREFERENCES
-from zerojax.run.config import MeshSection
+from zerojax.run.config import MeshSection, RunConfig
 from zerojax.validation.rates import bytes_per_second
 
 
@@ -64,16 +64,16 @@ class Options(on_config.Options):
 
 def run(arguments: list[str]) -> None:
     """Compute and print the plan or the prediction."""
-    options = on_config.parse(Options, "plan", arguments)
+    options, settings = on_config.parse(Options, "plan", arguments)
     if options.gpu is not None:
-        _predict(options, options.gpu)
+        _predict(options, settings, options.gpu)
         return
     _refuse_without_gpu(options)
-    state, _ = abstract_run(options.settings)
-    plan, savings = plan_state(state), Savings(options.settings, state.spec)
+    state, _ = abstract_run(settings)
+    plan, savings = plan_state(state), Savings(settings, state.spec)
     roles = None
-    if options.settings.posttrain.method != "none":
-        roles = RoleMemory.of(options.settings, state.spec)
+    if settings.posttrain.method != "none":
+        roles = RoleMemory.of(settings, state.spec)
     if options.json:
         more = {} if roles is None else {"roles": dataclasses.asdict(roles)}
         print(json.dumps({**plan.to_dict(), "savings": savings.to_dict(), **more}, indent=2))
@@ -92,14 +92,14 @@ def _refuse_without_gpu(options: Options) -> None:
         raise ConfigurationError(f"{named}: for a cluster of which GPUs? Give --gpu, such as h100")
 
 
-def _predict(options: Options, gpu: str) -> None:
-    cluster = _cluster(options, gpu)
-    outlook = _outlook(options, cluster)
+def _predict(options: Options, settings: RunConfig, gpu: str) -> None:
+    cluster = _cluster(options, settings.mesh, gpu)
+    outlook = _outlook(options.sequences, settings, cluster)
     if options.picture is not None:
         # Matplotlib takes longer to import than all of zerojax: no other command waits for it.
         from zerojax.analysis.plan.picture import draw_outlook
 
-        draw_outlook(outlook, options.picture, Path(options.config).stem)
+        draw_outlook(outlook, options.picture, Path(str(options.config)).stem)
     print(
         json.dumps(outlook.to_dict(), indent=2)
         if options.json
@@ -107,8 +107,8 @@ def _predict(options: Options, gpu: str) -> None:
     )
 
 
-def _cluster(options: Options, name: str) -> Cluster:
-    known, mesh = find_gpu(name), options.settings.mesh
+def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
+    known = find_gpu(name)
     nodes, local = options.nodes or mesh.nodes, options.gpus_per_node or mesh.local
     if not (nodes and local):
         raise ConfigurationError("how large is the cluster? Give --nodes and --gpus-per-node")
@@ -136,11 +136,10 @@ def _cluster(options: Options, name: str) -> Cluster:
     )
 
 
-def _outlook(options: Options, cluster: Cluster) -> Outlook:
-    settings, train = options.settings, options.settings.train
+def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Outlook:
+    train = settings.train
     # The model's parameters and units do not depend on the mesh: two devices stand for all.
     state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=1)))
-    sequences = options.sequences
     if sequences is None:
         rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
         sequences = max(1, rows // (cluster.world.size * train.accumulate))

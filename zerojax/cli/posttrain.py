@@ -25,10 +25,10 @@ class Options(RunOptions):
 
 def run(arguments: list[str]) -> None:
     """Read the config and options, join the other processes, and train."""
-    options, source = read_run(Options, "posttrain", arguments)
-    settings, folder = options.settings, options.folder
+    options, settings, source = read_run(Options, "posttrain", arguments)
+    folder = options.folder
     if options.dry_run:
-        show_plan(options)
+        show_plan(options, settings)
         return
     facts = facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from})
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:

@@ -1,8 +1,8 @@
 """What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
 
-import itertools
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.analysis.plan import describe_plan
@@ -13,7 +13,9 @@ from zerojax.errors import ConfigurationError, RunError
 from zerojax.interop.huggingface import ModelFolder, ModelReader, is_model, run_settings
 from zerojax.run import checkpoints
 from zerojax.run.build import check_batch
-from zerojax.run.config import RunConfig, config_from_dict, find_config
+from zerojax.run.config import RunConfig, find_config, saved_config
+from zerojax.run.config.keys import Tables
+from zerojax.run.config.tables import merged, table_of
 from zerojax.run.data.dataset import tokenizer_file
 from zerojax.run.data.source import check_source_exists
 from zerojax.run.run_dir import Resume, RunFolder, check_start
@@ -42,57 +44,47 @@ class RunOptions(JobOptions, on_config.Options):
     @property
     def folder(self) -> RunFolder:
         """The folder of the run: the one that is named, or that of its config."""
+        assert self.config is not None  # ``on_config.parse`` refuses that
         return folder_of(self.config, self.run_dir)
 
 
 def read_run[O: RunOptions](
-    options: type[O], command: str, arguments: list[str]
-) -> tuple[O, ModelFolder | None]:
+    options: type[O], command: str, arguments: list[str], further: Callable[[O, Tables], Tables] | None = None
+) -> tuple[O, RunConfig, ModelFolder | None]:
     """Read the config and the options of a run, and the Hugging Face model that --init-from names, if any.
+
+    Args:
+        options: as for ``on_config.parse``.
+        command: its name.
+        arguments: of the command line.
+        further: settings that other options of the command give, from these and the settings.
 
     Raises:
         ConfigurationError: an invalid setting, a model that zerojax does not support, or one that is gone.
     """
-    named = path_of("--init-from", arguments)
-    if named is not None and not named.exists():
-        _refuse_missing(named, folder_of(arguments[0], path_of("--run-dir", arguments)))
-    source = ModelFolder.open(named) if named is not None and is_model(named) else None
+    source: ModelFolder | None = None
 
-    def with_model(settings: RunConfig) -> RunConfig:
-        if named is None or not named.exists():
-            return settings
-        # Read early: the config's own length may be too long for the model, which it did not know.
-        length = value_of("--train.sequence-length", arguments) or ""
-        folder = folder_of(arguments[0], path_of("--run-dir", arguments))
-        if source is None:
-            return _as_trained(named, settings, folder, int(length) if length.isdecimal() else None)
-        return run_settings(source, settings, folder, int(length) if length.isdecimal() else None)
+    def between(chosen: O, tables: Tables) -> Tables:
+        nonlocal source
+        named, found = chosen.init_from, Tables()
+        if named is not None and not named.exists():
+            _refuse_missing(named, chosen.folder)
+        elif named is not None and is_model(named):
+            source = ModelFolder.open(named)
+            found = run_settings(source, tables, chosen.folder)
+        elif named is not None:
+            found = _as_trained(named, tables, chosen.folder)
+        return found if further is None else merged(found, further(chosen, merged(tables, found)))
 
-    read = on_config.parse(options, command, arguments, with_model)
-    read = replace(read, settings=read.folder.here(read.settings))
-    check_source(read.init_from, read.settings, read.folder, command)
-    return read, source
+    read, settings = on_config.parse(options, command, arguments, between)
+    settings = read.folder.here(settings)
+    check_source(read.init_from, settings, read.folder, command)
+    return read, settings, source
 
 
 def folder_of(config: str, run_dir: Path | None) -> RunFolder:
     """The folder of a run: the one that is named, or that of its config."""
     return RunFolder(run_dir or Path("runs") / find_config(config).stem)
-
-
-def path_of(option: str, arguments: list[str]) -> Path | None:
-    """As ``value_of``, of a path."""
-    found = value_of(option, arguments)
-    return None if found is None else Path(found)
-
-
-def value_of(option: str, arguments: list[str]) -> str | None:
-    """The word that follows an option, before the command line is read as a whole; None without it."""
-    found = None
-    for word, following in itertools.pairwise([*arguments, ""]):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == option:
-            found = value if equals else following
-    return found
 
 
 def _refuse_missing(named: Path, folder: RunFolder) -> None:
@@ -111,47 +103,37 @@ def _refuse_missing(named: Path, folder: RunFolder) -> None:
     )
 
 
-def _as_trained(named: Path, settings: RunConfig, folder: RunFolder, length: int | None) -> RunConfig:
-    """Settings with the shape and the tokenizer of the run that --init-from names."""
+def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
+    """The shape and the tokenizer of the run that --init-from names, in place of those of ``tables``."""
     try:
         path = checkpoints.find(named)
         before = checkpoints.read_manifest(path).record.config
     except (ConfigurationError, RunError):  # reported when the weights are read, by a run that needs them
-        return settings
+        return {}
     if not before:  # of a loop of one's own
-        return settings
-    theirs, model = config_from_dict(before), settings.model
-    outputs = theirs.model.outputs if model.outputs is None else model.outputs
-    shape = replace(
-        theirs.model,
-        attention=model.attention,
-        loss_chunk=model.loss_chunk,
-        dropout=model.dropout,
-        outputs=outputs,
-        tied=theirs.model.tied if outputs == theirs.model.outputs else model.tied,
-    )
-    tokenizer = settings.data.tokenizer
+        return {}
+    theirs, outputs = saved_config(before), tables.get("model", {}).get("outputs")
+    own = {"attention", "loss_chunk", "dropout"}
+    if outputs is not None:
+        own |= {"outputs"} if outputs == theirs.model.outputs else {"outputs", "tied"}
+    shape = {key: value for key, value in table_of(theirs.model).items() if key not in own}
+    tokenizer = tables.get("data", {}).get("tokenizer")
     if folder.config.is_file():
         tokenizer = folder.read_config().data.tokenizer
     elif theirs.data.tokenizer == "byte":
         tokenizer = "byte"
     elif (file := tokenizer_file(theirs.data, RunFolder(path.parent.parent).data)).is_file():
         tokenizer = str(file.absolute())
-    return replace(
-        settings,
-        model=shape,
-        data=replace(settings.data, tokenizer=tokenizer),
-        train=settings.train if length is None else replace(settings.train, sequence_length=length),
-    )
+    return {"model": shape, "data": {"tokenizer": tokenizer}}
 
 
-def show_plan(options: RunOptions) -> None:
+def show_plan(options: RunOptions, settings: RunConfig) -> None:
     """What a run would do, after checks of its settings, files and sources; for --dry-run.
 
     Raises:
         ConfigurationError: something that the run needs is missing or does not fit.
     """
-    settings, folder = options.settings, options.folder
+    folder = options.folder
     state, _ = abstract_run(settings)
     check_trackers(settings.log.trackers)
     check_batch(settings.train, state.spec.mesh)

@@ -15,7 +15,7 @@ from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_mem
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
-from zerojax.run.config import RunConfig
+from zerojax.run.config import RunConfig, with_settings
 from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import ZeroConfig
 
@@ -127,8 +127,7 @@ class Savings:
             section, field = name.split(".")
             words = " ".join(value) if isinstance(value, tuple) else str(value).lower()
             try:
-                changed = dataclasses.replace(getattr(self._config, section), **{field: value})
-                config = dataclasses.replace(self._config, **{section: changed})
+                config = with_settings(self._config, {section: {field: value}})
                 yield self._try(f"--{name.replace('_', '-')} {words}", config)
             except ConfigurationError:  # it conflicts with other settings
                 continue

@@ -1,6 +1,6 @@
 """``zerojax train CONFIG [--run-dir DIR] [--section.key value ...]``: train a model or resume a run."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.analysis.profile import parse_steps
@@ -14,7 +14,9 @@ from zerojax.interop.huggingface import (
     begin_run,
     load_adapter,
 )
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.models import GPTConfig
+from zerojax.run.config.keys import Tables
+from zerojax.run.config.tables import checked, table_of
 from zerojax.run.train_run import TrainRun
 
 
@@ -37,20 +39,18 @@ class Options(RunOptions):
 
 def run(arguments: list[str]) -> None:
     """Read the config and options, join the other processes, and train."""
-    options, source = read_run(Options, "train", arguments)
-    settings, folder = options.settings, options.folder
+    options, settings, source = read_run(Options, "train", arguments, adapter_settings)
+    folder = options.folder
     if settings.posttrain.method != "none":
         raise ConfigurationError(
             f'posttrain.method = "{settings.posttrain.method}" is for zerojax posttrain: run that, or leave '
             "it out"
         )
     settings.model.check_language_model("zerojax train")
-    if options.adapter is not None:
-        settings = with_adapter(settings, options.adapter)
     from_files = {"--init-from": options.init_from, "--adapter": options.adapter}
     profile = None if options.profile is None else parse_steps(options.profile)
     if options.dry_run:
-        show_plan(options)
+        show_plan(options, settings)
         return
     facts = facts_of(settings, **{"--resume": options.resume} | from_files)
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
@@ -67,14 +67,18 @@ def run(arguments: list[str]) -> None:
             trainer.train()
 
 
-def with_adapter(settings: RunConfig, adapter: Path) -> RunConfig:
-    """The settings of a run that can hold PEFT's files, where they say nothing else."""
-    model, zero, lora = settings.model, settings.zero, settings.lora
-    if not lora.rank:
-        lora = LoRASection(**vars(adapter_lora(adapter, model)))
-    if zero.frozen is None and (frozen := adapter_frozen(adapter, model)) != ("*",):
-        zero = replace(zero, frozen=frozen)
-    return replace(settings, lora=lora, zero=zero)
+def adapter_settings(options: Options, tables: Tables) -> Tables:
+    """The settings of a run that can hold PEFT's files, where ``tables`` say nothing else."""
+    if options.adapter is None:
+        return {}
+    zero, lora = tables.get("zero", {}), tables.get("lora", {})
+    model = GPTConfig(**checked({"model": tables.get("model", {})}, "the model")["model"])
+    found = Tables()
+    if not lora.get("rank"):
+        found["lora"] = table_of(adapter_lora(options.adapter, model))
+    if "frozen" not in zero and (frozen := adapter_frozen(options.adapter, model)) != ("*",):
+        found["zero"] = {"frozen": list(frozen)}
+    return found
 
 
 def start_from(adapter: Path, trainer: TrainRun) -> None:

@@ -1,6 +1,5 @@
 """Loading of trained runs, for commands that use their checkpoints."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,10 +8,11 @@ from zerojax.interop.huggingface import ModelReader
 from zerojax.log import logger
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore
-from zerojax.run.config import MeshSection, RunConfig, ZeroSection
+from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import with_base
 from zerojax.train.state import TrainState
+from zerojax.zero_config import ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,13 @@ class TrainedRun:
     base: Path | None
 
 
-def mesh_of_run(arguments: Sequence[str]) -> MeshSection:
-    """The mesh of the run that a command line begins with, or the default one: the default of --mesh."""
-    if arguments and not arguments[0].startswith("-"):
-        return RunFolder(Path(arguments[0])).read_config().mesh
-    return MeshSection()
-
-
 def as_stored(config: RunConfig) -> RunConfig:
     """The settings of a run without wire formats; frozen weights keep their format and so their values."""
     names = ["compute_dtype", "precise", "frozen", "frozen_weights"]
     if config.zero.frozen_weights == "fp8":  # the operands of fp8 products are scaled layer by layer
         names += ["matmul_dtype", "fp8"]
-    kept = {name: getattr(config.zero, name) for name in names}
-    return replace(config, zero=ZeroSection(**kept, block_size=config.to_zero().block_size))
+    kept = {name: getattr(config.zero, name) for name in (*names, "block_size")}
+    return replace(config, zero=ZeroConfig(**kept))
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
@@ -61,8 +54,8 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     Raises:
         ConfigurationError: there is no checkpoint, all are damaged, or the run keeps no average.
     """
-    zero = replace(config.zero, error_feedback=False)  # concerns gradients only
-    config = replace(config, mesh=mesh, zero=zero)
+    # Error feedback concerns gradients only.
+    config = replace(config, mesh=mesh, zero=config.zero.replace(error_feedback=False))
     choice = newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
     for step, why in choice.damaged.items():
         logger.warning(damage_line(folder.checkpoints, step, why))

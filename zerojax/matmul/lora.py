@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import array_moved, array_product
+from zerojax.validation.bounds import check_numbers
 from zerojax.validation.patterns import as_patterns, matches, why_not
 from zerojax.zero_config import MATMUL_WEIGHTS
 
@@ -39,7 +40,7 @@ class LoRA:
     """Which frozen weights get adapters, and of what kind.
 
     Attributes:
-        rank: of A B: the columns of A and rows of B.
+        rank: of A B: the columns of A and rows of B. In a config 0, the default, is no adapters.
         alpha: A B is multiplied by alpha / rank.
         targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
             and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last
@@ -71,6 +72,7 @@ class LoRA:
             ConfigurationError: naming the field and its value.
         """
         object.__setattr__(self, "targets", as_patterns("LoRA.targets", self.targets))
+        check_numbers(self, "LoRA.{}".format)
         if self.rank < 1:
             raise ConfigurationError(f"LoRA.rank={self.rank} must be at least 1.")
         for alpha in (self.alpha, *(alpha for *_, alpha in self.pieces)):

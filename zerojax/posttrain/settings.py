@@ -141,7 +141,10 @@ def check_preferences(config: RunConfig) -> None:
 
 
 def _refuse_dropout(config: RunConfig) -> None:
-    for name, rate in (("model.dropout", config.model.dropout), ("lora.dropout", config.lora.dropout)):
+    for name, rate in (
+        ("model.dropout", config.model.dropout),
+        ("lora.dropout", config.lora.dropout if config.lora else 0.0),
+    ):
         if rate:
             raise ConfigurationError(
                 f"{name} must be 0 in zerojax posttrain: with it, a comparison of two probabilities, or of "

@@ -76,7 +76,7 @@ class RunSetup:
             config=config,
             mesh=config.mesh.to_mesh(),
             zero=config.to_zero(units=units),
-            lora=config.lora.to_lora(),
+            lora=config.lora,
             tx=make_optimizer(config.optimizer, train.steps) if trains else None,
             spikes=SpikeRule(deviations, train.spike_window) if deviations else None,
             loss_fn=loss_fn,

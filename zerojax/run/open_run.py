@@ -21,10 +21,10 @@ from zerojax.run.checkpoints import (
     TrainingClock,
     reserve_host_memory,
 )
-from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config import RunConfig, spelled_out
 from zerojax.run.loop import Schedule, TrainLoop, disk_errors_explained
 from zerojax.run.metrics import MetricsFile, RunLog
-from zerojax.run.run_dir import RunFolder, spelled_out
+from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
 from zerojax.train.state import TrainState
@@ -97,7 +97,7 @@ class OpenRun(TrainLoop):
 
     def record(self) -> Record:
         """What is saved with the arrays."""
-        return replace(super().record(), config=config_to_dict(spelled_out(self.config)), base=self.base)
+        return replace(super().record(), config=spelled_out(self.config), base=self.base)
 
     def note_first(self, values: Mapping[str, float], words: str) -> None:
         """Say what the first weights reach, and record it in run.json."""
@@ -117,7 +117,7 @@ class OpenRun(TrainLoop):
         """Print what is trained on which mesh and how the run begins, and record it in run.json."""
         config, mesh = self.config, self.state.spec.mesh
         self.log.say(
-            f"{self.folder.path}: {what}, {config.zero.preset} on {mesh.shape['node']} x "
+            f"{self.folder.path}: {what}, {config.zero.base} on {mesh.shape['node']} x "
             f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
         )
         self.log.say(describe_plan(self.state))

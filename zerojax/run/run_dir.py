@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError, file_errors
-from zerojax.run.config import ConfigError, RunConfig, ZeroSection, config_to_dict, dump_config, load_config
+from zerojax.run.config import ConfigError, RunConfig, dump_config, load_config
+from zerojax.run.config.tables import complete
 from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
@@ -215,27 +216,13 @@ def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> No
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Name -> (value saved, value now) of each setting that differs, those of presets included."""
-    before, now = replace(before, zero=_as_saved(before.zero)), spelled_out(now)
+    saved = complete(before)
     return {
-        f"{section}.{key}": (values.get(key), new.get(key))
-        for section, new in config_to_dict(now).items()
-        for values in [config_to_dict(before)[section]]
-        for key in sorted({*values, *new})
-        if values.get(key) != new.get(key)
+        f"{section}.{key}": (saved[section][key], value)
+        for section, table in complete(now).items()
+        for key, value in sorted(table.items())
+        if saved[section][key] != value
     }
-
-
-def spelled_out(config: RunConfig) -> RunConfig:
-    """The settings as a checkpoint has them: with the options that the preset stands for."""
-    return replace(config, zero=config.zero.spelled_out())
-
-
-def _as_saved(zero: ZeroSection) -> ZeroSection:
-    """The options of a checkpoint's run, also of one that holds the preset's name alone, as they once did."""
-    complete = zero.spelled_out()
-    if zero.preset == "zero++" and complete != zero:  # which then stood for what was published
-        complete = replace(zero, preset="zero++-paper").spelled_out()
-    return complete
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup, is_first
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import MANIFEST
-from zerojax.run.config import RunConfig, config_from_dict
+from zerojax.run.config import RunConfig, saved_config
 from zerojax.run.data.dataset import names_kept_tokenizer, open_tokenizer
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokenizer import Tokenizer, same_tokenizer
@@ -46,7 +46,7 @@ class WeightReader:
         if not (config := checkpoints.read_manifest(path).record.config):
             return None
         try:
-            return open_tokenizer(config_from_dict(config).data, RunFolder(path.parent.parent).data)
+            return open_tokenizer(saved_config(config).data, RunFolder(path.parent.parent).data)
         except DataError:
             return None
 
@@ -130,7 +130,7 @@ def start_run(
         return _resumed(setup, folder, manifest, reader)
     source = None if init_from is None else Path(run_on_process_zero(lambda: str(reader.find(init_from))))
     if manifest is not None and source is None:
-        check_same_model(config_from_dict(manifest.record.config), setup.config, folder)
+        check_same_model(saved_config(manifest.record.config), setup.config, folder)
         source = folder.checkpoints / str(manifest.step)
     if source is None:
         return Start(setup.initial_state(), "", [])
@@ -211,7 +211,7 @@ def _resumed(
     setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
 ) -> Start:
     record = manifest.record
-    before, data = config_from_dict(record.config), setup.config.data
+    before, data = saved_config(record.config), setup.config.data
     if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
         before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
     changes = check_same_run(before, setup.config, folder)

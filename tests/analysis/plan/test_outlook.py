@@ -19,7 +19,7 @@ from zerojax.cli import main
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ZeroError
 from zerojax.models import GPTConfig
-from zerojax.run.config import LoRASection, MeshSection, RunConfig, TrainSection, ZeroSection
+from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings
 from zerojax.sharding.mesh import MeshShape
 
 LENGTH = 512
@@ -34,8 +34,8 @@ def spec():
 
 def build(mesh, accumulate=1, rank=0, **zero):
     train = TrainSection(sequence_length=LENGTH, accumulate=accumulate)
-    sections = {"zero": ZeroSection(**zero), "mesh": mesh, "lora": LoRASection(rank=rank)}
-    config = RunConfig(train=train, model=MODEL, **sections)
+    config = RunConfig(train=train, model=MODEL, mesh=mesh)
+    config = with_settings(config, {"zero": zero, "lora": {"rank": rank}})
     return abstract_run(config)[0].spec
 
 

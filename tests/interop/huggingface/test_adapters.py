@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from zerojax import LoRA, TrainState, ZeroError, checkpoints
-from zerojax.cli.train import with_adapter
+from zerojax.cli.train import Options, adapter_settings
 from zerojax.interop.huggingface import (
     ModelFolder,
     adapter_base,
@@ -34,7 +34,7 @@ from zerojax.matmul.lora import A, B
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest
-from zerojax.run.config import LoRASection, MeshSection, RunConfig, TrainSection
+from zerojax.run.config import MeshSection, RunConfig, TrainSection, config_to_dict, with_settings
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run
 from zerojax.sharding.param_tree import from_tree
@@ -73,7 +73,8 @@ def tuned(imported: Imported) -> Tuned:
         rank = 2 * lora.rank + SPARE  # of the queries and the values side by side
         alpha = lora.scale * math.sqrt(rank)
         lora = replace(lora, rank=rank, alpha=alpha, targets=LoRA().targets, pieces=())
-    config = replace(config, lora=LoRASection(**vars(lora)), mesh=MeshSection(nodes=2, local=2))
+    zero = config.zero.replace(frozen=("*",))
+    config = replace(config, lora=lora, zero=zero, mesh=MeshSection(nodes=2, local=2))
     before = start_run(
         RunSetup.of(config, trains=False), folder, read_manifest(folder.checkpoints / "0"), None
     ).state
@@ -457,13 +458,17 @@ def test_the_family_of_a_run_is_that_of_the_model_it_began_with(tmp_path: Path):
 def test_the_settings_of_a_run_can_hold_an_adapter():
     def settings(name: str, rank: int = 0) -> RunConfig:
         model, train = ModelFolder.open(FIXTURES / name).model, TrainSection(sequence_length=16)
-        return with_adapter(RunConfig(model=model, train=train, lora=LoRASection(rank)), ADAPTERS / name)
+        before = with_settings(RunConfig(model=model, train=train), {"lora": {"rank": rank}})
+        options = Options(adapter=ADAPTERS / name)
+        return with_settings(before, adapter_settings(options, config_to_dict(before)))
 
     opt = settings("opt")
+    assert opt.lora is not None
     assert (opt.lora.rank, len(opt.lora.pieces)) == (2, 3)
-    assert "!norm/bias" in (opt.zero.frozen or ())
+    assert "!norm/bias" in opt.zero.frozen
     llama = settings("llama2", 9)
-    assert (llama.lora.rank, llama.lora.pieces, llama.zero.frozen) == (9, (), None)
+    assert llama.lora is not None
+    assert (llama.lora.rank, llama.lora.pieces, llama.zero.frozen) == (9, (), ("*",))
 
 
 @pytest.mark.parametrize("folder", sorted((FIXTURES / "families").iterdir()), ids=lambda folder: folder.name)

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hf_models import FIXTURES, copy_of, tensors
+from hf_models import FIXTURES, copy_of, tensors, with_model
 from micro_run import Stop, die_at, losses, micro_config, train
 
 from zerojax import TrainState, ZeroError, gather_params
 from zerojax.cli import main
-from zerojax.interop.huggingface import ModelFolder, ModelReader, begin_run, run_settings
+from zerojax.interop.huggingface import ModelFolder, ModelReader, begin_run
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.config import RunConfig
@@ -33,7 +33,7 @@ LORA: dict[str, dict[str, Any]] = {
 def begun(model: Path, text: Path, folder: Path) -> RunConfig:
     """The settings of a run from a model, whose small files are in its folder."""
     source, run = ModelFolder.open(model), RunFolder(folder)
-    config = run_settings(source, micro_config(text, **LORA), run)
+    config = with_model(model, micro_config(text, **LORA), run)
     begin_run(source, config, run)
     return config
 
@@ -111,7 +111,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
 @pytest.mark.slow
 def test_a_run_that_trains_all_weights_begins_with_those_of_the_files(text: Path, tmp_path: Path):
     source, run = ModelFolder.open(FIXTURES / "gpt2"), RunFolder(tmp_path / "run")
-    config = run_settings(source, micro_config(text, mesh={"nodes": 1, "local": 2}), run)
+    config = with_model(source.folder, micro_config(text, mesh={"nodes": 1, "local": 2}), run)
     start = start_run(RunSetup.of(config), run, None, source.folder, ModelReader())
     assert (start.base, start.notes) == ("", [f"beginning with the weights of {source.folder}"])
     params = gather_params(start.state)

@@ -24,11 +24,12 @@ from zerojax.posttrain.roles.critic import Critic, critic_config
 from zerojax.posttrain.rollout.rollout import Rollout, Rows
 from zerojax.run.checkpoints import Record, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
-from zerojax.run.config import RunConfig, ZeroSection
+from zerojax.run.config import RunConfig
 from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.run.metrics import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
+from zerojax.zero_config import ZeroConfig
 
 REWARD = """
 def share(prompt, completion):
@@ -282,7 +283,7 @@ def test_the_critic_has_settings_of_its_own(place: Path, finished: RunFolder) ->
         critic={"learning_rate": 0.5, "preset": "zero3", "stage": 1, "grads": ["compute", "compute"]},
     )
     own = critic_config(settings)
-    assert own.zero == ZeroSection("zero3", stage=1, compute_dtype="float32", grads=("compute", "compute"))
+    assert own.zero == ZeroConfig(stage=1, compute_dtype="float32")
     assert (own.model.outputs, own.model.tied, own.optimizer.learning_rate) == (1, False, 0.5)
     assert critic_config(config(place, critic={"learning_rate": None})).optimizer == settings.optimizer
     named = critic_config(config(place, critic={"init_from": str(finished.path)}))

@@ -21,7 +21,7 @@ from zerojax.posttrain.methods.preferences import PreferenceTrainer, make_batche
 from zerojax.posttrain.roles.reference import Reference
 from zerojax.posttrain.settings import READS
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
+from zerojax.run.config import PosttrainSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
 
@@ -246,7 +246,7 @@ def test_a_base_with_its_adapters_off_is_the_reference(
     assert own.reference is not None
     assert own.reference.state is None
     with open_run(settings, tmp_path / "other", finished) as trainer:
-        whole = dataclasses.replace(settings, lora=LoRASection())
+        whole = settings.all_trained()
         trained = RunSetup.of(whole).abstract_state()
         trainer.reference = Reference.of(whole, trainer.folder, trainer.base, trained, CHECKPOINTS)
         assert trainer.reference.state is not None

@@ -24,7 +24,7 @@ from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import check_settings
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Checkpoints, Record
-from zerojax.run.config import LoRASection, RunConfig, config_to_dict
+from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS, start_run
@@ -39,7 +39,7 @@ def saved(config: RunConfig, state: zerojax.TrainState, folder: Path, base: str 
         checkpoints.save(1, state, Record(config=config_to_dict(config), base=base))
     settings = dataclasses.replace(config.posttrain, method="ppo", reward_model=str(folder), max_new_tokens=4)
     plain = dataclasses.replace(config.model, outputs=None)
-    return dataclasses.replace(config, posttrain=settings, model=plain, lora=LoRASection())
+    return dataclasses.replace(config, posttrain=settings, model=plain, lora=None)
 
 
 def ragged(rows: int) -> Rollout:

@@ -12,7 +12,7 @@ from zerojax.generation.copy import GenerationCopy
 from zerojax.posttrain.roles.memory import RoleMemory
 from zerojax.posttrain.roles.reference import reference_setup
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, PosttrainSection, RunConfig
+from zerojax.run.config import PosttrainSection, RunConfig, with_settings
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
 
@@ -47,7 +47,7 @@ def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
 
 
 def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(config: RunConfig) -> None:
-    config = dataclasses.replace(config, lora=LoRASection(rank=2))
+    config = with_settings(config, {"lora": {"rank": 2}})
     spec = RunSetup.of(config).abstract_state().spec
     roles = RoleMemory.of(config, spec, room=0)
     assert roles.generator is not None

@@ -102,13 +102,12 @@ class _Draft:
         """
         try:
             config = self.result.config()
-            zero = config.to_zero()
         except ConfigurationError as error:
             raise ConfigurationError(f"{self._quote_origins(str(error))}{error}") from error
         settings: dict[str, Any] = {}
         for name, path in self.origins:
             section, key = name.split(".")
-            value = getattr(zero if section == "zero" else getattr(config, section), key)
+            value = getattr(getattr(config, section), key)
             own = key not in self.result.sections.get(section, {})
             settings.setdefault(path, []).append(f"{name} = {value!r}{', its default' * own}")
         for path, made in settings.items():

@@ -10,16 +10,20 @@ from zerojax.interop.huggingface.load import check_tensors, load_base, load_para
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
+from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
-from zerojax.run.config import RunConfig, ZeroSection, config_to_dict
+from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config.keys import Tables
+from zerojax.run.config.tables import table_of
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState, begin_with
+from zerojax.zero_config import ZeroConfig
 
 TENSORS = "tensors.json"
 """In RUN/huggingface: the dtype of each tensor of the files, by name."""
@@ -49,23 +53,20 @@ class ModelReader(WeightReader):
         return load_base(state, path, new=new) if is_model(path) else super().base(path, state, new=new)
 
 
-def run_settings(
-    source: ModelFolder, settings: RunConfig, folder: RunFolder, sequence_length: int | None = None
-) -> RunConfig:
-    """Settings with the shape of a model, and its tokenizer if it has one.
+def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tables:
+    """The shape of a model, and its tokenizer if it has one, in place of those of a run's settings.
 
     Args:
         source: the model.
-        settings: of the run, for any model.
+        tables: those settings; of [model], what does not change what the model computes stays.
         folder: of the run.
-        sequence_length: in place of that of the settings, which may be too long for the model.
     """
-    data, train = settings.data, settings.train
-    if sequence_length is not None:
-        train = replace(train, sequence_length=sequence_length)
+    given = tables.get("model", {})
+    shape = table_of(model_section(source.model, GPTConfig(outputs=given.get("outputs"))))
+    found = {"model": {key: value for key, value in shape.items() if key not in FREE}}
     if source.tokenizer is not None:
-        data = replace(data, tokenizer=str(folder.tokenizer.absolute()))
-    return replace(settings, model=model_section(source.model, settings.model), data=data, train=train)
+        found["data"] = {"tokenizer": str(folder.tokenizer.absolute())}
+    return found
 
 
 def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
@@ -116,7 +117,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     files = SafetensorFiles(source.folder)
     # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
-    plain = ZeroSection(compute_dtype=config.zero.compute_dtype)
+    plain = ZeroConfig(compute_dtype=config.zero.compute_dtype)
     state = abstract_model(replace(config.all_trained(), model=model, zero=plain))
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
     check_tensors(state.spec, files, source.family, parts)

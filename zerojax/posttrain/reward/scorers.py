@@ -23,7 +23,7 @@ from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, PosttrainSection, RewardFunction, RunConfig, config_from_dict
+from zerojax.run.config import PosttrainSection, RewardFunction, RunConfig, saved_config
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
@@ -156,7 +156,7 @@ class ModelScorer:
         """
         path = Path(run_on_process_zero(lambda: str(checkpoints.find(Path(config.posttrain.reward_model)))))
         record = checkpoints.read_manifest(path).record
-        setup, saved = reward_setup(config), config_from_dict(record.config)
+        setup, saved = reward_setup(config), saved_config(record.config)
         if setup.lora is None and not saved.zero.frozen:
             state = reader.weights(path, setup.initial_state(base=False))
         else:
@@ -204,7 +204,7 @@ def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -
 def reward_setup(config: RunConfig) -> RunSetup:
     """How the state of the reward model is built."""
     saved = saved_settings(config.posttrain.reward_model, "posttrain.reward_model")
-    if saved.lora.rank or saved.zero.frozen:
-        zero = replace(saved.zero, weights_delta=False, error_feedback=False)
+    if saved.zero.frozen:
+        zero = saved.zero.replace(weights_delta=False, error_feedback=False)
         return RunSetup.of(replace(config, model=saved.model, lora=saved.lora, zero=zero), trains=False)
-    return frozen_setup(replace(config, model=saved.model, lora=LoRASection()))
+    return frozen_setup(replace(config, model=saved.model, lora=None))

@@ -1,6 +1,6 @@
 """PPO's critic: a train state of its own, saved in the policy's checkpoints."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -18,10 +18,10 @@ from zerojax.posttrain.rollout.rollout import Rows
 from zerojax.posttrain.settings import abstract_columns
 from zerojax.run.build import RunSetup, Trained
 from zerojax.run.checkpoints import Beside, read_manifest, restore
-from zerojax.run.config import RunConfig, ZeroSection, config_from_dict, config_to_dict
+from zerojax.run.config import RunConfig, saved_config, spelled_out, with_settings
 from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
-from zerojax.run.run_dir import RunFolder, sharding_changes, spelled_out
+from zerojax.run.run_dir import RunFolder, sharding_changes
 from zerojax.run.weights import Start, WeightReader, first_weights, keep_base, needed_base, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, predict_step, train_step
@@ -61,7 +61,7 @@ class Critic:
         else:
             critic, notes = cls.begin(config, folder, start.source, reader)
         parameters, zero = parameter_count(critic.config.model), critic.state.spec.zero
-        about = f"critic: {parameters:,} parameters, {critic.config.zero.preset} of stage {zero.stage}"
+        about = f"critic: {parameters:,} parameters, {critic.config.zero.base} of stage {zero.stage}"
         return critic, [*notes, about]
 
     @classmethod
@@ -95,7 +95,7 @@ class Critic:
         path = folder.checkpoints / str(step)
         if (record := read_manifest(path).record.beside.get(NAME)) is None:
             raise ConfigurationError(f"{path} has no critic: start again in another --run-dir")
-        before = config_from_dict(record.config)
+        before = saved_config(record.config)
         own = critic_config(config, before)
         setup = RunSetup.of(own, loss_fn=value_loss(own.posttrain))
         state = with_base(setup.abstract_state(), folder, record.base, own, reader)
@@ -121,7 +121,7 @@ class Critic:
 
     def record(self) -> Beside:
         """What is saved with its state."""
-        return Beside(config_to_dict(spelled_out(self.config)), self.base)
+        return Beside(spelled_out(self.config), self.base)
 
 
 def named_run(config: RunConfig) -> str | None:
@@ -144,7 +144,7 @@ def critic_config(config: RunConfig, saved: RunConfig | None = None) -> RunConfi
     if saved is None and named is not None:
         key = "critic.init_from" if settings.init_from else "posttrain.reward_model"
         saved = saved_settings(named, key)
-        if saved.lora.rank or saved.zero.frozen:
+        if saved.zero.frozen:
             raise ConfigurationError(
                 f"the critic cannot begin with {key} {named}, which saved adapters or parts alone: name a "
                 "run that trained all weights in critic.init_from"
@@ -156,14 +156,12 @@ def critic_config(config: RunConfig, saved: RunConfig | None = None) -> RunConfi
             f"train.sequence_length is {config.train.sequence_length}: lower that, or name another run in "
             "critic.init_from"
         )
-    shared = {field.name for field in fields(ZeroSection)} & {field.name for field in fields(settings)}
-    given = {name: value for name in shared if (value := getattr(settings, name)) is not None}
-    if config.zero.frozen is not None:
-        given["frozen"] = (*config.zero.frozen, "!head/*")
-    rate = settings.learning_rate
+    zero, rate = with_settings(config, {"zero": settings.zero}).zero, settings.learning_rate
+    if zero.frozen:
+        zero = zero.replace(frozen=(*zero.frozen, "!head/*"))
     return replace(
         config,
         model=replace(model, outputs=1, tied=False, dropout=0.0),
-        zero=replace(config.zero, **given),
+        zero=zero,
         optimizer=config.optimizer if rate is None else replace(config.optimizer, learning_rate=rate),
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import RunSetup
-from zerojax.run.config import LoRASection, RunConfig
+from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
 from zerojax.train.spec import TrainSpec
@@ -54,11 +54,11 @@ def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
     """How the state of a reference is built; None if the policy, of this spec, trains adapters alone."""
     if all(leaf.frozen for leaf in spec.weights):
         return None
-    return frozen_setup(replace(config, lora=LoRASection()))
+    return frozen_setup(replace(config, lora=None))
 
 
 def frozen_setup(config: RunConfig) -> RunSetup:
     """How a state of frozen weights, for inference alone, is built."""
     # Stored once per node, so that no byte of them crosses nodes.
-    zero = replace(config.zero, frozen=("*",), weights_delta=False, error_feedback=False)
+    zero = config.zero.replace(frozen=("*",), weights_delta=False, error_feedback=False)
     return RunSetup.of(replace(config, zero=zero), trains=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
-from zerojax.run.config import RunConfig, config_from_dict
+from zerojax.run.config import RunConfig, saved_config
 from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.data.tokenizer import Tokenizer, same_tokenizer
 from zerojax.run.run_dir import Resume, RunFolder
@@ -23,7 +23,7 @@ def saved_settings(path: str, key: str) -> RunConfig:
         ConfigurationError: there is none.
     """
     try:
-        return config_from_dict(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
+        return saved_config(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
     except ConfigurationError as error:
         raise ConfigurationError(f"{key}: {error}") from error
 

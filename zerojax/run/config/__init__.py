@@ -3,16 +3,16 @@
 from zerojax.run.config.data import DataSection, MixtureSource
 from zerojax.run.config.posttrain import CriticSection, PosttrainSection, RewardFunction
 from zerojax.run.config.run_config import RunConfig
-from zerojax.run.config.sharding import ClusterSection, LoRASection, MeshSection, ZeroSection
-from zerojax.run.config.toml import (
+from zerojax.run.config.sharding import ClusterSection, MeshSection
+from zerojax.run.config.tables import (
     ConfigError,
     config_from_dict,
     config_to_dict,
-    dump_config,
-    find_config,
-    known_configs,
-    load_config,
+    saved_config,
+    spelled_out,
+    with_settings,
 )
+from zerojax.run.config.toml import dump_config, find_config, known_configs, load_config
 from zerojax.run.config.training import CheckpointSection, LogSection, OptimizerSection, TrainSection
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "ConfigError",
     "CriticSection",
     "DataSection",
-    "LoRASection",
     "LogSection",
     "MeshSection",
     "MixtureSource",
@@ -30,11 +29,13 @@ __all__ = [
     "RewardFunction",
     "RunConfig",
     "TrainSection",
-    "ZeroSection",
     "config_from_dict",
     "config_to_dict",
     "dump_config",
     "find_config",
     "known_configs",
     "load_config",
+    "saved_config",
+    "spelled_out",
+    "with_settings",
 ]

@@ -1,11 +1,15 @@
 """The section of a run of ``zerojax posttrain``."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from zerojax.run.config.sharding import WireFormat
+from zerojax.run.config.keys import overrides
 from zerojax.validation.bounds import MIN_TEMPERATURE, check_numbers, require
-from zerojax.zero_config import Preset, Remat
+from zerojax.zero_config import ZeroConfig
+
+_OWN = ("preset", "stage", "weights", "weights_delta", "hpz", "grads", "compute_dtype", "remat")
+"""The keys of [zero] that the critic may have otherwise."""
 
 
 @dataclass(frozen=True)
@@ -138,26 +142,12 @@ class CriticSection:
         init_from: The run or checkpoint whose weights it begins with; by default `posttrain.reward_model`, or
             else the policy. A language model gets a new head.
         learning_rate: Peak learning rate; by default `optimizer.learning_rate`.
-        preset: As `zero.preset`.
-        stage: As `zero.stage`.
-        weights: As `zero.weights`.
-        weights_delta: As `zero.weights_delta`.
-        hpz: As `zero.hpz`.
-        grads: As `zero.grads`.
-        compute_dtype: As `zero.compute_dtype`.
-        remat: As `zero.remat`.
+        zero: What overrides [zero], by key.
     """
 
     init_from: str = ""
     learning_rate: float | None = None
-    preset: Preset | None = None
-    stage: int | None = None
-    weights: WireFormat | None = None
-    weights_delta: bool | None = None
-    hpz: bool | None = None
-    grads: tuple[WireFormat, WireFormat] | None = None
-    compute_dtype: str | None = None
-    remat: Remat | None = None
+    zero: Mapping[str, Any] = field(default_factory=dict, metadata=overrides("zero", ZeroConfig, *_OWN))
 
     def __post_init__(self) -> None:
         check_numbers(self, "critic.{}".format)

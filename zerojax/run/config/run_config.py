@@ -3,10 +3,11 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from zerojax.matmul.lora import LoRA
 from zerojax.models.config import GPTConfig
 from zerojax.run.config.data import DataSection
 from zerojax.run.config.posttrain import CriticSection, PosttrainSection
-from zerojax.run.config.sharding import ClusterSection, LoRASection, MeshSection, ZeroSection
+from zerojax.run.config.sharding import ClusterSection, MeshSection
 from zerojax.run.config.training import CheckpointSection, LogSection, OptimizerSection, TrainSection
 from zerojax.validation.bounds import require
 from zerojax.validation.untrusted import is_unicode
@@ -15,14 +16,17 @@ from zerojax.zero_config import ZeroConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run, as commands read them from TOML and the command line."""
+    """All settings of a run, as commands read them from TOML and the command line.
+
+    A section is a dataclass, and each of its fields a setting: ``keys_of`` says how it stands in the file.
+    """
 
     train: TrainSection = field(default_factory=TrainSection)
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    zero: ZeroSection = field(default_factory=ZeroSection)
-    lora: LoRASection = field(default_factory=LoRASection)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    lora: LoRA | None = None
     posttrain: PosttrainSection = field(default_factory=PosttrainSection)
     critic: CriticSection = field(default_factory=CriticSection)
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -32,7 +36,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for section in dataclasses.fields(self):
-            for key, value in vars(getattr(self, section.name)).items():
+            for key, value in vars(getattr(self, section.name) or LoRA()).items():
                 require(
                     not isinstance(value, str) or is_unicode(value),
                     f"{section.name}.{key} = {value!r} is not valid Unicode: rename it, or name its folder",
@@ -47,6 +51,11 @@ class RunConfig:
             'train.eval_exact_match needs prompts and completions: set data.kind to "chat" or "completion"',
         )
         require(
+            self.lora is None or bool(self.zero.frozen),
+            "lora: adapters stand beside frozen weights, and zero.frozen names none: leave it out, which "
+            'freezes all others, or name some, such as ["*"]',
+        )
+        require(
             self.train.sequence_length <= self.model.max_seq_len,
             f"train.sequence_length {self.train.sequence_length} is longer than "
             f"model.max_seq_len {self.model.max_seq_len}: lower it to that or less",
@@ -54,17 +63,9 @@ class RunConfig:
 
     def all_trained(self) -> "RunConfig":
         """The settings of a run of the same model that freezes nothing and has no adapters."""
-        zero = dataclasses.replace(self.zero, frozen=None, frozen_weights=None, frozen_spread=None)
-        return dataclasses.replace(self, zero=zero, lora=LoRASection())
+        zero = self.zero.replace(frozen=(), frozen_weights=None, frozen_spread="node")
+        return dataclasses.replace(self, zero=zero, lora=None)
 
     def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
-        """The library's `ZeroConfig` of the run; with adapters all else is frozen, unless `zero.frozen` says.
-
-        A model of scores trains its head as well, which is new.
-
-        Raises:
-            ConfigurationError: options that contradict each other.
-        """
-        own_head = () if self.model.outputs is None else ("!head/*",)
-        frozen = {"frozen": ("*", *own_head)} if self.lora.rank and self.zero.frozen is None else {}
-        return self.zero.to_zero(units=units, accumulate=self.train.accumulate, **frozen)
+        """How the run's state is sharded: [zero], for the units of its model and its micro-batches."""
+        return self.zero.replace(units=units, accumulate=self.train.accumulate)

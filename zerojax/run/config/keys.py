@@ -1,0 +1,116 @@
+"""The keys of a config's tables, from the dataclasses that they set.
+
+A setting is declared once: as a field of a dataclass, and in the text below its ``Attributes:``. The reader
+of TOML files, the JSON schema and the options of the command line follow from these.
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+import typing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Section = type[DataclassInstance]
+
+Tables = dict[str, dict[str, Any]]
+"""Values by section and key, as TOML has them: of all settings, or of those that are set."""
+
+
+class Key(NamedTuple):
+    """A key of a table.
+
+    Attributes:
+        name: in the table.
+        field: of the dataclass, which has its value.
+        kind: the type of a value that is set.
+        optional: whether there may be none, as for what a preset gives.
+        meaning: for users, on one line.
+        override: whether the field is a table itself, of what overrides another section.
+    """
+
+    name: str
+    field: str
+    kind: Any
+    optional: bool
+    meaning: str
+    override: bool = False
+
+
+def overrides(name: str, section: "Section", *keys: str) -> dict[str, Any]:
+    """The metadata of a field that is a table: keys of another section that are set anew.
+
+    Args:
+        name: of the other section.
+        section: its dataclass.
+        *keys: that may be set.
+    """
+    return {"overrides": (name, section, keys)}
+
+
+@functools.cache
+def keys_of(section: "Section") -> tuple[Key, ...]:
+    """The keys of a section, in the order of its fields.
+
+    The metadata of a field may name its ``"key"``, or None for a field that is no setting; a field of
+    ``overrides`` has several. A section with the key "preset" sets no key by default.
+    """
+    _, meanings = documentation(section)
+    hints, found = typing.get_type_hints(section), list[Key]()
+    for field in dataclasses.fields(section):
+        name, kind = field.metadata.get("key", field.name), hints[field.name]
+        if "overrides" in field.metadata:
+            other, others, names = field.metadata["overrides"]
+            found += [
+                Key(key.name, field.name, key.kind, True, f"As `{other}.{key.name}`.", override=True)
+                for key in keys_of(others)
+                if key.name in names
+            ]
+        elif name is not None:
+            none = type(None) in arms(kind)
+            found.append(Key(name, field.name, _written(kind), none, meanings.get(field.name, "")))
+    has_preset = any(key.name == "preset" for key in found)
+    return tuple(key._replace(optional=key.optional or has_preset) for key in found)
+
+
+def documentation(section: type[Any]) -> tuple[str, dict[str, str]]:
+    """The text of a section before `Attributes:`, and each attribute's meaning on one line."""
+    text, _, attributes = (inspect.getdoc(section) or "").replace("``", "`").partition("\nAttributes:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n(?:        .*)?)*)", attributes, re.MULTILINE)
+    return text.strip(), {name: _sentence(meaning) for name, meaning in found}
+
+
+def section_of(kind: Any) -> "Section | None":
+    """The dataclass that a type is, or is if it is not None; None for the type of one value."""
+    return next((one for one in arms(kind) if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
+
+
+def row_of(kind: Any) -> "Section | None":
+    """The dataclass of the rows of a list of tables; None for any other type."""
+    return section_of(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else None
+
+
+def arms(kind: Any) -> tuple[Any, ...]:
+    """The types of a union; any other type alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _written(kind: Any) -> Any:
+    """The type of what TOML holds in place of a field's values: without None, dtypes and classes."""
+    if typing.get_origin(kind) is tuple:
+        return tuple[*(one if one is ... else _written(one) for one in typing.get_args(kind))]
+    held = [
+        one for one in arms(kind) if one not in (type(None), np.dtype) and typing.get_origin(one) is not type
+    ]
+    return functools.reduce(lambda one, other: one | other, held)
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,268 @@
+"""Reads and writes a ``RunConfig`` as tables, as TOML has them, with errors that say what to change."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import LoRA
+from zerojax.run.config.keys import Tables, arms, keys_of, row_of, section_of
+from zerojax.run.config.run_config import RunConfig
+from zerojax.validation.bounds import all_at_once, require
+from zerojax.validation.untrusted import printable, short
+from zerojax.zero_config import PRESETS, ZeroConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from zerojax.run.config.keys import Section
+
+SENT_AS_COMPUTED = "compute"
+"""What stands for None in [zero], where a key that is left out stands for the preset's value."""
+
+
+class ConfigError(ConfigurationError):
+    """A config cannot be used; the message names the file, the key and the way out."""
+
+
+def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConfig:
+    """Build a ``RunConfig`` from nested dicts, as TOML and JSON give them.
+
+    Args:
+        data: section -> key -> value; missing keys take their defaults.
+        origin: of the data, for error messages.
+
+    Raises:
+        ConfigError: naming ``origin``, the key and the nearest valid one.
+    """
+    tables = checked(data, origin)
+    sections = {key.name: section_of(key.kind) for key in keys_of(RunConfig)}
+    try:
+        with all_at_once():
+            found = {
+                name: _section(section, tables.get(name, {}))
+                for name, section in sections.items()
+                if section is not None and name != "zero"
+            }
+            frozen = {"frozen": _frozen_by_default(found["lora"], found["model"].outputs)}
+            return RunConfig(**found, zero=zero_from_table(frozen | tables.get("zero", {})))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(_labelled(origin, printable(str(error)))) from error
+
+
+def saved_config(data: Mapping[str, Any]) -> RunConfig:
+    """The settings of a checkpoint, which ``spelled_out`` wrote, or an earlier version of zerojax.
+
+    Raises:
+        ConfigError: as ``config_from_dict``.
+    """
+    zero = data.get("zero", {})
+    # They once had the preset's name alone, and "zero++" then stood for what was published.
+    if zero.get("preset") == "zero++" and not PRESETS["zero++"].keys() <= zero.keys():
+        return config_from_dict({**data, "zero": {**zero, "preset": "zero++-paper"}})
+    return config_from_dict(data)
+
+
+def with_settings(config: RunConfig, tables: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The settings with those of ``tables`` in place of their own, as on a command line.
+
+    Raises:
+        ConfigError: as ``config_from_dict``.
+    """
+    return config_from_dict(merged(config_to_dict(config), tables), "")
+
+
+def merged(*tables: Mapping[str, Mapping[str, Any]]) -> Tables:
+    """Tables of which later ones override earlier ones; None unsets a key."""
+    result: Tables = {}
+    for one in tables:
+        for name, table in one.items():
+            result.setdefault(name, {}).update(table)
+    return {name: _set_only(table) for name, table in result.items()}
+
+
+def config_to_dict(config: RunConfig) -> Tables:
+    """The inverse of ``config_from_dict``; options that are None, or the preset's, are left out."""
+    tables = spelled_out(config)
+    preset = zero_to_table(ZeroConfig.preset(config.zero.base))
+    preset["frozen"] = _plain(_frozen_by_default(config.lora, config.model.outputs))
+    zero = tables["zero"].items()
+    return tables | {"zero": {key: x for key, x in zero if key == "preset" or x != preset[key]}}
+
+
+def spelled_out(config: RunConfig) -> Tables:
+    """The settings as a checkpoint has them: also those of the preset, which may stand for others one day."""
+    return {name: _set_only(table) for name, table in complete(config).items()}
+
+
+def complete(config: RunConfig) -> Tables:
+    """All settings, also those that are None."""
+    tables = {key.name: table_of(getattr(config, key.field) or LoRA()) for key in keys_of(RunConfig)}
+    tables["zero"] = zero_to_table(config.zero)
+    if config.lora is None:
+        tables["lora"]["rank"] = 0
+    return tables
+
+
+def table_of(section: "DataclassInstance") -> dict[str, Any]:
+    """The values of a section by key."""
+    table = {}
+    for key in keys_of(type(section)):
+        value = getattr(section, key.field)
+        table[key.name] = _plain(value.get(key.name) if key.override else value)
+    return table
+
+
+def zero_from_table(table: Mapping[str, Any]) -> ZeroConfig:
+    """[zero]: the preset, overridden by the other keys.
+
+    Raises:
+        ConfigurationError: options that contradict each other.
+    """
+    given = dict(table)
+    return ZeroConfig.preset(given.pop("preset", ZeroConfig.base), **given)
+
+
+def zero_to_table(zero: ZeroConfig) -> dict[str, Any]:
+    """The inverse of ``zero_from_table``, with every key."""
+    grads = [SENT_AS_COMPUTED if fmt is None else fmt for fmt in zero.grads]
+    table = table_of(zero) | {"grads": grads}
+    return {key: SENT_AS_COMPUTED if value is None else value for key, value in table.items()}
+
+
+def _section(section: "Section", table: Mapping[str, Any]) -> Any:
+    if section is LoRA:
+        rank = table.get("rank", 0)
+        require(rank >= 0, "lora.rank must be 0 (no adapters) or more")
+        lora = LoRA(**{**table, "rank": max(rank, 1)})  # checks what is given, whatever the rank
+        return lora if rank else None
+    own: dict[str, Any] = {}
+    for key in keys_of(section):
+        if key.name in table and key.override:
+            own.setdefault(key.field, {})[key.name] = table[key.name]
+        elif key.name in table:
+            value, row = table[key.name], row_of(key.kind)
+            own[key.field] = value if row is None else tuple(row(**one) for one in value)
+    return section(**own)
+
+
+def _frozen_by_default(lora: LoRA | None, outputs: int | None) -> tuple[str, ...]:
+    """With adapters all other weights; a model of scores trains its head as well, which is new."""
+    if lora is None:
+        return ()
+    return ("*",) if outputs is None else ("*", "!head/*")
+
+
+def checked(data: Mapping[str, Any], origin: str) -> Tables:
+    """The tables of a config with values of the right types: tuples for lists, floats for whole numbers.
+
+    Raises:
+        ConfigError: naming ``origin``, an unknown key or a value of a wrong type.
+    """
+    return _checked(RunConfig, data, origin, ())
+
+
+def _checked(section: "Section", data: Any, origin: str, path: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(_labelled(origin, f"{'.'.join(path)} should be a table, [{'.'.join(path)}]"))
+    keys, found = {key.name: key for key in keys_of(section)}, {}
+    for name, value in data.items():
+        dotted = ".".join((*path, name))
+        if name not in keys:
+            unknown = f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}"
+            raise ConfigError(_labelled(origin, unknown))
+        kind = keys[name].kind
+        if (inner := section_of(kind)) is not None:
+            found[name] = _checked(inner, value, origin, (*path, name))
+        elif (row := row_of(kind)) is not None:
+            found[name] = _rows(row, value, origin, (*path, name))
+        else:
+            try:
+                found[name] = _value(kind, value)
+            except _MisfitError:
+                shown = str(value).lower() if isinstance(value, bool) else short(value)
+                wrong = f"{dotted} = {shown} should be {_type_name(kind)}"
+                raise ConfigError(_labelled(origin, wrong)) from None
+    return found
+
+
+def _rows(row: "Section", data: Any, origin: str, path: tuple[str, ...]) -> list[dict[str, Any]]:
+    dotted = ".".join(path)
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        raise ConfigError(_labelled(origin, f"{dotted} should be a list of tables, [[{dotted}]]"))
+    rows = [_checked(row, one, origin, path) for one in data]
+    required = [one.name for one in dataclasses.fields(row) if one.default is dataclasses.MISSING]
+    for name in required:
+        if any(name not in one for one in rows):
+            raise ConfigError(_labelled(origin, f"{dotted}: each table needs the key {name}"))
+    return rows
+
+
+class _MisfitError(Exception):
+    """A value is not of a type."""
+
+
+def _value(kind: Any, value: Any) -> Any:
+    """A value of a TOML file as a type has it."""
+    for arm in arms(kind):
+        parts = typing.get_args(arm)
+        if typing.get_origin(arm) is Literal:
+            if any(value == one and type(value) is type(one) for one in parts):
+                return value
+        elif typing.get_origin(arm) is tuple:
+            fits = isinstance(value, list | tuple)
+            if fits and parts[-1] is ...:
+                return tuple(_value(parts[0], one) for one in value)
+            if fits and len(parts) == len(value):
+                return tuple(map(_value, parts, value))
+        elif arm is float and type(value) is int:
+            return float(value)
+        elif type(value) is arm:  # in Python bool is a subclass of int, but "true" is no number
+            return value
+    raise _MisfitError
+
+
+def _labelled(origin: str, message: str) -> str:
+    return f"{origin}: {message}" if origin else message
+
+
+def _suggest_key(dotted: str) -> str:
+    """A suggestion of the nearest valid key: in this section, or of the same name in another."""
+    section, _, key = dotted.rpartition(".")
+    names = {
+        top.name: [one.name for one in keys_of(inner)]
+        for top in keys_of(RunConfig)
+        if (inner := section_of(top.kind)) is not None
+    }
+    elsewhere = [f"{name}.{key}" for name, keys in names.items() if key in keys]
+    if elsewhere:
+        return f" (did you mean {elsewhere[0]}?)"
+    nearest = difflib.get_close_matches(key, names.get(section, list(names)), n=1, cutoff=0.5)
+    return f" (did you mean {'.'.join(filter(None, (section, *nearest)))}?)" if nearest else ""
+
+
+def _set_only(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and tables without None for dataclasses."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _set_only(table_of(value))
+    return value
+
+
+def _type_name(kind: Any) -> str:
+    """A type in words: "a whole number", "one of full, attention, none"."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(argument) for argument in arguments)
+    if typing.get_origin(kind) is tuple:
+        return "a list: " + "; ".join(_type_name(a) for a in arguments if a is not ...)
+    if arguments:
+        return " or ".join(map(_type_name, arguments))
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
