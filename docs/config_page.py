@@ -1,15 +1,13 @@
 """Writes the page of every config key from the sections' own docstrings and defaults, at each build."""
 
-import dataclasses
-import typing
-from typing import Any
+import json
+from typing import Any, cast
 
-import tomli_w
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from zerojax.run.config import RunConfig
-from zerojax.run.config.schema import documentation
+from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config.keys import documentation, keys_of, section_of
 
 _INTRODUCTION = """# Every config key
 
@@ -27,26 +25,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def page() -> str:
     """The whole page as Markdown."""
-    types = typing.get_type_hints(RunConfig)
-    sections = [_section(f.name, types[f.name]) for f in dataclasses.fields(RunConfig)]
+    defaults = config_to_dict(RunConfig())
+    sections = [
+        _section(top.name, cast(type[Any], section_of(top.kind)), defaults[top.name])
+        for top in keys_of(RunConfig)
+    ]
     return "\n".join([_INTRODUCTION, *sections])
 
 
-def _section(name: str, kind: type[Any]) -> str:
-    summary, meanings = documentation(kind)
+def _section(name: str, section: type[Any], defaults: dict[str, Any]) -> str:
+    summary, _ = documentation(section)
     lines = [f"## [{name}]", "", summary, "", "| key | default | meaning |", "|---|---|---|"]
-    for key in dataclasses.fields(kind):
-        meaning = meanings[key.name].replace("|", "\\|")
-        absent = "the preset's" if name == "zero" else "none"
-        lines.append(f"| `{key.name}` | {_value(key, absent)} | {meaning} |")
+    absent = "the preset's" if name == "zero" else "none"
+    for key in keys_of(section):
+        shown = f"`{json.dumps(defaults[key.name])}`" if key.name in defaults else absent
+        meaning = key.meaning.replace("|", "\\|")
+        lines.append(f"| `{key.name}` | {shown} | {meaning} |")
     return "\n".join([*lines, ""])
-
-
-def _value(key: dataclasses.Field[Any], absent: str) -> str:
-    """A default as TOML has it; `absent` where there is none."""
-    default = key.default
-    if default is dataclasses.MISSING and callable(key.default_factory):
-        default = key.default_factory()
-    if default is None:
-        return absent
-    return f"`{tomli_w.dumps({'key': default}).partition('=')[2].strip()}`"

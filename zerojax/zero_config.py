@@ -59,12 +59,10 @@ class ZeroConfig:
     of ``compute_dtype``, which sends exactly what the model computes with. "float32", ``jnp.bfloat16`` and
     the like are other names of the first two.
 
-    Each field but ``units`` and ``accumulate`` is also a key of [zero] in a config.
-
     Attributes:
         base: the preset that gives what is not set: "zero3" is exact, "zero++" sends a quarter of its bytes,
             "delta" a sixth; "zero++-paper" is ZeRO++ as published, with int4 gradients within nodes, too,
-            which trains less exactly. ``ZeroConfig.preset`` notes it here, for configs and messages.
+            which trains less exactly. In Python, ``ZeroConfig.preset`` sets it.
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
             parameters (ZeRO, Rajbhandari et al.).
         units: module classes whose weights are gathered just before use and dropped after

@@ -11,8 +11,9 @@ from zerojax.cli.cluster import joined_cluster
 from zerojax.interop.huggingface import ModelFolder, import_model, run_settings
 from zerojax.models import parameter_count
 from zerojax.run.build import is_first
-from zerojax.run.config import ConfigError, RunConfig, TrainSection, find_config
-from zerojax.run.config.toml import load_tables
+from zerojax.run.config import ConfigError, TrainSection
+from zerojax.run.config.keys import Tables
+from zerojax.run.config.tables import merged
 from zerojax.run.data.formats import DataError
 from zerojax.run.run_dir import RunFolder
 
@@ -44,11 +45,24 @@ class Options(on_config.Options, Places):
 
 def run(arguments: list[str]) -> None:
     """Read the model's config and the command line, and import the weights."""
-    options = on_config.read_settings(Options, "import", arguments)
-    if options.model is None or options.run is None:
-        raise ConfigError("import: name the model's folder and the run's: zerojax import MODEL RUN [CONFIG]")
-    source, folder = ModelFolder.open(options.model), RunFolder(options.run)
-    settings = _settings(source, folder, options)
+    source: ModelFolder | None = None
+
+    def of_model(chosen: Options, tables: Tables) -> Tables:
+        nonlocal source
+        if chosen.model is None or chosen.run is None:
+            raise ConfigError(
+                "import: name the model's folder and the run's: zerojax import MODEL RUN [CONFIG]"
+            )
+        source = ModelFolder.open(chosen.model)
+        length = min(TrainSection.sequence_length, source.model.max_seq_len)
+        without = {"data": {"tokenizer": _NO_TOKENIZER}, "train": {"sequence_length": length}}
+        found = run_settings(source, tables, RunFolder(chosen.run))
+        return merged({} if chosen.config else without, found)
+
+    options, settings = on_config.parse(Options, "import", arguments, of_model, without_config=True)
+    assert source is not None
+    assert options.run is not None
+    folder = RunFolder(options.run)
     if settings.data.tokenizer == _NO_TOKENIZER:
         raise DataError(
             f"{source.folder} has no tokenizer: choose one with --data.tokenizer (byte, bpe, or the path of "
@@ -65,15 +79,3 @@ def run(arguments: list[str]) -> None:
                 f"read into the shards of {mesh.shape['node']} x {mesh.shape['local']} devices; "
                 f"train it with: zerojax train {folder.config} --run-dir {folder.path}"
             )
-
-
-def _settings(source: ModelFolder, folder: RunFolder, options: Options) -> RunConfig:
-    """The settings of CONFIG or the defaults, with the model's shape, overridden by the command line."""
-    if options.config is None:
-        length = min(TrainSection.sequence_length, source.model.max_seq_len)
-        tables = {"data": {"tokenizer": _NO_TOKENIZER}, "train": {"sequence_length": length}}
-    else:
-        tables = load_tables(find_config(options.config))
-    return on_config.settings_of(
-        tables, options, lambda given: run_settings(source, given, folder), options.config or "the settings"
-    )

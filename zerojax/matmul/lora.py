@@ -40,7 +40,7 @@ class LoRA:
     """Which frozen weights get adapters, and of what kind.
 
     Attributes:
-        rank: of A B: the columns of A and rows of B. In a config 0, the default, is no adapters.
+        rank: the columns of A and rows of B; in a config 0, the default, is no adapters.
         alpha: A B is multiplied by alpha / rank.
         targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
             and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last

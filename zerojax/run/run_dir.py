@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError, file_errors
-from zerojax.run.config import ConfigError, RunConfig, dump_config, load_config
-from zerojax.run.config.tables import complete
+from zerojax.run.config import ConfigError, RunConfig, dump_config, load_config, spelled_out
 from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
@@ -216,12 +215,13 @@ def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> No
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Name -> (value saved, value now) of each setting that differs, those of presets included."""
-    saved = complete(before)
+    saved = spelled_out(before)
     return {
-        f"{section}.{key}": (saved[section][key], value)
-        for section, table in complete(now).items()
-        for key, value in sorted(table.items())
-        if saved[section][key] != value
+        f"{section}.{key}": (old.get(key), new.get(key))
+        for section, new in spelled_out(now).items()
+        for old in [saved[section]]
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
     }
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerojax.errors import ConfigurationError
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from zerojax.run.config.keys import Section
-
-SENT_AS_COMPUTED = "compute"
-"""What stands for None in [zero], where a key that is left out stands for the preset's value."""
 
 
 class ConfigError(ConfigurationError):
@@ -94,16 +91,11 @@ def config_to_dict(config: RunConfig) -> Tables:
 
 def spelled_out(config: RunConfig) -> Tables:
     """The settings as a checkpoint has them: also those of the preset, which may stand for others one day."""
-    return {name: _set_only(table) for name, table in complete(config).items()}
-
-
-def complete(config: RunConfig) -> Tables:
-    """All settings, also those that are None."""
     tables = {key.name: table_of(getattr(config, key.field) or LoRA()) for key in keys_of(RunConfig)}
     tables["zero"] = zero_to_table(config.zero)
     if config.lora is None:
         tables["lora"]["rank"] = 0
-    return tables
+    return {name: _set_only(table) for name, table in tables.items()}
 
 
 def table_of(section: "DataclassInstance") -> dict[str, Any]:
@@ -126,10 +118,9 @@ def zero_from_table(table: Mapping[str, Any]) -> ZeroConfig:
 
 
 def zero_to_table(zero: ZeroConfig) -> dict[str, Any]:
-    """The inverse of ``zero_from_table``, with every key."""
-    grads = [SENT_AS_COMPUTED if fmt is None else fmt for fmt in zero.grads]
-    table = table_of(zero) | {"grads": grads}
-    return {key: SENT_AS_COMPUTED if value is None else value for key, value in table.items()}
+    """The inverse of ``zero_from_table``, with every key; "compute" stands for None."""
+    table = table_of(zero) | {"grads": [fmt or "compute" for fmt in zero.grads]}
+    return {key: "compute" if value is None else value for key, value in table.items()}
 
 
 def _section(section: "Section", table: Mapping[str, Any]) -> Any:
@@ -161,47 +152,48 @@ def checked(data: Mapping[str, Any], origin: str) -> Tables:
     Raises:
         ConfigError: naming ``origin``, an unknown key or a value of a wrong type.
     """
-    return _checked(RunConfig, data, origin, ())
+    try:
+        return _checked(RunConfig, data, "")
+    except _MisfitError as error:
+        raise ConfigError(_labelled(origin, str(error))) from None
 
 
-def _checked(section: "Section", data: Any, origin: str, path: tuple[str, ...]) -> dict[str, Any]:
+class _MisfitError(Exception):
+    """A value is not of a type."""
+
+
+def _checked(section: "Section", data: Any, path: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise ConfigError(_labelled(origin, f"{'.'.join(path)} should be a table, [{'.'.join(path)}]"))
+        raise _MisfitError(f"{path} should be a table, [{path}]")
     keys, found = {key.name: key for key in keys_of(section)}, {}
     for name, value in data.items():
-        dotted = ".".join((*path, name))
+        dotted = f"{path}.{name}" if path else name
         if name not in keys:
-            unknown = f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}"
-            raise ConfigError(_labelled(origin, unknown))
+            raise _MisfitError(f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
         kind = keys[name].kind
+        if value is None:  # not set
+            continue
         if (inner := section_of(kind)) is not None:
-            found[name] = _checked(inner, value, origin, (*path, name))
+            found[name] = _checked(inner, value, dotted)
         elif (row := row_of(kind)) is not None:
-            found[name] = _rows(row, value, origin, (*path, name))
+            found[name] = _rows(row, value, dotted)
         else:
             try:
                 found[name] = _value(kind, value)
             except _MisfitError:
                 shown = str(value).lower() if isinstance(value, bool) else short(value)
-                wrong = f"{dotted} = {shown} should be {_type_name(kind)}"
-                raise ConfigError(_labelled(origin, wrong)) from None
+                raise _MisfitError(f"{dotted} = {shown} should be {_type_name(kind)}") from None
     return found
 
 
-def _rows(row: "Section", data: Any, origin: str, path: tuple[str, ...]) -> list[dict[str, Any]]:
-    dotted = ".".join(path)
-    if not isinstance(data, Sequence) or isinstance(data, str):
-        raise ConfigError(_labelled(origin, f"{dotted} should be a list of tables, [[{dotted}]]"))
-    rows = [_checked(row, one, origin, path) for one in data]
-    required = [one.name for one in dataclasses.fields(row) if one.default is dataclasses.MISSING]
-    for name in required:
-        if any(name not in one for one in rows):
-            raise ConfigError(_labelled(origin, f"{dotted}: each table needs the key {name}"))
+def _rows(row: "Section", data: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(data, list | tuple):
+        raise _MisfitError(f"{path} should be a list of tables, [[{path}]]")
+    rows = [_checked(row, one, path) for one in data]
+    for field in dataclasses.fields(row):
+        if field.default is dataclasses.MISSING and any(field.name not in one for one in rows):
+            raise _MisfitError(f"{path}: each table needs the key {field.name}")
     return rows
-
-
-class _MisfitError(Exception):
-    """A value is not of a type."""
 
 
 def _value(kind: Any, value: Any) -> Any:
