@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, UInt32
@@ -40,10 +40,8 @@ class Encoded(NamedTuple):
 class Examples(Protocol):
     """How the files of a source become documents, and these tokens."""
 
-    @property
-    def masked(self) -> bool:
-        """Whether documents count in part, and have the tokens that begin and end them."""
-        ...
+    masked: ClassVar[bool]
+    """Whether documents count in part, and have the tokens that begin and end them."""
 
     def read(self, path: Path) -> Iterator[Document]:
         """The documents of a table, with the ranges that count in the loss.
@@ -67,7 +65,7 @@ class Texts:
     """Files of plain text, and rows with a text in one column; all of it counts."""
 
     column: str = "text"
-    masked = False
+    masked: ClassVar[bool] = False
 
     def read(self, path: Path) -> Iterator[Document]:
         """The texts of a file; see ``Examples``."""
@@ -90,7 +88,7 @@ class Completions:
 
     prompt: str = "prompt"
     completion: str = "completion"
-    masked = True
+    masked: ClassVar[bool] = True
 
     def read(self, path: Path) -> Iterator[Document]:
         """The prompts and completions of a table; see ``Examples``."""
@@ -140,7 +138,7 @@ class Conversations:
 
     template: ChatTemplate
     messages: str = "messages"
-    masked = True
+    masked: ClassVar[bool] = True
 
     def read(self, path: Path) -> Iterator[Document]:
         """The conversations of a table; see ``Examples``."""
