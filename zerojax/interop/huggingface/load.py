@@ -7,7 +7,8 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Float32, PyTree, Shaped
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float32, PyTree, Shaped
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family, read_model
@@ -68,12 +69,7 @@ def load_base(state: TrainState, folder: Path | str, *, new: str | None = None) 
 
     def read(leaf: ParamLayout, layer: int | None) -> jax.Array:
         one = dataclasses.replace(leaf, stack=() if layer is None else (1,))
-
-        def part(index: Index | None) -> np.ndarray:
-            assert index is not None  # only for shardings without indices
-            return _stored_part(one, index, files, parts, layer or 0)
-
-        return jax.make_array_from_callback(one.stored_shape, spec.sharding(one.spec(OWNED)), part)
+        return _placed(spec.sharding(one.spec(OWNED)), one, files, parts, layer or 0)
 
     return state.replace(**load_frozen(spec, read))
 
@@ -170,33 +166,26 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new:
     placed = {}
     for leaf in (leaf for leaf in _model_weights(train_spec, new) if not leaf.frozen):
         sharding = train_spec.sharding(train_spec.param_spec(leaf))
-
-        def read(index: Index | None, leaf: ParamLayout = leaf) -> np.ndarray:
-            assert index is not None  # only for shardings without indices
-            return _stored_part(leaf, index, files, parts)
-
-        placed[leaf.path] = jax.make_array_from_callback(leaf.stored_shape, sharding, read)
-        jax.block_until_ready(placed[leaf.path])
+        placed[leaf.path] = jax.block_until_ready(_placed(sharding, leaf, files, parts))
     return to_tree(placed)
 
 
-def _stored_part(
-    leaf: ParamLayout, index: Index, files: Files, parts: TensorParts, first: int = 0
-) -> Float32[np.ndarray, "..."]:
-    """The part of a leaf's stored array (``ParamLayout.stored_shape``) that an index selects.
+def _placed(
+    sharding: NamedSharding, leaf: ParamLayout, files: Files, parts: TensorParts, first: int = 0
+) -> Float32[Array, "..."]:
+    """A leaf's stored array (``ParamLayout.stored_shape``), of the files' layers from ``first`` on."""
 
-    Its layers are those of the files from ``first`` on.
-    """
-    if not leaf.stack:
-        start, stop, _ = index[0].indices(leaf.padded)
-        flat = _flat_part(leaf, None, start, stop, files, parts)
-        return flat.reshape(-1, *(1,) * (len(leaf.stored_shape) - 1))
-    start, stop, _ = index[1].indices(leaf.padded)
-    layers = range(first, first + leaf.layers)[index[0]]
-    stacked = np.empty((len(layers), stop - start), np.float32)
-    for row, layer in zip(stacked, layers, strict=True):
-        row[:] = _flat_part(leaf, layer, start, stop, files, parts)
-    return stacked.reshape(*stacked.shape, *(1,) * (len(leaf.stored_shape) - 2))
+    def read(index: Index | None) -> Float32[np.ndarray, "..."]:
+        assert index is not None  # only for shardings without indices
+        start, stop, _ = index[len(leaf.stack)].indices(leaf.padded)
+        layers = range(first, first + leaf.layers)[index[0]] if leaf.stack else (None,)
+        flat = np.empty((len(layers), stop - start), np.float32)
+        for row, layer in zip(flat, layers, strict=True):
+            row[:] = _flat_part(leaf, layer, start, stop, files, parts)
+        shape = flat.shape if leaf.stack else flat.shape[1:]
+        return flat.reshape(*shape, *(1,) * (len(leaf.stored_shape) - len(shape)))
+
+    return jax.make_array_from_callback(leaf.stored_shape, sharding, read)
 
 
 def _flat_part(
