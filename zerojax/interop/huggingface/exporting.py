@@ -135,17 +135,16 @@ def export_model(
     with new_folder(out) as draft:
         writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
         for tensor, values in each_tensor(state, target.parts):
-            name = tensor.name
+            name, first = tensor.name, tensor.rows.start
             if writer is None or name not in target.specs:
                 continue
             spec = target.specs[name]
-            first = tensor.rows.start
-            if how is not None and name in quantized:
-                for part, array in how.encode(name, values, spec).items():
-                    if not (first and part.endswith("_shape")):  # that of the tensor is there
-                        writer.write(part, array, first * len(array) // len(values))
-            else:
+            if how is None or name not in quantized:
                 writer.write(name, cast(name, values, spec.dtype), first)
+                continue
+            for part, array in how.encode(name, values, spec).items():
+                if not (first and part.endswith("_shape")):  # that of the tensor is there
+                    writer.write(part, array, first * len(array) // len(values))
         if writer is not None:
             writer.close()
             _write_settings(target, how, config, folder, draft)

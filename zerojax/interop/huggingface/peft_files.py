@@ -8,7 +8,6 @@ A stand side by side in one adapter of the sum of their ranks, each with its own
 elsewhere, which is exact.
 """
 
-import functools
 import json
 import math
 import re
@@ -70,8 +69,7 @@ _MAX_REPETITIONS = 4
 _EMBEDDING: Place = ("embed/embedding", None)
 
 
-@functools.lru_cache(maxsize=16)
-def weight_shapes(model: GPTConfig) -> Mapping[str, Shape]:
+def weight_shapes(model: GPTConfig) -> dict[str, Shape]:
     """The shapes of a model's weights (of one layer), by their names in ``TensorParts``."""
     abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
     found: dict[str, Shape] = {}
