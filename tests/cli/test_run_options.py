@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hf_models import FIXTURES
 
 from zerojax.cli import main
 from zerojax.cli.run_options import folder_of, read_run
@@ -38,6 +39,23 @@ def test_a_run_brings_its_shape_and_tokenizer(finished, tmp_path):
     assert settings.data.tokenizer == theirs.data.tokenizer
     _, changed, _ = read_run(Options, "train", [*arguments, *length, "--model.dropout", "0.25"])
     assert changed.model == replace(settings.model, dropout=0.25)
+
+
+def test_a_hugging_face_model_brings_its_shape_and_the_command_line_its_own_head(tmp_path):
+    model = FIXTURES / "llama2"
+    head = [
+        "--train.sequence-length",
+        "32",
+        "--model.outputs",
+        "1",
+        "--model.dropout",
+        "0.25",
+        f"--init-from={model}",
+    ]
+    _, settings, source = read_run(Options, "train", [*head, "gpt-tiny", "--run-dir", str(tmp_path)])
+    assert source is not None
+    assert settings.model.layers == source.model.layers
+    assert (settings.model.outputs, settings.model.tied, settings.model.dropout) == (1, False, 0.25)
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(finished, tmp_path, capsys):

@@ -61,8 +61,8 @@ def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tabl
         tables: those settings; of [model], what does not change what the model computes stays.
         folder: of the run.
     """
-    given = tables.get("model", {})
-    shape = table_of(model_section(source.model, GPTConfig(outputs=given.get("outputs"))))
+    outputs = tables.get("model", {}).get("outputs")
+    shape = table_of(model_section(source.model, GPTConfig(outputs=outputs, tied=outputs is None)))
     found = {"model": {key: value for key, value in shape.items() if key not in FREE}}
     if source.tokenizer is not None:
         found["data"] = {"tokenizer": str(folder.tokenizer.absolute())}
