@@ -105,6 +105,11 @@ def key_of(module: str, kind: str) -> str:
     return f"{PREFIX}{module}.{kind}"
 
 
+def _adapter_keys(module: str) -> set[str]:
+    """The names of all tensors that a module's adapter may have."""
+    return {key_of(module, kind) for kind in (*KINDS, *_EMBEDDING_KINDS)}
+
+
 def whole_keys(tensor: str) -> tuple[str, str]:
     """The names of a tensor of the model itself, where its module has no adapter, and where it has one."""
     module, _, end = tensor.rpartition(".")
@@ -327,13 +332,10 @@ class PeftAdapter:
         self.factors: dict[Place, list[Factor]] = {}
         self.given: dict[Place, list[Given]] = {}
         self._files = SafetensorFiles(folder, WEIGHTS)
-        self._adapted = {
-            key.removeprefix(PREFIX).removesuffix(f".{kind}")
-            for key in self._files.specs
-            for kind in (*KINDS, *_EMBEDDING_KINDS)
-            if key.endswith(f".{kind}")
-        }
         self._tensors = self._tensors_of_files(model)
+        self._adapted = {
+            module_of(x) for x in self._tensors if self._files.specs.keys() & _adapter_keys(module_of(x))
+        }
         # The token embedding, and the output projection that is the same matrix.
         self._copies = [tensor for tensor, (part, *_) in self._tensors.items() if part.place == _EMBEDDING]
         for tensor, parts in self._tensors.items():
@@ -381,7 +383,7 @@ class PeftAdapter:
         for family in fitting(model):
             parts = tensors_of_model(family, model)
             known = {key for tensor in parts for key in whole_keys(tensor)}
-            known |= {key_of(module_of(x), kind) for x in parts for kind in (*KINDS, *_EMBEDDING_KINDS)}
+            known |= {key for tensor in parts for key in _adapter_keys(module_of(tensor))}
             if not (unknown := self._files.specs.keys() - known):
                 return parts
             first = first or (family, min(unknown))

@@ -207,10 +207,9 @@ class SafetensorWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
-            spec = self._specs[name]
-            offsets = [end, end + spec.nbytes]
-            header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
-            end = offsets[1]
+            spec, start = self._specs[name], end
+            end += spec.nbytes
+            header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the format aligns the data
         file = path.open("wb")
