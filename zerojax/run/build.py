@@ -97,7 +97,15 @@ class RunSetup:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
-        return TrainState.abstract(**self._arguments())
+        return TrainState.abstract(
+            lambda rngs: GPT(self.config.model, rngs=rngs),
+            self.tx,
+            self.loss_fn,
+            mesh=self.mesh,
+            zero=self.zero,
+            spikes=self.spikes,
+            lora=self.lora,
+        )
 
     def initial_state(self, *, base: bool = True) -> TrainState:
         """The model and optimizer at step 0, created sharded.
@@ -105,22 +113,8 @@ class RunSetup:
         Args:
             base: whether to create the frozen weights, too.
         """
-        seed = self.config.train.seed
-        if base:
-            return TrainState.create(**self._arguments(), seed=seed)
         state = self.abstract_state()
-        return state.replace(**initializer(state.spec, frozen=False)(np.uint32(seed)))
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "model": lambda rngs: GPT(self.config.model, rngs=rngs),
-            "tx": self.tx,
-            "loss_fn": self.loss_fn,
-            "mesh": self.mesh,
-            "zero": self.zero,
-            "spikes": self.spikes,
-            "lora": self.lora,
-        }
+        return state.replace(**initializer(state.spec, frozen=base)(np.uint32(self.config.train.seed)))
 
 
 def check_batch(train: TrainSection, mesh: Mesh) -> None:

@@ -1,5 +1,6 @@
 """``zerojax.Trainer``: the loop of ``zerojax train`` for batches and models of one's own."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -155,10 +156,17 @@ class Trainer(TrainLoop):
         self._save_minutes = save_minutes
         self._retention = retention or Retention(newest=2)
         self._callbacks = callbacks
-        self._log_options = {
-            "every": log_every, "max_skips": max_skips, "trackers": trackers, "project": project,
-            "settings": settings, "spikes": "none" if state.spec.spikes is None else "skip",
-        }  # fmt: skip
+        self._make_log = functools.partial(
+            RunLog,
+            self.folder,
+            listener=self._tell,
+            every=log_every,
+            max_skips=max_skips,
+            trackers=trackers,
+            project=project,
+            settings=settings,
+            spikes="none" if state.spec.spikes is None else "skip",
+        )
         self._peers = peers
         self._source: _Source | None = None
         self._fits, self._steps = -1, 0
@@ -282,14 +290,7 @@ class Trainer(TrainLoop):
             if (warning := run_on_process_zero(self.lock.take)) is not None:
                 self._say(warning)
         try:
-            self.log = RunLog(
-                folder,
-                steps=self._steps,
-                start=self.step,
-                skipped=record.skipped,
-                listener=self._tell,
-                **self._log_options,
-            )
+            self.log = self._make_log(steps=self._steps, start=self.step, skipped=record.skipped)
         except BaseException:
             if self.lock is not None:
                 self.lock.close()
