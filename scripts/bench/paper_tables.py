@@ -17,7 +17,7 @@ from zerojax.analysis.gpus import GPUS, MATMUL_EFFICIENCY
 from zerojax.analysis.plan import Cluster
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
-from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import predict_step
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPT, GPTConfig, lm_loss
@@ -86,7 +86,7 @@ def teraflops(config: GPTConfig, spec: TrainSpec, cluster: Cluster, tokens: int,
     zero = zerojax.ZeroConfig.preset(preset)
     there = on_world(spec, MeshShape(cluster.nodes, cluster.local), zero)
     work = decoder_work(config, remat="full", dtype="bfloat16", sequences=1, length=tokens)
-    memory = predict_memory(there, work, held=held_elsewhere(held_bytes(spec), spec, there))
+    memory = predict_memory(there, work)
     seconds = predict_step(there, work, hops_of(there), memory, cluster).seconds
     head = 6 * config.vocab_size * config.d_model * tokens
     return (4 / 3 * (work.model_flops - head) + head) / seconds / 1e12

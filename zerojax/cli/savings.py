@@ -11,8 +11,8 @@ from typing import Any
 from zerojax.analysis.comm_report import CommReport
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
-from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
-from zerojax.analysis.plan.work import decoder_work
+from zerojax.analysis.plan.memory import predict_memory
+from zerojax.analysis.plan.work import work_of
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.run.config import RunConfig, with_settings
@@ -58,7 +58,6 @@ class Savings:
 
     def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
         self._config, self._spec = config, spec
-        self._held = held_bytes(spec)
         self._nodes = spec.world.nodes
         self._besides = 0
         self.now = self._try("", config)
@@ -136,19 +135,13 @@ class Savings:
         train, world = config.train, self._spec.world
         zero = config.to_zero(self._spec.zero.units)
         there = on_world(self._spec, world, zero)
-        work = decoder_work(
-            config.model,
-            remat=zero.remat,
-            dtype=str(zero.compute_dtype),
-            sequences=max(1, train.batch_size // (world.size * train.accumulate)),
-            length=train.sequence_length,
-            frozen=there.frozen,
-        )
+        sequences = max(1, train.batch_size // (world.size * train.accumulate))
+        work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
         local, node = usual_bytes(hops_of(there))
         return Trial(
             option,
             (node * world.local if self._nodes > 1 else local) + self._besides,
-            predict_memory(there, work, held=held_elsewhere(self._held, self._spec, there)).total,
+            predict_memory(there, work).total,
             _price(self._spec.zero, zero),
         )
 

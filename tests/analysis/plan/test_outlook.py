@@ -11,7 +11,7 @@ from zerojax.analysis.gpus import GPUS, find_gpu
 from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
-from zerojax.analysis.plan.memory import held_bytes, held_elsewhere
+from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.outlook_tables import assumptions
 from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.analysis.plan.work import decoder_work
@@ -61,8 +61,7 @@ def test_laid_out_elsewhere_is_what_is_built_there(spec):
         assert there.leaves == built.leaves
         assert there.groups == built.groups
         assert hops_of(there) == plan_state(built).hops
-        known, found = held_bytes(built), held_elsewhere(held_bytes(spec), spec, there)
-        assert found == pytest.approx(known, rel=1e-3, abs=64)
+        assert predict_memory(there).kinds == predict_memory(built).kinds
 
 
 def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(spec):

@@ -6,7 +6,7 @@ import pytest
 import zerojax
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
-from zerojax.analysis.plan.memory import held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.memory import predict_memory
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
@@ -27,7 +27,7 @@ def hundred_billion() -> TrainSpec:
 def model_states(spec: TrainSpec, **zero) -> tuple[float, int]:
     """Bytes per device of weights, gradients and optimizer; and the parameters."""
     there = on_world(spec, DGX2, zerojax.ZeroConfig(**zero))
-    memory = predict_memory(there, held=held_elsewhere(held_bytes(spec), spec, there))
+    memory = predict_memory(there)
     kinds = (*STATES, "weights", "weight gradients") if there.zero.stage == 0 else STATES
     return sum(memory.kinds[kind] for kind in kinds), sum(leaf.count for leaf in there.leaves)
 

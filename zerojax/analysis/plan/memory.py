@@ -90,18 +90,15 @@ class PredictedMemory:
         return table
 
 
-def predict_memory(
-    spec: TrainSpec, work: Work | None = None, *, workspace: int = 0, held: dict[str, int] | None = None
-) -> PredictedMemory:
+def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int = 0) -> PredictedMemory:
     """The peak memory of a training step.
 
     Args:
         spec: of the step.
         work: gives its activations; None counts the backward pass without any.
         workspace: bytes of the matmul library.
-        held: ``held_bytes(spec)``, if known already.
     """
-    lasting = held_bytes(spec) if held is None else held
+    lasting = spec.once("bytes held", lambda: _held_bytes(spec))
     moments = [_in_backward(spec, work)]
     if work is not None:
         moments += [_in_loss(spec, work), _at_end(spec, work)]
@@ -110,7 +107,7 @@ def predict_memory(
     return PredictedMemory(kinds | {"workspace": workspace})
 
 
-def held_bytes(spec: TrainSpec) -> dict[str, int]:
+def _held_bytes(spec: TrainSpec) -> dict[str, int]:
     """The bytes of a train state on one device, by kind."""
     fields = abstract_fields(spec)
     return {
@@ -120,35 +117,6 @@ def held_bytes(spec: TrainSpec) -> dict[str, int]:
         "secondary": device_bytes(fields["copies"]),
         "residual": device_bytes(fields["residual"]),
         "other": device_bytes(fields["model_state"]),
-    }
-
-
-def held_elsewhere(held: dict[str, int], spec: TrainSpec, there: TrainSpec) -> dict[str, int]:
-    """``held_bytes(there)``, where ``there`` is ``spec`` on another mesh or with other options, not traced.
-
-    Assumes that the optimizer state is proportional to the parameters on a device, as moments are.
-    """
-
-    def parameters(spec: TrainSpec) -> int:
-        return sum(
-            4 * leaf.layers * (leaf.shard if spec.zero.stage > 0 else leaf.size) for leaf in spec.leaves
-        )
-
-    zero, nodes = there.zero, there.world.nodes
-    copies = sum(leaf.layers * leaf.shard * leaf.weights.local.dtype.itemsize for leaf in there.leaves)
-    residual = sum(4 * leaf.layers * leaf.secondary for leaf in there.leaves)
-    return {
-        "parameters": parameters(there),
-        "optimizer": round(held["optimizer"] * parameters(there) / parameters(spec)),
-        "frozen": sum(
-            leaf.layers
-            * (nodes if there.strategy.frozen == "secondary" else 1)
-            * leaf.weights.local.row_bytes(leaf.shard)
-            for leaf in there.frozen
-        ),
-        "secondary": nodes * copies if zero.weights_delta else 0,
-        "residual": residual if zero.error_feedback else 0,
-        "other": held["other"],
     }
 
 

@@ -1,15 +1,16 @@
 """Forecasts of a run on a cluster under each way of sharding, and a recommendation."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
-from zerojax.analysis.plan.memory import PredictedMemory, held_bytes, held_elsewhere, predict_memory
+from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
-from zerojax.analysis.plan.work import Work, decoder_work
+from zerojax.analysis.plan.work import Work, work_of
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
@@ -137,24 +138,14 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
         ways = {AS_CONFIGURED: own} | ways
-    held = held_bytes(spec)
+    elsewhere = functools.cache(functools.partial(on_world, spec))
 
     def try_out(
         zero: ZeroConfig, world: MeshShape, sequences: int
     ) -> tuple[TrainSpec, Work, PredictedMemory]:
-        there = on_world(spec, world, zero)
-        work = decoder_work(
-            config,
-            remat=zero.remat,
-            dtype=str(zero.compute_dtype),
-            sequences=sequences,
-            length=length,
-            frozen=there.frozen,
-        )
-        memory = predict_memory(
-            there, work, workspace=cluster.gpu.workspace, held=held_elsewhere(held, spec, there)
-        )
-        return there, work, memory
+        there = elsewhere(world, zero)
+        work = work_of(there, config, sequences=sequences, length=length)
+        return there, work, predict_memory(there, work, workspace=cluster.gpu.workspace)
 
     forecasts = tuple(_forecast(name, zero, cluster, sequences, try_out) for name, zero in ways.items())
     advice = recommend(forecasts, cluster, sequences)

@@ -36,6 +36,7 @@ from zerojax.models.attention import CUDNN_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.sharding.layout import ParamLayout
+from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import Remat
 
 ITEM = {"float32": 4, "bfloat16": 2}
@@ -90,6 +91,14 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
     takes = dtype == "bfloat16" and config.head_dim <= CUDNN_MAX_HEAD_DIM and config.head_dim % 8 == 0
     return config.attention == "cudnn" or (
         config.attention == "auto" and takes and config.attention_softcap is None
+    )
+
+
+def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
+    """The work of a decoder of shape ``config`` under the options of its train spec; see ``decoder_work``."""
+    zero, dtype = spec.zero, str(spec.zero.compute_dtype)
+    return decoder_work(
+        config, remat=zero.remat, dtype=dtype, sequences=sequences, length=length, frozen=spec.frozen
     )
 
 
