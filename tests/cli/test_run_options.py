@@ -42,19 +42,17 @@ def test_a_run_brings_its_shape_and_tokenizer(finished, tmp_path):
 
 
 def test_a_hugging_face_model_brings_its_shape_and_the_command_line_its_own_head(tmp_path):
-    model = FIXTURES / "llama2"
-    head = [
-        "--train.sequence-length",
-        "32",
-        "--model.outputs",
-        "1",
-        "--model.dropout",
-        "0.25",
-        f"--init-from={model}",
+    (tmp_path / "config.toml").write_text("[model]\nkv_heads = 2\n[train]\nsequence_length = 512\n")
+    own = ["--train.sequence-length", "32", "--model.outputs", "1", "--model.dropout", "0.25"]
+    where = [
+        f"--init-from={FIXTURES / 'gpt2'}",
+        str(tmp_path / "config.toml"),
+        "--run-dir",
+        str(tmp_path / "run"),
     ]
-    _, settings, source = read_run(Options, "train", [*head, "gpt-tiny", "--run-dir", str(tmp_path)])
+    _, settings, source = read_run(Options, "train", [*own, *where])
     assert source is not None
-    assert settings.model.layers == source.model.layers
+    assert (settings.model.layers, settings.model.kv_heads) == (source.model.layers, None)
     assert (settings.model.outputs, settings.model.tied, settings.model.dropout) == (1, False, 0.25)
 
 

@@ -76,7 +76,7 @@ def adapter_settings(options: Options, tables: Tables) -> Tables:
     found = Tables()
     if not lora.get("rank"):
         found["lora"] = table_of(adapter_lora(options.adapter, model))
-    if "frozen" not in zero and (frozen := adapter_frozen(options.adapter, model)) != ("*",):
+    if zero.get("frozen") is None and (frozen := adapter_frozen(options.adapter, model)) != ("*",):
         found["zero"] = {"frozen": list(frozen)}
     return found
 

@@ -72,12 +72,12 @@ def with_settings(config: RunConfig, tables: Mapping[str, Mapping[str, Any]]) ->
 
 
 def merged(*tables: Mapping[str, Mapping[str, Any]]) -> Tables:
-    """Tables of which later ones override earlier ones; None unsets a key."""
+    """Tables of which later ones override earlier ones; a value of None unsets a key."""
     result: Tables = {}
     for one in tables:
         for name, table in one.items():
             result.setdefault(name, {}).update(table)
-    return {name: _set_only(table) for name, table in result.items()}
+    return result
 
 
 def config_to_dict(config: RunConfig) -> Tables:
