@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -30,6 +31,11 @@ CHOICES = {
 }
 
 
+def subset(choices: Iterable[str], *always: str) -> list[Any]:
+    """All choices, of which those not named are slow tests."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in choices]
+
+
 def create(
     nodes: int, local: int, preset: Preset = "zero3", case: Case = CASES["stack"], **zero
 ) -> zerojax.TrainState:
@@ -49,7 +55,7 @@ def axes(state: zerojax.TrainState, batch: dict[str, np.ndarray]) -> set[str]:
     return set(axes_used(jax.make_jaxpr(predict)(state, batch).jaxpr))
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", subset(CHOICES, "zero3", "delta", "adapters"))
 def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     case = CASES["gpt-tied" if name == "zero3" else "stack"]
     state = create(2, 2, case=case, **CHOICES[name])
@@ -73,12 +79,9 @@ STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
     "delta, fp8": {"preset": "delta", "matmul_dtype": "fp8"},
     "zero++, fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
 }
-FAST = (*CHOICES, "delta, one micro-batch")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
-)
+@pytest.mark.parametrize("name", subset(STEPS, "zero3", "delta", "adapters"))
 def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     """Delta's copies afterwards are those of the node's copy."""
     case = fp8_case("stack") if "fp8" in name else CASES["gpt-tied" if name == "zero3" else "stack"]
