@@ -1,5 +1,6 @@
 """What an NNX module may keep beside floating-point parameters, in a unit and outside."""
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -116,6 +117,37 @@ def test_an_array_that_a_unit_would_lose_is_refused(stack):
 
     state = create(model, lambda model, x: jnp.mean(model(x)), () if stack else (Assigning,))
     with pytest.raises(zerojax.ZeroError, match="unit Assigning assigned an array to its attribute 'last'"):
+        zerojax.train_step(state, X)
+
+
+class Forgetful(nnx.Module):
+    """It assigns to its weight, itself or within a transformation, or is only passed through one."""
+
+    def __init__(self, how: str, *, rngs: nnx.Rngs):
+        self.linear, self.how = nnx.Linear(4, 4, rngs=rngs), how
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def call(linear: nnx.Linear, x: jax.Array) -> jax.Array:
+            if self.how != "passed on":
+                linear.kernel[...] = 0.9 * linear.kernel[...]
+            return linear(x)
+
+        run = call if self.how == "assigned" else nnx.remat(call)
+        return run(self.linear, x)
+
+
+@pytest.mark.parametrize("how", ["assigned", "assigned in remat", "passed on"])
+@pytest.mark.parametrize("stack", [False, True])
+def test_an_assignment_to_a_weight_that_a_unit_would_lose_is_refused(stack, how):
+    def model(rngs: nnx.Rngs) -> Network:
+        block = functools.partial(Forgetful, how)
+        return Network(rngs, lambda rngs: zerojax.Stack(block, 2, rngs=rngs) if stack else block(rngs=rngs))
+
+    state = create(model, lambda model, x: jnp.mean(model(x)), () if stack else (Forgetful,))
+    if how == "passed on":
+        trace_train_step(state, X)
+        return
+    with pytest.raises(zerojax.ZeroError, match="unit Forgetful assigned to the weight 'linear/kernel'"):
         zerojax.train_step(state, X)
 
 

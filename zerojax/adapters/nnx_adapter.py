@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Num
 
 from zerojax.adapters.adapter import Bound, Given, ModelState, Parameter
+from zerojax.adapters.assignments import call_with_weights, replaced_weights
 from zerojax.adapters.nnx_creation import (
     create,
     forget_shapes,
@@ -31,12 +32,9 @@ from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import partition, split_arrays
 from zerojax.schedule.sharded import is_sharded
-from zerojax.schedule.unit import call_unit
+from zerojax.schedule.unit import Arrays, Whole, call_unit
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.weights.weight import Weight
-
-_NORMALISING = (nnx.SpectralNorm, nnx.WeightNorm)
-"""Layers that assign to the weights of another, for the time of a call."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,8 @@ class BoundNNX:
         return copies
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
-        """See ``Bound.replaced``; without those that layers of Flax's own replace in every call."""
-        skipped = [path for path, layer in nnx.iter_modules(self.model) if isinstance(layer, _NORMALISING)]
-        return {
-            path: value
-            for path, value in leaves_of(nnx.state(self.model, nnx.Param))
-            if path in self.weights
-            and not (is_sharded(value) or value is self.weights[path])
-            and not any(path[: len(prefix)] == tuple(map(str, prefix)) for prefix in skipped)
-        }
+        """See ``Bound.replaced``."""
+        return replaced_weights(self.model, self.weights)
 
 
 class NNXAdapter:
@@ -300,12 +291,16 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         )
     arrays, join = split_arrays((args, kwargs))
 
-    def body(whole: Any, inputs: Any) -> Any:
+    def body(whole: Sequence[Whole], inputs: Arrays) -> Any:
         state, others, arrays = inputs
-        args, kwargs = join(arrays)
-        copy = nnx.merge(graph, combine(whole, others), state)
-        out = method(copy, *args, **kwargs)
-        return out, [changed_state(one) for one in (copy, *modules_in((args, kwargs)))]
+
+        def call(params: nnx.State) -> tuple[nnx.Module, Any]:
+            args, kwargs = join(arrays)
+            copy = nnx.merge(graph, params, state)
+            out = method(copy, *args, **kwargs)
+            return copy, (out, [changed_state(one) for one in (copy, *modules_in((args, kwargs)))])
+
+        return call_with_weights(call, combine(whole, others))
 
     out, states = call_unit(body, weights, (state, others, arrays))
     for one, changed in zip((module, *modules_in((args, kwargs))), states, strict=True):

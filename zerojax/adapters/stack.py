@@ -1,17 +1,19 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array
 
+from zerojax.adapters.assignments import call_with_weights
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.sharded import Sharded, is_gathered
+from zerojax.schedule.unit import Arrays, Whole
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
 """Filter for the state that a module keeps between calls, besides its parameters."""
@@ -103,11 +105,15 @@ class Stack(nnx.Module):
         weights, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
         arrays, join = split_arrays((args, kwargs))
 
-        def body(whole: Any, x: Any, own: Any, arrays: Any) -> tuple[Any, Any]:
+        def body(whole: Sequence[Whole], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
             (state, differing), (args, kwargs) = own, join(arrays)
-            block = nnx.merge(graph, jax.tree.unflatten(structure, whole), state)
-            x = getattr(block, method)(x, *args, **kwargs | differing)
-            return x, changed_state(block)
+
+            def call(params: nnx.State) -> tuple[nnx.Module, tuple[Arrays, Arrays]]:
+                block = nnx.merge(graph, params, state)
+                out = getattr(block, method)(x, *args, **kwargs | differing)
+                return block, (out, changed_state(block))
+
+            return call_with_weights(call, jax.tree.unflatten(structure, whole))
 
         own = (state, by_layer or {})
         if weights and all(is_gathered(weight) for weight in weights):

@@ -92,6 +92,15 @@ def read_outside(weight: str) -> str:
     )
 
 
+def assigned(weight: str, by: str) -> str:
+    """The error message for a weight to which ``by`` assigned."""
+    return (
+        f"{by} assigned to the weight {weight!r}, which only the optimizer changes: compute with the new "
+        "value without assigning it, keep what the loss changes in an nnx.Variable that is no nnx.Param, or "
+        "change weights between steps by zerojax.put_params."
+    )
+
+
 FORWARD_MODE = (
     "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
     "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "

@@ -15,9 +15,9 @@ from jax.extend import core
 
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.origins import scan_counts
 from zerojax.schedule.sharded import TAKEN
 from zerojax.schedule.user_code import line_of_equation
-from zerojax.train.weight_reads import scan_counts
 
 Axes = frozenset[str]
 """The mesh axes along which a value differs between devices, or over which a collective joins them."""

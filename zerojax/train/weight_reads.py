@@ -14,25 +14,10 @@ import jax
 from jax.extend import core
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, is_sharded, read_outside
+from zerojax.schedule.origins import MOVES, origin, scan_counts
+from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, assigned, is_sharded, read_outside
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.param_tree import Path
-
-# Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.
-_MOVES = frozenset(
-    (
-        "broadcast_in_dim",
-        "copy",
-        "dynamic_slice",
-        "gather",
-        "optimization_barrier",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-    )
-)
 
 Names = list[str | None]
 """For each value the name of the weight that it belongs to, or None."""
@@ -71,47 +56,9 @@ def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Ma
     entered = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(weights)]
     left = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(replaced)]
     for path, var in zip(left, jaxpr.outvars[len(jaxpr.outvars) - len(left) :], strict=True):
-        origin = _origin(jaxpr, var)
-        if origin is None or entered[origin : origin + 1] != [path]:
-            raise ConfigurationError(
-                f"the loss assigned to the weight {'/'.join(path)!r}, which only the optimizer changes: "
-                "compute with the new value without assigning it, keep what the loss changes in an "
-                "nnx.Variable that is no nnx.Param, or change weights between steps by zerojax.put_params."
-            )
-
-
-def _origin(jaxpr: core.Jaxpr, var: Any) -> int | None:
-    """The number of the argument that a value is, moved or passed on; None if it was computed."""
-    made = {out: (equation, place) for equation in jaxpr.eqns for place, out in enumerate(equation.outvars)}
-    while not isinstance(var, core.Literal) and var in made:
-        equation, place = made[var]
-        source = _source(equation, place)
-        if source is None:
-            return None
-        var = equation.invars[source]
-    return jaxpr.invars.index(var) if var in jaxpr.invars else None
-
-
-def _source(equation: core.JaxprEqn, place: int) -> int | None:
-    """The number of the operand that the result at ``place`` is, moved or passed on, if it is one."""
-    params, name = equation.params, equation.primitive.name
-    if name in _MOVES:
-        return place
-    inside = list(core.jaxprs_in_params(params))
-    if name == "while":
-        inside, first = [params["body_jaxpr"].jaxpr], params["cond_nconsts"]
-        carried = {place: params["body_nconsts"] + place}
-    else:
-        first = 1 if name == "cond" else 0
-        constants, count = scan_counts(equation) if name == "scan" else (0, 0)
-        carried = {place: constants + place} if place < count else {}
-    if not inside or any(len(one.invars) + first != len(equation.invars) for one in inside):
-        return None
-    origins = {_origin(one, one.outvars[place]) for one in inside}
-    origin = origins.pop()
-    if origins or origin is None or carried.get(place, origin) != origin:
-        return None
-    return first + origin
+        number = origin(jaxpr, var)
+        if number is None or entered[number : number + 1] != [path]:
+            raise ConfigurationError(assigned("/".join(path), "the loss"))
 
 
 def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
@@ -141,7 +88,7 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
             return [next(filter(None, names), None) for names in zip(*results, strict=True)]
         case "custom_lin":
             raise ConfigurationError(FORWARD_MODE)
-        case name if name in _MOVES:
+        case name if name in MOVES:
             return [next(filter(None, given))] * len(equation.outvars)
     inside = list(core.jaxprs_in_params(params))
     if len(inside) == 1 and len(inside[0].invars) == len(given):
@@ -149,14 +96,6 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
     weight = next(filter(None, given))
     where = line_of_equation(equation.source_info)
     raise ConfigurationError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
-
-
-def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """How many arguments of a scan are constants, and how many are carried."""
-    if "num_carry" in equation.params:  # JAX 0.11.0
-        return equation.params["num_consts"], equation.params["num_carry"]
-    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
-    return constants, carry
 
 
 def _through_loop(body: core.Jaxpr, given: Sequence[str | None], constants: int, carried: int) -> Names:

@@ -1,0 +1,62 @@
+"""Weights that are other arrays after a call than before it: assigned to, or returned by a transformation."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Num
+
+from zerojax.adapters.nnx_creation import leaves_of
+from zerojax.errors import ConfigurationError
+from zerojax.schedule.origins import origin
+from zerojax.schedule.sharded import Sharded, assigned, is_sharded
+from zerojax.sharding.param_tree import Path
+
+_NORMALISING = (nnx.SpectralNorm, nnx.WeightNorm)
+"""Layers that assign to the weights of another, for the time of a call."""
+
+
+def replaced_weights(
+    module: nnx.Module, given: Mapping[Path, Num[Array, "..."] | Sharded]
+) -> dict[Path, Num[Array, "..."]]:
+    """The weights of a module that are other arrays than it was given, perhaps equal ones, by path.
+
+    Those that layers of Flax's own replace in every call are left out.
+    """
+    skipped = [path for path, layer in nnx.iter_modules(module) if isinstance(layer, _NORMALISING)]
+    return {
+        path: value
+        for path, value in leaves_of(nnx.state(module, nnx.Param))
+        if path in given
+        and not (is_sharded(value) or value is given[path])
+        and not any(path[: len(prefix)] == tuple(map(str, prefix)) for prefix in skipped)
+    }
+
+
+def call_with_weights[T](call: Callable[[nnx.State], tuple[nnx.Module, T]], params: nnx.State) -> T:
+    """Call a unit on a copy with whole weights, which is gone when the call ends.
+
+    Args:
+        call: makes the copy with given weights and calls it; returns the copy and the result.
+        params: the whole weights.
+
+    Raises:
+        ConfigurationError: the call assigned to a weight, which would be lost; the message names it.
+    """
+    before = jax.tree.map(lambda x: x, params)  # the copy's variables are those of ``params``
+    given = dict(leaves_of(before))
+    unit, result = call(params)
+    replaced = replaced_weights(unit, given)
+
+    def left(params: nnx.State) -> list[Num[Array, "..."]]:
+        found = dict(leaves_of(nnx.state(call(params)[0], nnx.Param)))
+        return [found[path] for path in replaced]
+
+    if replaced:
+        # Transformations of Flax return weights that nobody assigned to as other arrays: the program tells.
+        jaxpr, paths = jax.make_jaxpr(left)(before).jaxpr, list(given)
+        for path, var in zip(replaced, jaxpr.outvars, strict=True):
+            number = origin(jaxpr, var)
+            if number is None or paths[number] != path:
+                raise ConfigurationError(assigned("/".join(path), f"the unit {type(unit).__name__}"))
+    return result

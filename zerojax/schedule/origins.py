@@ -1,0 +1,62 @@
+"""Where the values of a traced program come from."""
+
+from typing import Any
+
+from jax.extend import core
+
+# Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.
+MOVES = frozenset(
+    (
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "gather",
+        "optimization_barrier",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    )
+)
+
+
+def origin(jaxpr: core.Jaxpr, var: Any) -> int | None:
+    """The number of the argument that a value is, moved or passed on; None if it was computed."""
+    made = {out: (equation, place) for equation in jaxpr.eqns for place, out in enumerate(equation.outvars)}
+    while not isinstance(var, core.Literal) and var in made:
+        equation, place = made[var]
+        source = _source(equation, place)
+        if source is None:
+            return None
+        var = equation.invars[source]
+    return jaxpr.invars.index(var) if var in jaxpr.invars else None
+
+
+def _source(equation: core.JaxprEqn, place: int) -> int | None:
+    """The number of the operand that the result at ``place`` is, moved or passed on, if it is one."""
+    params, name = equation.params, equation.primitive.name
+    if name in MOVES:
+        return place
+    inside = list(core.jaxprs_in_params(params))
+    if name == "while":
+        inside, first = [params["body_jaxpr"].jaxpr], params["cond_nconsts"]
+        carried = {place: params["body_nconsts"] + place}
+    else:
+        first = 1 if name == "cond" else 0
+        constants, count = scan_counts(equation) if name == "scan" else (0, 0)
+        carried = {place: constants + place} if place < count else {}
+    if not inside or any(len(one.invars) + first != len(equation.invars) for one in inside):
+        return None
+    first_of, *others = {origin(one, one.outvars[place]) for one in inside}
+    if others or first_of is None or carried.get(place, first_of) != first_of:
+        return None
+    return first + first_of
+
+
+def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """How many arguments of a scan are constants, and how many are carried."""
+    if "num_carry" in equation.params:  # JAX 0.11.0
+        return equation.params["num_consts"], equation.params["num_carry"]
+    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
+    return constants, carry
