@@ -153,67 +153,49 @@ def checked(data: Mapping[str, Any], origin: str) -> Tables:
         ConfigError: naming ``origin``, an unknown key or a value of a wrong type.
     """
     try:
-        return _checked(RunConfig, data, "")
-    except _MisfitError as error:
+        return _value(RunConfig, data, "")
+    except _WrongError as error:
         raise ConfigError(_labelled(origin, str(error))) from None
 
 
-class _MisfitError(Exception):
-    """A value is not of a type."""
+class _WrongError(Exception):
+    """A key is unknown or missing, or its value of another type."""
 
 
-def _checked(section: "Section", data: Any, path: str) -> dict[str, Any]:
-    if not isinstance(data, Mapping):
-        raise _MisfitError(f"{path} should be a table, [{path}]")
-    keys, found = {key.name: key for key in keys_of(section)}, {}
-    for name, value in data.items():
-        dotted = f"{path}.{name}" if path else name
-        if name not in keys:
-            raise _MisfitError(f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
-        kind = keys[name].kind
-        if value is None:  # not set
-            continue
-        if (inner := section_of(kind)) is not None:
-            found[name] = _checked(inner, value, dotted)
-        elif (row := row_of(kind)) is not None:
-            found[name] = _rows(row, value, dotted)
-        else:
-            try:
-                found[name] = _value(kind, value)
-            except _MisfitError:
-                shown = str(value).lower() if isinstance(value, bool) else short(value)
-                raise _MisfitError(f"{dotted} = {shown} should be {_type_name(kind)}") from None
-    return found
-
-
-def _rows(row: "Section", data: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(data, list | tuple):
-        raise _MisfitError(f"{path} should be a list of tables, [[{path}]]")
-    rows = [_checked(row, one, path) for one in data]
-    for field in dataclasses.fields(row):
-        if field.default is dataclasses.MISSING and any(field.name not in one for one in rows):
-            raise _MisfitError(f"{path}: each table needs the key {field.name}")
-    return rows
-
-
-def _value(kind: Any, value: Any) -> Any:
-    """A value of a TOML file as a type has it."""
+def _value(kind: Any, value: Any, path: str) -> Any:
+    """A value of a TOML file, at a path of keys, as a type has it."""
     for arm in arms(kind):
-        parts = typing.get_args(arm)
+        parts, fits = typing.get_args(arm), isinstance(value, list | tuple)
+        if dataclasses.is_dataclass(arm) and isinstance(value, Mapping):
+            return _table(typing.cast("Section", arm), value, path)
         if typing.get_origin(arm) is Literal:
             if any(value == one and type(value) is type(one) for one in parts):
                 return value
         elif typing.get_origin(arm) is tuple:
-            fits = isinstance(value, list | tuple)
             if fits and parts[-1] is ...:
-                return tuple(_value(parts[0], one) for one in value)
+                return tuple(_value(parts[0], one, path) for one in value)
             if fits and len(parts) == len(value):
-                return tuple(map(_value, parts, value))
+                return tuple(_value(part, one, path) for part, one in zip(parts, value, strict=True))
         elif arm is float and type(value) is int:
             return float(value)
         elif type(value) is arm:  # in Python bool is a subclass of int, but "true" is no number
             return value
-    raise _MisfitError
+    shown = str(value).lower() if isinstance(value, bool) else short(value)
+    raise _WrongError(f"{path} = {shown} should be {_type_name(kind, path)}")
+
+
+def _table(section: "Section", data: Mapping[str, Any], path: str) -> dict[str, Any]:
+    keys, found = {key.name: key for key in keys_of(section)}, {}
+    for name, value in data.items():
+        dotted = f"{path}.{name}" if path else name
+        if name not in keys:
+            raise _WrongError(f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
+        if value is not None:
+            found[name] = _value(keys[name].kind, value, dotted)
+    for field in dataclasses.fields(section):
+        if field.default is field.default_factory is dataclasses.MISSING and field.name not in found:
+            raise _WrongError(f"{path}: each table needs the key {field.name}")
+    return found
 
 
 def _labelled(origin: str, message: str) -> str:
@@ -248,13 +230,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _type_name(kind: Any) -> str:
+def _type_name(kind: Any, path: str) -> str:
     """A type in words: "a whole number", "one of full, attention, none"."""
     arguments = typing.get_args(kind)
+    if section_of(kind) is not None:
+        return f"a table, [{path}]"
+    if row_of(kind) is not None:
+        return f"a list of tables, [[{path}]]"
     if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(str(argument) for argument in arguments)
+        return "one of " + ", ".join(map(str, arguments))
     if typing.get_origin(kind) is tuple:
-        return "a list: " + "; ".join(_type_name(a) for a in arguments if a is not ...)
+        return "a list: " + "; ".join(_type_name(one, path) for one in arguments if one is not ...)
     if arguments:
-        return " or ".join(map(_type_name, arguments))
+        return " or ".join(_type_name(one, path) for one in arguments)
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
