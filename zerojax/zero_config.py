@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -415,17 +415,8 @@ class ZeroConfig:
             )
 
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "stage": (0, 1, 2, 3),
-    "accumulate_order": get_args(AccumulateOrder),
-    "remat": get_args(Remat),
-    "grads_hops": (1, 2),
-    "grad_sync": get_args(GradSync),
-    "rounding": get_args(Rounding),
-    "rotation": (0, 32),
-    "matmul_dtype": get_args(MatmulDtype),
-    "frozen_spread": get_args(FrozenSpread),
-    "base": get_args(Preset),
+_CHOICES = {
+    name: get_args(kind) for name, kind in get_type_hints(ZeroConfig).items() if get_origin(kind) is Literal
 }
 
 PRESETS: dict[Preset, dict[str, Any]] = {
