@@ -19,7 +19,7 @@ full       P                  every device
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +166,11 @@ def make_layout(
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
     own = p.path, p.shape, p.dtype, p.stack
     return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen)
+
+
+def without_place(leaf: ParamLayout) -> ParamLayout:
+    """A layout without the path that tells it from others of the same shape and formats."""
+    return replace(leaf, path=(), index=0)
 
 
 def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:

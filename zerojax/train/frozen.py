@@ -7,6 +7,7 @@ as they are.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Num, PyTree, UInt32
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
+from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored, without_place
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
@@ -33,7 +34,7 @@ ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
 
 
 def encode_frozen(
-    spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]
+    spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."], salt: UInt32[Array, ""] | None = None
 ) -> tuple[Weight, UInt32[Array, ""]]:
     """A weight as it is stored, and its fingerprint; runs under ``jit``.
 
@@ -43,6 +44,7 @@ def encode_frozen(
         spec: the train spec.
         leaf: the weight's layout.
         weight: of unsharded shape, layers included; any sharding.
+        salt: of the hash; by default that of the weight's path.
 
     Returns:
         The weight as ``TrainSpec.stored`` says. And a hash of its path, of its values before they
@@ -51,7 +53,19 @@ def encode_frozen(
     """
     owned = spec.sharding(leaf.spec(OWNED))
     stored = lax.with_sharding_constraint(to_stored(weight.astype(jnp.float32), leaf), owned)
-    return _encode_stored(spec, leaf, stored, _salt(leaf))
+    return _encode_stored(spec, leaf, stored, _salt(leaf) if salt is None else salt)
+
+
+def encode_one(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]) -> tuple[Weight, int]:
+    """``encode_frozen`` by a compiled function that weights of one layout share; waits for it."""
+    one, everyone = without_place(leaf), spec.sharding(PartitionSpec())
+
+    def make() -> Any:
+        shardings = shardings_of(spec.stored(one, spec.strategy.frozen))
+        return jax.jit(functools.partial(encode_frozen, spec, one), out_shardings=(shardings, everyone))
+
+    stored, hashed = jax.block_until_ready(spec.once(f"freeze {one}", make)(weight, _salt(leaf)))
+    return dataclasses.replace(stored, layout=leaf), int(hashed)
 
 
 def load_frozen(spec: TrainSpec, read: ReadLayer) -> dict[str, PyTree]:
@@ -81,7 +95,7 @@ def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple
     """A weight as it is stored, and its hash; beside it no more than one layer is in memory in fp32."""
     like, everyone = spec.stored(leaf, spec.strategy.frozen), spec.sharding(PartitionSpec())
     # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
-    one = dataclasses.replace(leaf, path=(), index=0, stack=(1,) if leaf.stack else ())
+    one = dataclasses.replace(without_place(leaf), stack=(1,) if leaf.stack else ())
     arrays = (like.values, like.scale)
     shardings = shardings_of(arrays)
 

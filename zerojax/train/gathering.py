@@ -1,5 +1,6 @@
 """The whole model from a train state, and a train state from whole weights."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import merged
-from zerojax.sharding.layout import ParamLayout, from_stored, to_stored
+from zerojax.sharding.layout import ParamLayout, from_stored, to_stored, without_place
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.fields import copied
 from zerojax.train.frozen import decode_frozen
@@ -127,10 +128,11 @@ def averaged(state: TrainState) -> TrainState:
 
 def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
     """One whole parameter on this host, in its own dtype."""
+    one = without_place(leaf)  # weights of one layout share a compiled function
 
     def decode(x: Any) -> Array:
-        return (decode_frozen(x) if leaf.frozen else from_stored(x, leaf)).astype(leaf.dtype)
+        return (decode_frozen(x) if one.frozen else from_stored(x, one)).astype(one.dtype)
 
     everyone = spec.sharding(PartitionSpec())
-    gather = spec.once(f"gather {leaf.name}", lambda: jax.jit(decode, out_shardings=everyone))
-    return np.asarray(gather(stored))
+    gather = spec.once(f"gather {one}", lambda: jax.jit(decode, out_shardings=everyone))
+    return np.asarray(gather(dataclasses.replace(stored, layout=one) if leaf.frozen else stored))

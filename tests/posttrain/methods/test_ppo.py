@@ -143,7 +143,7 @@ def test_an_update_equals_a_plain_loop(
     optimizer = {"weight_decay": 0.0, "eps": 1e-4}
     settings = config(
         place,
-        mesh={"nodes": 2, "local": 4},
+        mesh={"nodes": 2, "local": 2},
         critic={"stage": 2},
         optimizer=optimizer,
         zero={"compute_dtype": "float32", "remat": "none"},

@@ -1,6 +1,5 @@
 """Restores a checkpoint into a train state, whatever mesh, stage or wire format wrote it."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ConfigurationError
@@ -22,9 +20,7 @@ from zerojax.run.checkpoints.canonical import (
 )
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.fields import shardings_of
-from zerojax.train.frozen import encode_frozen, frozen_fields
-from zerojax.train.spec import TrainSpec
+from zerojax.train.frozen import encode_one, frozen_fields
 from zerojax.train.state import TrainState
 
 _PARTIAL = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
@@ -155,7 +151,9 @@ def _with_base(path: Path, state: TrainState) -> TrainState:
     if not spec.frozen:
         return state
     with ocp.Context(pytree_options=_PARTIAL):
-        encoded = ((leaf.path, *_encode(spec, leaf, _load_weight(path, state, leaf))) for leaf in spec.frozen)
+        encoded = (
+            (leaf.path, *encode_one(spec, leaf, _load_weight(path, state, leaf))) for leaf in spec.frozen
+        )
         return state.replace(**frozen_fields(spec, encoded))
 
 
@@ -167,18 +165,6 @@ def _load_weight(path: Path, state: TrainState, leaf: ParamLayout) -> jax.Array:
     return from_tree(_reading(path, lambda: _load_kind(path, "params", to_tree({leaf.path: like}))))[
         leaf.path
     ]
-
-
-def _encode(spec: TrainSpec, leaf: ParamLayout, weight: jax.Array) -> tuple[Any, int]:
-    """A frozen weight as it is stored, and its hash."""
-
-    def make() -> Any:
-        shardings = shardings_of(spec.stored(leaf, spec.strategy.frozen))
-        everyone = spec.sharding(PartitionSpec())
-        return jax.jit(functools.partial(encode_frozen, spec, leaf), out_shardings=(shardings, everyone))
-
-    stored, hashed = jax.block_until_ready(spec.once(f"freeze {leaf.name}", make)(weight))
-    return stored, int(hashed)
 
 
 def _load_kind(path: Path, kind: str, tree: Any) -> Any:
