@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import griffe
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -67,7 +68,11 @@ def environment(devices: int) -> dict[str, str]:
     return variables | {"PATH": path, "PYTHONWARNINGS": "default"}
 
 
-EXAMPLES = (*("Stack", "ZeroConfig", "LoRA", "TrainState.create", "train_step", "eval_step", "Trainer"),)
+EXAMPLES = (
+    *("Stack", "ZeroConfig", "make_mesh", "LoRA", "TrainState.create", "train_step", "eval_step"),
+    *("predict_step", "Replicated", "with_node_copy", "weight_sum", "comm_report", "gather_params"),
+    *("put_params", "gather_model", "chain", "average_weights", "Trainer"),
+)
 
 
 def run(command: list[str], block: CodeBlock, checkout: Path, devices: int = 0) -> None:
@@ -128,7 +133,15 @@ def test_what_a_function_returns_is_one_row_of_the_api_page():
 
 def test_the_examples_of_the_public_names_run():
     """In one session, in the order of what they build on."""
-    shared = {"zerojax": zerojax, "itertools": itertools, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax}
+    shared = {
+        "zerojax": zerojax,
+        "jax": jax,
+        "itertools": itertools,
+        "jnp": jnp,
+        "np": np,
+        "nnx": nnx,
+        "optax": optax,
+    }
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for name in EXAMPLES:
         [test] = finder.find(functools.reduce(getattr, name.split("."), zerojax), name, globs={})

@@ -83,6 +83,11 @@ def weight_sum(
 
     Raises:
         ConfigurationError: ``model`` is neither, or no parameter matches.
+
+    Examples:
+        >>> def penalised(model, batch):
+        ...     return loss_fn(model, batch) + 1e-4 * zerojax.weight_sum(model, paths="*kernel")
+        >>> metrics = zerojax.eval_step(state, batch, penalised)
     """
     patterns = [paths] if isinstance(paths, str) else paths
     given = _of_loss.get()

@@ -42,6 +42,12 @@ def average_weights(decay: float) -> optax.GradientTransformation:
 
     Raises:
         ConfigurationError: ``decay`` is not in (0, 1).
+
+    Examples:
+        >>> tx = optax.chain(optax.adamw(1e-3), zerojax.average_weights(0.999))
+        >>> other = zerojax.TrainState.create(model, tx, loss_fn, mesh=mesh, zero=zero)
+        >>> other, metrics = zerojax.train_step(other, batch)
+        >>> metrics = zerojax.eval_step(zerojax.averaged(other), batch)
     """
     if not 0 < decay < 1:
         raise ConfigurationError(f"average_weights: decay={decay} must lie between 0 and 1.")

@@ -57,7 +57,11 @@ Optimizer = optax.GradientTransformation | OnLayout
 
 
 def chain(*parts: Optimizer) -> Optimizer:
-    """``optax.chain`` for parts of which some may be ``OnLayout``."""
+    """``optax.chain`` for parts of which some may be ``OnLayout``.
+
+    Examples:
+        >>> tx = zerojax.chain(optax.clip_by_global_norm(1.0), zerojax.scale_by_muon(), optax.scale(-1e-3))
+    """
     if not any(isinstance(part, OnLayout) for part in parts):
         return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
 

@@ -59,6 +59,10 @@ def make_mesh(
 
     Raises:
         ConfigurationError: the extents are not positive, or ask for more devices than there are.
+
+    Examples:
+        >>> dict(zerojax.make_mesh(2, 4).shape)
+        {'node': 2, 'local': 4}
     """
     for name, extent in (("nodes", nodes), ("local", local)):
         if extent is not None and extent < 1:

@@ -35,6 +35,12 @@ class Replicated:
 
     Attributes:
         value: an array of any shape, or a pytree of arrays.
+
+    Examples:
+        >>> def weighted(model, batch):
+        ...     return jnp.mean(batch["weights"] * (model(batch["x"]) - batch["y"]) ** 2)
+        >>> weights = zerojax.Replicated(np.linspace(0, 1, 8))
+        >>> metrics = zerojax.eval_step(state, batch | {"weights": weights}, weighted)
     """
 
     value: PyTree[Array]

@@ -31,6 +31,11 @@ def gather_params(state: TrainState) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: the state was donated, or is abstract.
+
+    Examples:
+        >>> params = zerojax.gather_params(state)
+        >>> params["block"]["up"]["kernel"].shape  # of three layers
+        (3, 8, 8)
     """
     check_there(state)
     spec = state.spec
@@ -71,6 +76,11 @@ def gather_model(state: TrainState) -> Any:
 
     Raises:
         ConfigurationError: as ``gather_params``.
+
+    Examples:
+        >>> whole = zerojax.gather_model(state)
+        >>> whole(jnp.ones((2, 8))).shape
+        (2, 8)
     """
     spec = state.spec
     weights = {path: jnp.asarray(x) for path, x in from_tree(gather_params(state)).items()}
@@ -89,6 +99,9 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
 
     Raises:
         ConfigurationError: a path is missing, unknown, or of the wrong shape.
+
+    Examples:
+        >>> state = zerojax.put_params(state, jax.tree.map(lambda x: 0.9 * x, params))
     """
     spec, given = state.spec, from_tree(params)
     known = {leaf.path: leaf for leaf in spec.leaves}

@@ -40,6 +40,10 @@ def with_node_copy(state: TrainState) -> TrainState:
 
     Raises:
         ConfigurationError: the state is abstract or was donated.
+
+    Examples:
+        >>> copied = zerojax.with_node_copy(state)
+        >>> losses = [zerojax.eval_step(copied, batch)["loss"] for _ in range(3)]  # one exchange
     """
     check_there(state)
     if not lacks_node_copy(state):

@@ -124,6 +124,12 @@ def predict_step[T: PyTree[Array]](
     Raises:
         ConfigurationError: as ``eval_step``; a result has another leading axis; or ``adapters`` is False and
             there are none.
+
+    Examples:
+        >>> def outputs(model, batch):
+        ...     return model(batch["x"])
+        >>> zerojax.predict_step(state, batch, outputs).shape
+        (8, 8)
     """
     spec = state.spec
     check_adapters(spec, adapters=adapters)
