@@ -141,7 +141,7 @@ def test_without_operands_the_body_is_called_as_it_is():
         calls.append((weights, args))
         return "anything"
 
-    w = np.ones((2, 2))
+    w = jnp.ones((2, 2))
     assert at_matmuls(body)((w,), 1, "text") == "anything"
     ((weights, args),) = calls
     assert weights[0] is w

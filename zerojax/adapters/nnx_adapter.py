@@ -32,7 +32,7 @@ from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import partition, split_arrays
 from zerojax.schedule.sharded import is_sharded
-from zerojax.schedule.unit import Arrays, Whole, call_unit
+from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.weights.weight import Weight
 
@@ -291,7 +291,7 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         )
     arrays, join = split_arrays((args, kwargs))
 
-    def body(whole: Sequence[Whole], inputs: Arrays) -> Any:
+    def body(whole: Sequence[Array], inputs: Arrays) -> Any:
         state, others, arrays = inputs
 
         def call(params: nnx.State) -> tuple[nnx.Module, Any]:

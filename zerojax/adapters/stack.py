@@ -13,7 +13,7 @@ from zerojax.matmul.replay import Operand, at_matmuls
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.sharded import Sharded, is_gathered
-from zerojax.schedule.unit import Arrays, Whole
+from zerojax.schedule.unit import Arrays
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
 """Filter for the state that a module keeps between calls, besides its parameters."""
@@ -105,7 +105,7 @@ class Stack(nnx.Module):
         weights, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
         arrays, join = split_arrays((args, kwargs))
 
-        def body(whole: Sequence[Whole], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
+        def body(whole: Sequence[Array], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
             (state, differing), (args, kwargs) = own, join(arrays)
 
             def call(params: nnx.State) -> tuple[nnx.Module, tuple[Arrays, Arrays]]:

@@ -69,7 +69,8 @@ def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alon
         small = [parts[i] for i in joined]
         dtype = small[0].dtype
         if any(part.dtype != dtype for part in small):
-            small, dtype = [as_bytes(part) for part in small], jnp.dtype(jnp.uint8)
+            small = [as_bytes(part) for part in small]
+            dtype = jnp.dtype(jnp.uint8)
         wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
         start = 0
         for i, part in zip(joined, small, strict=True):
@@ -82,4 +83,5 @@ def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alon
 def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
     # With a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
     wire, _ = lax.optimization_barrier((wire, np.int32(0)))
+    # Without this one a cast of what arrives could move before the collective, which would send more bytes.
     return lax.optimization_barrier(collective(wire))

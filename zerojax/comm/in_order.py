@@ -10,7 +10,6 @@ run collectives in the order of the program, and need none of this.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from zerojax.matmul.replay import as_it_is, evaluate
 from zerojax.sharding.mesh import AXES, on_cpus
@@ -28,7 +28,13 @@ _INLINED = frozenset({primitives.closed_call_p.name, "custom_jvp_call", "custom_
 _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
 
 
-def on_mesh(run: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_mesh[*Args, T: PyTree[Array]](
+    run: Callable[[*Args], T],
+    mesh: Mesh,
+    *,
+    in_specs: PyTree[PartitionSpec],
+    out_specs: PyTree[PartitionSpec],
+) -> Callable[[*Args], T]:
     """``jax.shard_map`` without its check of replication, whose collectives run in one order on CPUs too."""
     run = in_order(run) if on_cpus(mesh.devices.flat) else run
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -45,14 +51,14 @@ def one_at_a_time[T](mesh: Mesh, results: T) -> T:
     return jax.block_until_ready(results) if emulated else results
 
 
-def in_order(run: Callable[..., Any]) -> Callable[..., Any]:
+def in_order[*Args, T: PyTree[Array]](run: Callable[[*Args], T]) -> Callable[[*Args], T]:
     """The same function, whose collectives run one after another.
 
     Args:
         run: a function of arrays, inside ``shard_map``; derivatives are taken within it.
     """
 
-    def ordered(*args: Any) -> Any:
+    def ordered(*args: *Args) -> T:
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
         order = _Order()
         # XLA sums norms of sharded arrays by collectives of its own.
@@ -78,14 +84,15 @@ class _Order:
     """
 
     def __init__(self) -> None:
-        self._last: Sequence[Any] = ()  # results of the last collective or block
-        self._behind: dict[int, Any] = {}  # by id: the values that need all of them
+        self._last: Sequence[Array] = ()  # results of the last collective or block
+        # By id, the values that need all of these; held, so that no other value gets the id of one.
+        self._behind: dict[int, Array] = {}
 
-    def evaluate(self, jaxpr: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: core.ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
         """Evaluate a program."""
         return evaluate(jaxpr.jaxpr, jaxpr.consts, args, self._run)
 
-    def after_last(self, values: Sequence[Any]) -> list[Any]:
+    def after_last(self, values: Sequence[Array]) -> list[Array]:
         """Values that need the last collective or block."""
         others = {id(x) for x in _numbers(values)} - self._behind.keys()
         if not self._last or not others:
@@ -98,7 +105,7 @@ class _Order:
             lax.select(never, jnp.zeros_like(x), jnp.asarray(x)) if id(x) in others else x for x in values
         ]
 
-    def _run(self, equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
+    def _run(self, equation: core.JaxprEqn, given: list[Array]) -> Sequence[Array]:
         inner = [jaxpr for jaxpr in core.jaxprs_in_params(equation.params) if _communicates(jaxpr)]
         if inner and equation.primitive.name in _INLINED:
             return self.evaluate(inner[0], given)
@@ -116,7 +123,7 @@ class _Order:
             self._behind |= {id(x): x for x in results}
         return results
 
-    def _collective(self, equation: core.JaxprEqn, x: Any) -> Any:
+    def _collective(self, equation: core.JaxprEqn, x: Array) -> Array:
         """Of one operand: XLA has no sum of several."""
         (result,) = as_it_is(equation, self.after_last([x]))
         self._last = _numbers([result]) or self._last
@@ -124,7 +131,7 @@ class _Order:
         return result
 
 
-def _ordered(value: Any) -> Any:
+def _ordered(value: object) -> object:
     """A parameter of an equation, whose jaxprs are evaluated in order."""
     match value:
         case tuple():
@@ -142,7 +149,7 @@ def _communicates(jaxpr: core.Jaxpr) -> bool:
     )
 
 
-def _numbers(values: Sequence[Any]) -> list[Any]:
+def _numbers(values: Sequence[Array]) -> list[Array]:
     """Those that are neither empty nor arrays of keys."""
     return [
         x for x in values if (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_) and np.size(x) > 0

@@ -14,7 +14,6 @@ show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a co
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +69,15 @@ class GradientReduction:
             The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of
             one row, not encoded.
         """
-        axes, chunks = self.axes, self.strategy.chunks
+        axes = self.axes
+        chunks = self.strategy.chunks
         if not axes:
             return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
         if len(axes) == 2:
             staged = [encode_reordered(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
             return tuple(tuple(payload[chunk] for payload in staged) for chunk in range(chunks))
-        hop, peers = (LOCAL_HOP if axes[0] == LOCAL else NODE_HOP), lax.axis_size(axes[0])
+        hop = LOCAL_HOP if axes[0] == LOCAL else NODE_HOP
+        peers = lax.axis_size(axes[0])
         encoded = (
             encode_rows(flatten(grad, leaf).reshape(peers, -1), leaf, self._last_codec(leaf), seed, hop)
             for grad, leaf in self._each(grads)
@@ -98,7 +99,8 @@ class GradientReduction:
         Returns:
             The payload of the next hop; after the last, the payload that arrived, not yet decoded.
         """
-        axes, own_stream = self.axes, self.strategy.own_stream
+        axes = self.axes
+        own_stream = self.strategy.own_stream
         if hop == len(axes) - 1:
             with jax.named_scope(self._last_scope):
                 return tuple(
@@ -108,7 +110,7 @@ class GradientReduction:
         with jax.named_scope("reduce_local"):
             for index, chunk in enumerate(chunks):
                 arrived = exchange_together(chunk, LOCAL, own_stream=own_stream)
-                salted = mix(seed, index)
+                salted = mix(seed, index)  # bits follow from the place in a chunk: other ones for each
                 summed = (
                     sum_and_encode(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
                 )
@@ -178,7 +180,8 @@ class GradientReduction:
         ]
         kept = None
         if residuals is not None:
-            kept = tuple(encoding_error(x, rows, leaf) for x, rows, leaf in self._each(sums, sent))
+            each = zip(sums, sent, self.leaves, strict=True)
+            kept = tuple(encoding_error(x, rows, leaf) for x, rows, leaf in each)
         owned = tuple(
             leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
             for rows, leaf in self._each(exchange_together(sent, NODE))
@@ -192,13 +195,14 @@ class GradientReduction:
         They stay in the wire's raw format, which saves memory: the optimizer widens them as it reads.
         """
         rows = [x.astype(leaf.grads.node.dtype) for x, leaf in self._each(sums)]
+        # In the order of the blocks, l * nodes + n: nothing is transposed.
         for axis in (NODE, LOCAL):
             rows = [x.reshape(-1) for x in gather_together([x.reshape(-1) for x in rows], axis)]
         return tuple(unflatten(x, leaf) for x, leaf in self._each(rows))
 
-    def _each(self, *values: Sequence[Array]) -> "zip[tuple[Any, ...]]":
-        """For every parameter one array of each of ``values``, and its layout."""
-        return zip(*values, self.leaves, strict=True)
+    def _each(self, values: Sequence[Array]) -> "zip[tuple[Array, ParamLayout]]":
+        """Every parameter's array among ``values``, with its layout."""
+        return zip(values, self.leaves, strict=True)
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
@@ -217,8 +221,11 @@ def encode_reordered(
     grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
 ) -> Num[Array, "chunks local m"]:
     """The payload of the first of two hops, by chunk: the encoder's index map does the reordering."""
-    world, codec, flat = leaf.world, leaf.grads.local, flatten(grad, leaf)
+    world = leaf.world
+    codec = leaf.grads.local
+    flat = flatten(grad, leaf)
     if codec.raw:
+        # Device (n, l) owns block l * nodes + n. Row l of a chunk has a piece of the blocks of all (., l).
         staged = flat.reshape(world.local, world.nodes, chunks, leaf.shard // chunks)
         staged = staged.transpose(2, 0, 1, 3).reshape(chunks, world.local, -1)
         return staged.astype(codec.dtype)
@@ -241,7 +248,8 @@ def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Ro
     If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
     """
     first, second = leaf.grads.local, leaf.grads.node
-    nodes, n = leaf.world.nodes, leaf.shard // chunks
+    nodes = leaf.world.nodes
+    n = leaf.shard // chunks
     if not first.raw and not second.raw:
         return first.decode_sum_encode(rows, second, nodes, n, seed=_salt(seed, leaf, NODE_HOP))
     total = first.decode_sum(rows, nodes * n, rotation=leaf.rotation)

@@ -4,14 +4,15 @@
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 
 from zerojax.sharding.mesh import on_gpus
 
-GPU_OPTIONS: dict[str, Any] = {
+CompilerOptions = dict[str, bool | int]
+"""XLA's options by name, as ``jax.jit`` takes them."""
+GPU_OPTIONS: CompilerOptions = {
     # Runs collectives beside compute; without it every start is followed at once by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Hops start as soon as their operands are ready, all of a layer's at once (zero3's backward pass on
@@ -34,12 +35,12 @@ GPU_OPTIONS: dict[str, Any] = {
     # One collective per unit and hop, on separate buffers: fewer launches, and nothing is joined.
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
 }
-ONE_PROCESS_OPTIONS: dict[str, Any] = {
+ONE_PROCESS_OPTIONS: CompilerOptions = {
     # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. For
     # one process only, where it has been seen to work.
     "xla_gpu_use_memcpy_local_p2p": True,
 }
-SEPARATE_PRODUCTS: dict[str, Any] = {
+SEPARATE_PRODUCTS: CompilerOptions = {
     # Small products that read the same array (a layer's queries, keys and values) are not merged. In fp8 the
     # merged product would be in bf16, of decoded weights; and where tokens are made, its weights are joined
     # first, a copy for every token.
@@ -47,7 +48,7 @@ SEPARATE_PRODUCTS: dict[str, Any] = {
 }
 
 
-def compiler_options(mesh: Mesh, *, separate_products: bool = False) -> dict[str, Any]:
+def compiler_options(mesh: Mesh, *, separate_products: bool = False) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
     Args:
@@ -61,7 +62,7 @@ def compiler_options(mesh: Mesh, *, separate_products: bool = False) -> dict[str
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 
 
-def on_own_stream(wanted: bool) -> AbstractContextManager[Any]:
+def on_own_stream(wanted: bool) -> AbstractContextManager[object]:
     """If ``wanted``, collectives created in this context run on a stream of their own.
 
     On one stream a hop within a node waits for the hop between nodes before it, and the next one between

@@ -12,7 +12,7 @@ sums alone.
 
 import functools
 import re
-from typing import Any
+from typing import NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float, Num, PyTree, UInt8
 
 from pallas_kernels import cast_transpose
 from zerojax.errors import ConfigurationError
@@ -31,7 +31,7 @@ SCALE = "zerojax: scale of fp8 activations"
 """The name under which rematerialisation keeps the scales of activations (``zerojax.schedule.remat``)."""
 
 
-def has_fp8(device: Any) -> bool:
+def has_fp8(device: object) -> bool:
     """Whether a device multiplies fp8 itself: NVIDIA's GPUs of compute capability 8.9 and above."""
     capability = re.match(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return capability is not None and (int(capability[1]), int(capability[2])) >= (8, 9)
@@ -54,7 +54,7 @@ def scale_for(peak: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."
     return jnp.where((peak > 0) & jnp.isfinite(peak), scale, 1)
 
 
-def encode(x: Float[Array, "..."], scale: Any = 1) -> UInt8[Array, "..."]:
+def encode(x: Float[Array, "..."], scale: Float[Array, "..."] | float = 1) -> UInt8[Array, "..."]:
     """The e4m3 codes of ``x * scale``, as bytes; what lies beyond 448 becomes 448, NaN stays NaN."""
     top = float(jnp.finfo(E4M3).max)
     scaled = jnp.clip(x.astype(jnp.float32) * scale, -top, top)
@@ -91,22 +91,49 @@ def product(
     return _forward(x, codes, scale, gradient, dtype, trained)[0]
 
 
-def _forward(x: Any, codes: Any, scale: Any, gradient: Any, dtype: Any, trained: bool) -> tuple[Array, Any]:
+class _Residuals(NamedTuple):
+    """What a product keeps for its backward pass.
+
+    Attributes:
+        x: the activations in e4m3; None if the weight's gradient is not wanted.
+        x_scale: of the activations.
+        codes: of the weight.
+        scale: of the weight.
+        like: of the activations and of ``gradient``; arrays of no elements, which remember the dtypes of the
+            arguments, and that they are differentiated.
+    """
+
+    x: Num[Array, "tokens k"] | None
+    x_scale: Float[Array, ""]
+    codes: UInt8[Array, "k n"]
+    scale: Float[Array, ""]
+    like: tuple[Array, Array]
+
+
+def _forward(
+    x: Num[Array, "tokens k"],
+    codes: UInt8[Array, "k n"],
+    scale: Float[Array, ""],
+    gradient: Num[Array, "k n"],
+    dtype: DTypeLike,
+    trained: bool,
+) -> tuple[Num[Array, "tokens n"], _Residuals]:
     own = x.astype(_wide(x.dtype))
     own_scale = _scale(own, E4M3)
     own = _cast(own, own_scale, E4M3)
     weight = lax.bitcast_convert_type(codes, E4M3)
-    # Arrays of no elements: they remember the dtypes of the arguments, and that they are differentiated.
     like = (x[:0], gradient[:0])
     out = _underivable(_dot((own, own_scale), (weight, scale), (1, 0), dtype), like)
-    return out, (own if trained else None, own_scale, codes, scale, like)
+    return out, _Residuals(own if trained else None, own_scale, codes, scale, like)
 
 
-def _backward(dtype: Any, trained: bool, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
+def _backward(
+    dtype: DTypeLike, trained: bool, residuals: _Residuals, cotangent: Num[Array, "tokens n"]
+) -> tuple[Array, np.ndarray, Array, Array]:
     own, own_scale, codes, scale, like = residuals
     weight = lax.bitcast_convert_type(codes, E4M3)
     arrived = cotangent.astype(_wide(cotangent.dtype))
-    if trained:
+    if own is not None:  # trained
         # The maximum takes a pass of its own. In one with what computes the cotangent, XLA would write what
         # that shares with the activations, such as the tanh of a GELU, to memory and read it back.
         arrived = lax.optimization_barrier(arrived)
@@ -132,16 +159,16 @@ product.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
-def _underivable[T](values: T, given: Any) -> T:
-    """Values computed in a derivative from what is ``given``, which have no derivative of their own.
+def _underivable[T: PyTree[Array]](values: T, given: PyTree[Array]) -> T:
+    """Values computed in a derivative from what is ``given``, which are not differentiated again.
 
-    Codes have none, through which a part of it would go.
+    A part of their derivative would go through codes, which have none: it would be wrong, not refused.
     """
     del given
     return values
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(*_: object) -> Never:
     raise ConfigurationError(
         "a loss that takes a gradient of its own (by jax.grad, say) is not differentiated through fp8 "
         'matmuls: set matmul_dtype="compute".'
@@ -168,13 +195,14 @@ def _dot(
     b: tuple[Array, Array],
     contract: tuple[int, int],
     dtype: DTypeLike,
-    **options: Any,
+    precision: lax.Precision | None = None,
 ) -> Array:
     """The product of two scaled matrices: the pattern of which XLA makes fp8 calls."""
     wide = _wide(dtype)
     left, right = (x.astype(wide) * (1 / scale).astype(wide) for x, scale in (a, b))
     axes = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(left, right, axes, preferred_element_type=wide, **options).astype(dtype)
+    out = lax.dot_general(left, right, axes, precision=precision, preferred_element_type=wide)
+    return out.astype(dtype)
 
 
 def _wide(dtype: DTypeLike) -> jnp.dtype:

@@ -10,18 +10,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import array_moved, array_product
+from zerojax.matmul.operand import Base, Fp8Operand, LayerOperand, Params, array_moved, array_product, aval_of
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.patterns import as_patterns, matches, why_not
 from zerojax.zero_config import MATMUL_WEIGHTS
@@ -109,7 +110,8 @@ class LoRA:
             ConfigurationError: ``pieces`` has too few columns or too many.
         """
         own = [piece[1:] for piece in self.pieces if matches(piece[0], path)] or [(0, self.rank, self.alpha)]
-        found, start, first = [], 0, 0
+        found: list[Piece] = []
+        start = first = 0
         for width, rank, alpha in own:
             stop = start + (width or columns - start)
             if not start < stop <= columns:
@@ -117,7 +119,8 @@ class LoRA:
             if rank:
                 scale = self.scale_of(rank, alpha)
                 found.append(Piece(slice(start, stop), slice(first, first + rank), scale))
-            start, first = stop, first + rank
+            start = stop
+            first += rank
         else:
             if start == columns:
                 return tuple(found)
@@ -204,7 +207,9 @@ def input_axes(path: str, shape: Sequence[int]) -> int:
     return int(len(shape) == 2)
 
 
-def merged(weight: Any, a: Any, b: Any, lora: LoRA, path: str) -> np.ndarray:
+def merged(
+    weight: Array | np.ndarray, a: Array | np.ndarray, b: Array | np.ndarray, lora: LoRA, path: str
+) -> np.ndarray:
     """``weight + scale a b``, computed in fp32 on the host and rounded to the weight's dtype.
 
     Args:
@@ -214,7 +219,8 @@ def merged(weight: Any, a: Any, b: Any, lora: LoRA, path: str) -> np.ndarray:
         lora: gives the scale, and the pieces.
         path: of the weight, joined by "/".
     """
-    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    a = np.asarray(a, np.float32)
+    b = np.asarray(b, np.float32)
     product = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
     for columns, ranks, scale in lora.pieces_of(path, b.shape[-1]):
         part = a[..., ranks] @ b[..., : ranks.stop - ranks.start, columns]
@@ -257,7 +263,7 @@ class LowRankOperand:
         reads: numbers of products, each of which drops other elements.
     """
 
-    base: Any
+    base: Base
     a: Float[Array, "rank ..."]
     b: Float[Array, "rank ..."]
     seed: UInt32[Array, ""]
@@ -270,10 +276,11 @@ class LowRankOperand:
     way_out = "LoRA(targets=(..., '!{name}'))"
 
     @classmethod
-    def of(cls, base: Any, a: Array, b: Array, seed: Array, lora: LoRA, name: str) -> "LowRankOperand":
+    def of(cls, base: Base, a: Array, b: Array, seed: Array, lora: LoRA, name: str) -> "LowRankOperand":
         """From ``[inputs, rank]`` and ``[rank, outputs]``."""
-        shape = getattr(base, "aval", base).shape
-        cut, (first, second) = input_axes(name, shape), _scaled(a, b, lora, name)
+        shape = aval_of(base).shape
+        cut = input_axes(name, shape)
+        first, second = _scaled(a, b, lora, name)
         first, second = (x.reshape(-1, *own) for x, own in ((first, shape[:cut]), (second, shape[cut:])))
         factors = "a" * cut + "b" * (len(shape) - cut)
         return cls(base, first, second, seed, factors, lora.dropout, name)
@@ -281,13 +288,13 @@ class LowRankOperand:
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """The array that the model believes it has."""
-        return getattr(self.base, "aval", None) or jax.ShapeDtypeStruct(self.base.shape, self.base.dtype)
+        return aval_of(self.base)
 
     def astype(self, dtype: DTypeLike) -> "LowRankOperand":
         """The same weight to a model that computes in another dtype."""
         return self._with(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype), self.factors)
 
-    def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[LowRankOperand] | None":
+    def moved(self, primitive: core.Primitive, params: Params) -> "list[LowRankOperand] | None":
         """The operands that a primitive makes which only moves elements; None if it mixes axes of A and B."""
         factors = self.factors
         match primitive.name:
@@ -308,12 +315,15 @@ class LowRankOperand:
                 a, b = self._each(functools.partial(_parts, primitive, params))
                 return [self._with(*parts, factors) for parts in zip(bases, a, b, strict=True)]
             case "copy" | "name":
-                a, b, after = self.a, self.b, factors
+                a, b = self.a, self.b
+                after = factors
             case _:
                 return None
         return [self._with(self._base(primitive, params)[0], a, b, after)]
 
-    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array | None:
+    def product(
+        self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn
+    ) -> Array | None:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
 
         Args:
@@ -328,9 +338,12 @@ class LowRankOperand:
         contracted = {self.factors[axis] for axis in axes}
         if len(contracted) != 1 or {*axes} != {i for i, own in enumerate(self.factors) if own in contracted}:
             return None
-        base = operand_product(self.base, x, x_axes, axes, equation)
-        if base is None:
-            return None
+        base = (
+            self.base.product(x, x_axes, axes, equation)
+            if isinstance(self.base, Fp8Operand | LayerOperand)
+            else array_product(self.base, x, x_axes, axes, equation)
+        )
+        # x W, which contracts the axes of A, needs (x A) B; x W^T, which contracts those of B, (x B^T) A^T.
         first, second = (self.a, self.b) if contracted == {"a"} else (self.b, self.a)
         own = [axis for axis, which in enumerate(self.factors) if which in contracted]
         dropped = _dropped(x, self.seed, next(self.reads), self.dropout)
@@ -340,18 +353,18 @@ class LowRankOperand:
         wide = lax.dot_general(narrow, second, (last, ((), ())), preferred_element_type=base.dtype)
         return checkpoint_name(base + wide, SUM)
 
-    def _with(self, base: Any, a: Array, b: Array, factors: str) -> "LowRankOperand":
+    def _with(self, base: Base, a: Array, b: Array, factors: str) -> "LowRankOperand":
         return LowRankOperand(base, a, b, self.seed, factors, self.dropout, self.name, self.reads)
 
-    def _base(self, primitive: Any, params: Mapping[str, Any]) -> list[Any]:
-        if hasattr(self.base, "moved"):
+    def _base(self, primitive: core.Primitive, params: Params) -> Sequence[Base]:
+        if isinstance(self.base, Fp8Operand | LayerOperand):
             return self.base.moved(primitive, params)
         return array_moved(self.base, primitive, params)
 
-    def _each(self, change: Callable[[Array, dict[int, int]], Any]) -> tuple[Any, Any]:
+    def _each[T](self, change: Callable[[Array, dict[int, int]], T]) -> tuple[T, T]:
         """``change(factor, own)`` of A and of B; ``own`` gives, for an axis of the weight, the factor's."""
 
-        def one(which: str, factor: Array) -> Any:
+        def one(which: str, factor: Array) -> T:
             axes = [axis for axis, owner in enumerate(self.factors) if owner == which]
             return change(factor, {axis: i + 1 for i, axis in enumerate(axes)})
 
@@ -379,16 +392,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-def operand_product(
-    weight: Any, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any
-) -> Array | None:
-    """``x`` times a weight in any form; see ``LowRankOperand.product``."""
-    if hasattr(weight, "product"):
-        return weight.product(x, x_axes, axes, equation)
-    return array_product(weight, x, x_axes, axes, equation)
-
-
-def _parts(primitive: Any, params: Mapping[str, Any], x: Array, own: Mapping[int, int]) -> list[Array]:
+def _parts(primitive: core.Primitive, params: Params, x: Array, own: Mapping[int, int]) -> list[Array]:
     """A slice, a split or a reversal of a weight's axes, applied to those that a factor has."""
     match primitive.name:
         case "rev":
@@ -397,7 +401,9 @@ def _parts(primitive: Any, params: Mapping[str, Any], x: Array, own: Mapping[int
             if params["axis"] not in own:
                 return [x] * len(params["sizes"])
             return list(lax.split(x, params["sizes"], own[params["axis"]]))
-    start, limit, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+    start = [0] * x.ndim
+    limit = list(x.shape)
+    strides = [1] * x.ndim
     for axis, place in own.items():
         start[place], limit[place] = params["start_indices"][axis], params["limit_indices"][axis]
         strides[place] = (params["strides"] or [1] * len(params["start_indices"]))[axis]

@@ -3,14 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend import core
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, UInt8
 
 from zerojax.matmul import fp8
+
+Params = Mapping[str, Any]
+"""The parameters of a primitive, by name."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,12 @@ class Fp8Operand:
         """The array that the model believes it has."""
         return jax.ShapeDtypeStruct(self.gradient.shape, self.gradient.dtype)
 
-    def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[Fp8Operand]":
+    def moved(self, primitive: core.Primitive, params: Params) -> "list[Fp8Operand]":
         """The operands that a primitive makes, which only moves elements."""
         parts = (array_moved(x, primitive, params) for x in (self.codes, self.gradient))
         return [replace(self, codes=codes, gradient=own) for codes, own in zip(*parts, strict=True)]
 
-    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn) -> Array:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
 
         Args:
@@ -60,8 +65,9 @@ class Fp8Operand:
         codes, gradient = (
             lax.transpose(w, (*axes, *free)).reshape(size, -1) for w in (self.codes, self.gradient)
         )
-        dtype = equation.outvars[0].aval.dtype
-        out: Any = fp8.product(tokens, codes, self.scale, gradient, dtype, self.trained)
+        result = equation.outvars[0].aval
+        assert isinstance(result, ShapedArray)
+        out = cast(Array, fp8.product(tokens, codes, self.scale, gradient, result.dtype, self.trained))
         return out.reshape(*(x.shape[axis] for axis in x_free), *(self.codes.shape[axis] for axis in free))
 
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":
@@ -91,12 +97,13 @@ class LayerOperand:
         """The array that the model has."""
         return jax.ShapeDtypeStruct(self.weight.shape, self.weight.dtype)
 
-    def moved(self, primitive: Any, params: Mapping[str, Any]) -> "list[LayerOperand]":
+    def moved(self, primitive: core.Primitive, params: Params) -> "list[LayerOperand]":
         """The operands that a primitive makes, which only moves elements."""
         return [LayerOperand(x) for x in array_moved(self.weight, primitive, params)]
 
-    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any) -> Array:
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn) -> Array:
         """``x`` times the weight; see ``Fp8Operand.product``."""
+        # Nothing is fused into a product behind a barrier.
         return lax.optimization_barrier(array_product(self.weight, x, x_axes, axes, equation))
 
     def astype(self, dtype: DTypeLike) -> "LayerOperand":
@@ -107,14 +114,25 @@ class LayerOperand:
 jax.tree_util.register_dataclass(LayerOperand, ["weight"], [])
 
 
-def array_moved(weight: Array, primitive: Any, params: Mapping[str, Any]) -> list[Array]:
+Base = Array | Fp8Operand | LayerOperand
+"""A weight without its adapter, in any form."""
+
+
+def aval_of(weight: Base) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that a model sees."""
+    if isinstance(weight, Fp8Operand | LayerOperand):
+        return weight.aval
+    return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+
+
+def array_moved(weight: Array, primitive: core.Primitive, params: Params) -> list[Array]:
     """The arrays that a primitive makes, which only moves elements."""
     made = primitive.bind(weight, **params)
     return made if primitive.multiple_results else [made]
 
 
 def array_product(
-    weight: Array, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: Any
+    weight: Array, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn
 ) -> Array:
     """``x`` times a weight that is an array; see ``Fp8Operand.product``."""
     params = equation.params

@@ -8,14 +8,14 @@ so it may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Concatenate
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LowRankOperand
@@ -23,11 +23,15 @@ from zerojax.matmul.operand import Fp8Operand, LayerOperand
 
 _MOVES = frozenset(("copy", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
 Operand = Fp8Operand | LowRankOperand | LayerOperand
+Value = Array | Operand
+"""What an equation reads: an array, or a weight that only a product reads."""
 # By the primitive of a call, the parameter that has the called program. JAX 0.11.2 renamed closed_call.
 _CALLED = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}
 
 
-def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
+def at_matmuls[**P, T: PyTree[Array]](
+    body: Callable[Concatenate[Sequence[Array], P], T],
+) -> Callable[Concatenate[Sequence[Value], P], T]:
     """``body(weights, *args)``, whose weights may be an ``Operand`` where a product reads them.
 
     Args:
@@ -38,14 +42,14 @@ def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
         something else than a product reads one.
     """
 
-    def run(weights: Sequence[Any], *args: Any) -> Any:
-        if not any(isinstance(weight, Operand) for weight in weights):
-            return body(weights, *args)
-        arrays = tuple(weight.aval if isinstance(weight, Operand) else weight for weight in weights)
-        traced, shapes = jax.make_jaxpr(body, return_shape=True)(arrays, *args)
-        results = _as_arrays(
-            evaluate(traced.jaxpr, traced.consts, [*weights, *jax.tree.leaves(args)], _results)
-        )
+    def run(weights: Sequence[Value], *args: P.args, **kwargs: P.kwargs) -> T:
+        arrays = [weight for weight in weights if not isinstance(weight, Operand)]
+        if len(arrays) == len(weights):
+            return body(arrays, *args, **kwargs)
+        like = tuple(weight.aval if isinstance(weight, Operand) else weight for weight in weights)
+        traced, shapes = jax.make_jaxpr(body, return_shape=True)(like, *args, **kwargs)
+        given: list[Value] = [*weights, *jax.tree.leaves((args, kwargs))]
+        results = _as_arrays(evaluate(traced.jaxpr, traced.consts, given, _results))
         for result in results:
             if isinstance(result, Operand):
                 raise ConfigurationError(_read_elsewhere(result, "is returned by its unit"))
@@ -54,16 +58,16 @@ def at_matmuls(body: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def evaluate(
+def evaluate[T](
     jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    run: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]],
-) -> list[Any]:
+    consts: Sequence[T],
+    args: Sequence[T],
+    run: Callable[[core.JaxprEqn, list[T]], Sequence[T]],
+) -> list[T]:
     """Evaluate a jaxpr by ``run(equation, its operands)``, under the names that its equations have."""
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    values: dict[core.Var, T] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-    def read(var: Any) -> Any:
+    def read(var: core.Var | core.Literal) -> T:
         return var.val if isinstance(var, core.Literal) else values[var]
 
     for equation in jaxpr.eqns:
@@ -75,7 +79,7 @@ def evaluate(
     return [read(var) for var in jaxpr.outvars]
 
 
-def as_it_is(equation: core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
+def as_it_is(equation: core.JaxprEqn, given: Sequence[Array]) -> Sequence[Array]:
     """Evaluate one equation as the jaxpr says."""
     primitive = equation.primitive
     with equation.ctx.manager:
@@ -83,12 +87,13 @@ def as_it_is(equation: core.JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
     return results if primitive.multiple_results else [results]
 
 
-def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
+def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
     """Evaluate one equation, whose operands may be weights."""
-    primitive, params = equation.primitive, equation.params
+    primitive = equation.primitive
+    params = equation.params
     weights = [value for value in given if isinstance(value, Operand)]
     if not weights:
-        return as_it_is(equation, given)
+        return as_it_is(equation, [value for value in given if not isinstance(value, Operand)])
     match primitive.name:
         case "dot_general" if len(weights) == 1 and not any(params["dimension_numbers"][1]):
             if (out := _product(equation, *given)) is not None:
@@ -107,30 +112,34 @@ def _results(equation: core.JaxprEqn, given: list[Any]) -> Sequence[Any]:
                 policy=params["policy"], prevent_cse=params["prevent_cse"],
             )  # fmt: skip
             return run(*given)
-    if any(isinstance(weight, LayerOperand) for weight in weights):
-        return _results(equation, _as_arrays(given))
+    refused = [weight for weight in weights if not isinstance(weight, LayerOperand)]
+    if len(refused) < len(weights):
+        return _results(equation, [*_as_arrays(given)])
     where = source_info_util.summarize(equation.source_info)
-    raise ConfigurationError(_read_elsewhere(weights[0], f"is read by {primitive.name} at {where}"))
+    raise ConfigurationError(_read_elsewhere(refused[0], f"is read by {primitive.name} at {where}"))
 
 
-def _as_arrays(values: Sequence[Any]) -> list[Any]:
+def _as_arrays(values: Sequence[Value]) -> list[Array | Fp8Operand | LowRankOperand]:
     """With layers of stacks as arrays."""
     return [value.weight if isinstance(value, LayerOperand) else value for value in values]
 
 
-def _product(equation: core.JaxprEqn, lhs: Any, rhs: Any) -> Array | None:
+def _product(equation: core.JaxprEqn, lhs: Value, rhs: Value) -> Array | None:
     """``dot_general`` without batch axes, of which one side is a weight; None if that has no such product."""
     (lhs_axes, rhs_axes), _ = equation.params["dimension_numbers"]
     if not isinstance(lhs, Operand):
+        assert isinstance(rhs, Operand)
         return rhs.product(lhs, lhs_axes, rhs_axes, equation)
+    assert not isinstance(rhs, Operand)
     out = lhs.product(rhs, rhs_axes, lhs_axes, equation)
     if out is None:
         return None
+    # The weight's axes came last, and belong first.
     first = rhs.ndim - len(rhs_axes)
     return lax.transpose(out, (*range(first, out.ndim), *range(first)))
 
 
-def _read_elsewhere(weight: Any, how: str) -> str:
+def _read_elsewhere(weight: Fp8Operand | LowRankOperand, how: str) -> str:
     way_out = weight.way_out.format(name=weight.name)
     return (
         f"the weight {weight.name!r} {weight.kind}, which only a matmul can read, and it {how}: leave it "

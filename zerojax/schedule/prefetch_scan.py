@@ -45,7 +45,6 @@ from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_der
 from zerojax.schedule.unit import (
     Arrays,
     Body,
-    Whole,
     as_layer,
     call_gathered,
     gradients_of,
@@ -100,7 +99,7 @@ class _Results(NamedTuple):
 
 
 def scan_units(
-    body: Callable[[Sequence[Whole], Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
+    body: Callable[[Sequence[Array], Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
     weights: Sequence[Sharded],
     x: Arrays,
     state: Arrays,

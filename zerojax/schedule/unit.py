@@ -23,7 +23,7 @@ from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA, LowRankOperand
 from zerojax.matmul.operand import LayerOperand
-from zerojax.matmul.replay import Operand, at_matmuls
+from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
@@ -39,10 +39,8 @@ from zerojax.weights.weight import Weights
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, what it returns."""
-Whole = Array | Operand
-"""A whole weight as a module gets it: an array, or what only products read."""
 Body = Callable[..., Arrays]
-"""A pure function of a unit's whole weights and of pytrees of arrays."""
+"""A pure function of a unit's whole weights, as arrays, and of pytrees of arrays."""
 
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 
@@ -71,7 +69,7 @@ def materialise(weights: Sequence[Sharded]) -> Values:
 
 
 def call_unit[T: PyTree](
-    body: Callable[[Sequence[Whole], Arrays], T], weights: Sequence[Sharded], inputs: Arrays
+    body: Callable[[Sequence[Array], Arrays], T], weights: Sequence[Sharded], inputs: Arrays
 ) -> T:
     """Run ``body(weights, inputs)`` on gathered weights.
 
@@ -87,7 +85,7 @@ def call_unit[T: PyTree](
     """
     joins: list[Callable[[Sequence[Array]], T]] = []
 
-    def arrays_of(weights: Sequence[Whole], inputs: Arrays) -> Sequence[Array]:
+    def arrays_of(weights: Sequence[Array], inputs: Arrays) -> Sequence[Array]:
         arrays, join = split_arrays(body(weights, inputs))
         joins.append(join)
         return arrays
@@ -130,7 +128,7 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     def with_seeds(whole: Weights, seeds: Seed, *args: Arrays) -> Arrays:
         by_path = {w.layout.path: w for w in whole}
 
-        def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Whole:
+        def operand(leaf: ParamLayout, adapter: tuple[Path, ...], lora: LoRA | None) -> Value:
             weight = by_path[leaf.path]
             value = LayerOperand(weight.values) if in_place and leaf.stack else weight.operand()
             if leaf.frozen:

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from zerojax.adapters import LossFn, ModelState
 from zerojax.comm.in_order import on_mesh, one_at_a_time
-from zerojax.comm.xla_options import compiler_options
+from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
@@ -215,7 +215,7 @@ def _warn_without_fp8(device: Any) -> None:
         )
 
 
-def _compiler_options(spec: TrainSpec) -> dict[str, bool | int | str]:
+def _compiler_options(spec: TrainSpec) -> CompilerOptions:
     return compiler_options(spec.mesh, separate_products=spec.zero.matmul_dtype == "fp8")
 
 
