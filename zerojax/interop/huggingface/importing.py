@@ -14,7 +14,7 @@ from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
-from zerojax.run.config import RunConfig, config_to_dict
+from zerojax.run.config import RunConfig, spelled_out
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import table_of
 from zerojax.run.data.chat_template import TEMPLATE, find_template
@@ -126,7 +126,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
         run_on_process_zero(lambda: _write_new(source, files, folder))
         state = begin_with(state, load_params(state.spec, files, parts), config.train.seed)
         mesh = state.spec.mesh
-        record = Record(config=config_to_dict(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
+        record = Record(config=spelled_out(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
         with Checkpoints(folder.checkpoints) as checkpoints:
             checkpoints.save(0, state, record)
         run_on_process_zero(lambda: _finish(source, config, folder))
