@@ -5,7 +5,7 @@ is fp32 and sharded like the master weights: 4 bytes per parameter over all devi
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class AverageState(NamedTuple):
     """
 
     averaged_count: Int32[Array, ""]
-    averaged_params: PyTree
+    averaged_params: PyTree[Array]
 
 
 def average_weights(decay: float) -> optax.GradientTransformation:
@@ -52,15 +52,19 @@ def average_weights(decay: float) -> optax.GradientTransformation:
     if not 0 < decay < 1:
         raise ConfigurationError(f"average_weights: decay={decay} must lie between 0 and 1.")
 
-    def init(params: Any) -> AverageState:
+    def init(params: PyTree[Array]) -> AverageState:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
         return AverageState(jnp.zeros((), jnp.int32), zeros)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
-        count = jnp.asarray(optax.safe_increment(state.averaged_count))
+    def update(
+        updates: PyTree[Array], state: PyTree[Array], params: PyTree[Array] = None
+    ) -> tuple[PyTree[Array], AverageState]:
+        before = AverageState(*state)
+        count = jnp.asarray(optax.safe_increment(before.averaged_count))
+        # (1 - decay) / (1 - decay^n): 1 at the first update, which leaves nothing of the zeros.
         share = (1 - decay) / -jnp.expm1(count * math.log(decay))
         after = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda a, p: a + share * (p - a), state.averaged_params, after)
+        average = jax.tree.map(lambda a, p: a + share * (p - a), before.averaged_params, after)
         return updates, AverageState(count, average)
 
     return optax.GradientTransformation(init, update)

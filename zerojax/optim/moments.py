@@ -2,10 +2,10 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.sharding.layout import ParamLayout
@@ -13,13 +13,13 @@ from zerojax.sharding.layout import ParamLayout
 Shape = tuple[int, ...]
 
 
-def by_moment(
+def by_moment[T](
     leaves: Sequence[ParamLayout],
     tree: PyTree,
-    moment: Callable[[ParamLayout, Any], Any],
-    other: Callable[[Any], Any],
+    moment: Callable[[ParamLayout, Array], T],
+    other: Callable[[Array], T],
     shape: Callable[[ParamLayout], Shape] = lambda leaf: leaf.stored_shape,
-) -> PyTree:
+) -> PyTree[T]:
     """``moment(leaf, x)`` for each moment x of a parameter in an optimizer's state, and ``other(x)`` else.
 
     A moment is nested like its parameter, in whatever it is a part of, and has its shape. (optax itself
@@ -34,8 +34,9 @@ def by_moment(
     """
     known = {leaf.path: leaf for leaf in leaves}
 
-    def choose(keys: tuple[Any, ...], x: Any) -> Any:
+    def choose(keys: KeyPath, x: Array) -> T:
         names = [str(getattr(key, "key", key)) for key in keys]
+        # The parameter's own path ends the moment's, behind the names of what holds it.
         endings = (tuple(names[first:]) for first in range(len(names)))
         leaf = next((known[ending] for ending in endings if ending in known), None)
         return other(x) if leaf is None or x.shape != shape(leaf) else moment(leaf, x)
@@ -69,6 +70,7 @@ def with_layers_in_a_row(
     def to_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:
         if not leaf.stack:
             return x
+        # By device, then by layer: what a device has stays there.
         return x.reshape(leaf.layers, parts(leaf), -1).swapaxes(0, 1).reshape(_row_shape(leaf))
 
     def from_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:
@@ -79,10 +81,12 @@ def with_layers_in_a_row(
     rows = functools.partial(by_moment, leaves, moment=to_row, other=lambda x: x)
     stored = functools.partial(by_moment, leaves, moment=from_row, other=lambda x: x, shape=_row_shape)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree[Array]) -> PyTree[Array]:
         return stored(tx.init(rows(params)))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree[Array], state: PyTree[Array], params: PyTree[Array] = None
+    ) -> tuple[PyTree[Array], PyTree[Array]]:
         updates, state = tx.update(rows(updates), rows(state), rows(params))
         return stored(updates), stored(state)
 

@@ -12,7 +12,7 @@ Momentum is shaped, sharded and checkpointed like the parameters.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +79,23 @@ class MomentumState(NamedTuple):
     """An average of gradients, and how many updates are in it."""
 
     updates: Int32[Array, ""]
-    mu: PyTree
+    mu: PyTree[Array]
 
 
 def _momentum(beta: float) -> optax.GradientTransformation:
     """Debiased Nesterov momentum: the element-wise part of optax's ``scale_by_muon``."""
 
-    def init(params: Any) -> MomentumState:
+    def init(params: PyTree[Array]) -> MomentumState:
         return MomentumState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MomentumState]:
+    def update(
+        updates: PyTree[Array], state: PyTree[Array], params: PyTree[Array] = None
+    ) -> tuple[PyTree[Array], MomentumState]:
         del params
-        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        count = jnp.asarray(optax.safe_increment(state.updates))
+        before = MomentumState(*state)
+        mu = optax.tree.update_moment(updates, before.mu, beta, 1)
+        count = jnp.asarray(optax.safe_increment(before.updates))
+        # As in optax: the average debiased as at the next update, and this gradient once more.
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(updates, beta, count)
         return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), MomentumState(count, mu)
@@ -120,7 +124,7 @@ def _orthogonalised(
 
     run = on_mesh(on_device, mesh, in_specs=(specs,), out_specs=specs)
 
-    def update(updates: Any, params: Any = None) -> Any:
+    def update(updates: PyTree[Array], params: PyTree[Array] = None) -> PyTree[Array]:
         del params
         given = from_tree(updates)
         return to_tree(given | run({path: given[path] for path in specs}))
@@ -133,10 +137,12 @@ def _dealt_out(
     rows: Float[Array, "n shard"], leaf: ParamLayout, axes: tuple[str, ...], wire: jnp.dtype
 ) -> Float[Array, "n shard"]:
     """This device's pieces of n matrices, each orthogonalised on the device that it is dealt to."""
-    n, devices = len(rows), leaf.world.size if axes else 1
+    n = len(rows)
+    devices = leaf.world.size if axes else 1
     each = -(-n // devices)
     sent = jnp.pad(rows, ((0, each * devices - n), (0, 0))).reshape(devices, each, -1)
     pieces = _exchange(sent.astype(wire), axes).astype(jnp.float32)
+    # The pieces of a matrix in the order of their owners are the whole of it, and padding.
     whole = pieces.transpose(1, 0, 2).reshape(each, -1)
     done = _orthogonal(whole[:, : leaf.size].reshape(each, *leaf.shape)).reshape(each, -1)
     done = jnp.pad(done, ((0, 0), (0, leaf.padded - leaf.size)))
@@ -148,6 +154,7 @@ def _exchange(x: Shaped[Array, "devices each shard"], axes: tuple[str, ...]) -> 
     """All-to-all: row i goes to device i, where it is in the row of this device's index."""
     if not axes:
         return x
+    # Without the barrier the compiler may move the cast to the wire's dtype behind the exchange.
     return lax.all_to_all(lax.optimization_barrier(x), axes, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -158,5 +165,4 @@ def _orthogonal(matrices: Float[Array, "n rows columns"]) -> Float[Array, "n row
         optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=dims),
         optax.scale(_CONSISTENT_RMS * math.sqrt(max(matrices.shape[1:]))),
     )
-    updates: Any = transform.update(matrices, transform.init(matrices))[0]
-    return updates
+    return cast(Array, transform.update(matrices, transform.init(matrices))[0])

@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ import numpy as np
 import optax
 from jax.extend import core
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.optim.moments import Shape, with_layers_in_a_row
@@ -34,6 +33,9 @@ _PADDING = 3
 _MAX_UPDATES = 64
 _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 """Operations that a scalar, which is stored as a vector, may need more or fewer of."""
+_ByPath = Mapping[Path, np.ndarray]
+_Operation = tuple[str, list[int | str]]
+"""Its name, and its operands: numbers of earlier results, or constants."""
 _WAY_OUT = (
     "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
     "zerojax.scale_by_muon."
@@ -115,9 +117,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
 
 
 @functools.lru_cache(maxsize=32)
-def _compare_updates(
-    tx: optax.GradientTransformation, leaves: tuple[tuple[Path, tuple[int, ...], int], ...]
-) -> None:
+def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path, Shape, int], ...]) -> None:
     """Compare updates of a small copy of the tree; once per optimizer and model, on whichever mesh.
 
     Args:
@@ -128,20 +128,20 @@ def _compare_updates(
         ConfigurationError: as ``check_shardable``.
     """
     rng = np.random.default_rng(0)
-    whole: dict[Any, Any] = {}
-    seen: set[tuple[int, ...]] = set()
-    for path, unsharded, keep in leaves:
+    whole: dict[Path, np.ndarray] = {}
+    seen: set[Shape] = set()
+    for path, unsharded, stacked_axes in leaves:
         # One leaf of each shape is large enough to be factored; the others only need the right rank.
         side = 3 if unsharded in seen else _PROBE_SIDE
         seen.add(unsharded)
-        shape = tuple(min(d, 2 if i < keep else side) for i, d in enumerate(unsharded))
+        shape = tuple(min(d, 2 if i < stacked_axes else side) for i, d in enumerate(unsharded))
         whole[path] = rng.standard_normal(shape).astype(np.float32)
     grads = [
-        {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in whole.items()} for _ in "12"
+        {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in whole.items()} for _ in range(2)
     ]
-    stacked = {path: keep > 0 for path, _, keep in leaves}
+    stacked = {path: axes > 0 for path, _, axes in leaves}
 
-    def flat(values: Any) -> dict[Any, np.ndarray]:
+    def flat(values: _ByPath) -> dict[Path, np.ndarray]:
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -178,20 +178,26 @@ def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
     return padded.reshape(x.shape[0], *shape) if stacked else padded.reshape(shape)
 
 
-def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> dict[Any, np.ndarray]:
+def _updates(
+    tx: optax.GradientTransformation, params: _ByPath, grads: Sequence[_ByPath]
+) -> dict[Path, np.ndarray]:
     """The sum of successive updates: of as many as it takes until two have changed something.
 
     The first of a warm-up is zero, and so are those of accumulated gradients until the last of them.
     """
-    given, gradients = to_tree(params), [to_tree(each) for each in grads]
+    given = to_tree(params)
+    gradients = [to_tree(each) for each in grads]
 
     @jax.jit
-    def update(total: Any, state: Any, gradient: Any) -> tuple[Any, Any, Array]:
+    def update(
+        total: PyTree[Array], state: PyTree[Array], gradient: PyTree[Array]
+    ) -> tuple[PyTree[Array], PyTree[Array], Array]:
         one, state = tx.update(gradient, state, given)
         changes = jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(one)]))
         return jax.tree.map(jnp.add, total, one), state, changes
 
-    total, state = jax.tree.map(np.zeros_like, given), jax.jit(tx.init)(given)
+    total = jax.tree.map(np.zeros_like, given)
+    state = jax.jit(tx.init)(given)
     changed = 0
     for number in range(_MAX_UPDATES):
         total, state, changes = update(total, state, gradients[number % len(gradients)])
@@ -201,20 +207,23 @@ def _updates(tx: optax.GradientTransformation, params: Any, grads: Sequence[Any]
     return {path: np.asarray(x) for path, x in from_tree(total).items()}
 
 
-def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, Shape]) -> list[Any]:
+def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, Shape]) -> list[_Operation]:
     """The operations of an update of leaves of these shapes, in order, and of which results; or its error."""
     params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()})
     try:
         traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
     except Exception as error:
-        return [repr(error)]
-    found: list[Any] = []
-    pending, number = [traced.jaxpr], itertools.count()
+        return [("error", [repr(error)])]
+    found: list[_Operation] = []
+    pending: list[core.Jaxpr] = [traced.jaxpr]
+    number = itertools.count()
     while pending:
         jaxpr = pending.pop()
-        numbers: dict[Any, Any] = {var: next(number) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        numbers: dict[core.Var, int | str] = {var: next(number) for var in (*jaxpr.constvars, *jaxpr.invars)}
 
-        def of(atoms: Sequence[Any], numbers: dict[Any, Any] = numbers) -> list[Any]:
+        def of(
+            atoms: Sequence[core.Var | core.Literal], numbers: Mapping[core.Var, int | str] = numbers
+        ) -> list[int | str]:
             return [repr(x.val) if isinstance(x, core.Literal) else numbers[x] for x in atoms]
 
         for equation in jaxpr.eqns:
@@ -224,5 +233,5 @@ def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, Shape]) 
             found.append((equation.primitive.name, of(equation.invars)))
             numbers |= {var: next(number) for var in equation.outvars}
             pending += core.jaxprs_in_params(equation.params)
-        found.append(of(jaxpr.outvars))
+        found.append(("return", of(jaxpr.outvars)))
     return found

@@ -1,9 +1,9 @@
 """Paths to a model's leaves, their names, and trees of values by path."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from flax import traverse_util
+from jaxtyping import PyTree
 
 from zerojax.errors import ConfigurationError
 
@@ -41,11 +41,11 @@ def _ambiguous(one: Path, other: Path) -> ConfigurationError:
     )
 
 
-def to_tree(values: Mapping[Path, Any]) -> dict[str, Any]:
+def to_tree[T](values: Mapping[Path, T]) -> dict[str, PyTree[T]]:
     """Nest values by path: into the dict that an optimizer sees, or a Linen module's collection."""
     return traverse_util.unflatten_dict(dict(values))
 
 
-def from_tree(tree: Mapping[str, Any]) -> dict[Path, Any]:
+def from_tree(tree: Mapping[str, PyTree]) -> dict[Path, PyTree]:
     """Undo ``to_tree``."""
     return dict(traverse_util.flatten_dict(tree))
